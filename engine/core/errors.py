@@ -1,0 +1,131 @@
+"""What can go wrong, as one tree; the exit codes of the program, which are public; and the form of a user's mistake.
+
+Rules: a user's mistake is a `UserError` that lists every `Problem` found, never only the first. A bug is an
+`InvariantError` or an assertion. Whoever raises says which exit code the program ends with, by the class.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `bamboo`, stable and public."""
+
+    OK = 0
+    EXPECTATION_FAILED = 1
+    USAGE = 2
+    NOT_RECOVERED = 3
+    ENVIRONMENT = 4
+    NOTHING_MATCHED = 5
+    INVALID_CASE = 6
+    COORDINATOR_UNAVAILABLE = 69
+    INTERNAL = 70
+    STORAGE = 74
+    STOPPED_RESUMABLE = 75
+    STATE_LOST = 80
+    FENCED = 85
+    LEFT_WITH_NOTICE = 86
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake in what a user wrote: where it stands, what was expected, what was found, what to write instead."""
+
+    field: str
+    expected: str
+    found: str = ""
+    hint: str = ""
+    source: str = ""
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        place = self.source
+        if self.line:
+            place += f":{self.line}:{self.column}"
+        text = ": ".join(part for part in (place, self.field) if part)
+        text += f": expected {self.expected}"
+        if self.found:
+            text += f", found {self.found}"
+        if self.hint:
+            text += f" ({self.hint})"
+        return text
+
+
+class BambooError(Exception):
+    """Root of everything that bamboo raises on purpose."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+class UserError(BambooError):
+    """The user asked for something that cannot be; carries every problem found."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, problems: Iterable[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class ScheduleError(BambooError):
+    """A program breaks a rule; names the worker, the position and the rule."""
+
+    exit_code = ExitCode.USAGE
+
+
+class DeadlockError(ScheduleError):
+    """A program cannot finish: `cycle` is the path of (worker, action text) that wait for each other."""
+
+    def __init__(self, cycle: tuple[tuple[int, str], ...]):
+        self.cycle = cycle
+        path = " -> ".join(f"worker {worker}: {action}" for worker, action in cycle)
+        super().__init__(f"deadlock: {path}")
+
+
+class EnvironmentLacksError(BambooError):
+    """This machine lacks something that the job needs."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class StorageError(BambooError):
+    """Something on disk cannot be written or read."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class DivergedError(BambooError):
+    """The training loss is no longer a finite number."""
+
+    exit_code = ExitCode.EXPECTATION_FAILED
+
+
+class WorkerFailedError(BambooError):
+    """A worker died or raised, and the job could not go on."""
+
+    exit_code = ExitCode.NOT_RECOVERED
+
+
+class NothingMatchedError(BambooError):
+    """What the user named does not exist."""
+
+    exit_code = ExitCode.NOTHING_MATCHED
+
+
+class InvariantError(BambooError):
+    """A promise of the design was broken: a bug, or corrupted state."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns ``did you mean 'x'?`` for the nearest known spelling of `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""

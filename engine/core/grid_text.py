@@ -1,0 +1,32 @@
+"""Draws a dry run as a grid: one row per worker, one cell per unit of time."""
+
+from __future__ import annotations
+
+from engine.core.action import COMPUTE_OPS
+from engine.core.dry_run import DryRun
+
+
+def grid_lines(run: DryRun, width: int = 0) -> list[str]:
+    """Returns the compute actions of `run` (made with whole-number costs) as text, in blocks of at most `width` columns.
+
+    A cell shows an action at the unit in which it starts, `-` while it goes on, and nothing while the worker waits.
+    """
+    num_units = round(run.makespan)
+    workers = sorted({span.worker for span in run.spans})
+    cells = {worker: [""] * num_units for worker in workers}
+    for span in run.spans:
+        if span.action.op in COMPUTE_OPS:
+            first, last = round(span.start), round(span.end)
+            cells[span.worker][first:last] = [str(span.action), *["-"] * (last - first - 1)]
+    cell_width = max((len(cell) for row in cells.values() for cell in row), default=1) + 1
+    label_width = len("worker ") + max(len(str(worker)) for worker in workers)
+    units_per_block = max(1, (width - label_width - 2) // cell_width) if width else num_units
+    lines: list[str] = []
+    for first in range(0, num_units, units_per_block):
+        if first:
+            lines.append("")
+        for worker in workers:
+            block = cells[worker][first : first + units_per_block]
+            row = "".join(f"{cell:<{cell_width}}" for cell in block)
+            lines.append(f"{'worker ' + str(worker):<{label_width}}  {row}".rstrip())
+    return lines

@@ -1,0 +1,132 @@
+"""The job: everything that decides what a run computes, resolved to plain values; and the rules between its fields.
+
+The fields and their defaults stand here once: job files, ``BAMBOO_*``, ``--set``, flags and schemas are made from them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from engine.core.errors import Problem, nearest
+from engine.core.lr_schedule import LR_SCHEDULES
+from engine.core.schedule import SCHEDULES
+
+Scalar = str | int | float | bool
+Args = dict[str, Scalar]
+Backend = Literal["auto", "gloo", "nccl"]
+Dtype = Literal["float32", "bfloat16"]
+OptimizerName = Literal["sgd", "adamw"]
+
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
+FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _field(default: Scalar, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _args(text: str) -> Any:
+    return field(default_factory=dict, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A resolved job. Sizes are counts, learning rates are per optimizer step."""
+
+    model: str = _field("gpt", "built-in model, or package.module:factory (trusted code)")
+    model_args: Args = _args("arguments of the model, such as width or tied")
+    data: str = _field(
+        "auto", "text, digits, synthetic, a FILE.txt, a folder of MNIST or CIFAR-10 files, or package.module:factory"
+    )
+    data_args: Args = _args("arguments of the data source")
+    stages: int = _field(4, "stages of one pipeline (P)")
+    pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
+    microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
+    microbatch_size: int = _field(4, "samples in one microbatch")
+    steps: int = _field(40, "optimizer steps")
+    schedule: str = _field("1f1b", "pipeline schedule")
+    optimizer: OptimizerName = _field("adamw", "optimizer")
+    optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
+    lr: float = _field(3e-3, "peak learning rate")
+    lr_schedule: str = _field("cosine", "constant, linear or cosine")
+    warmup_steps: int = _field(5, "steps of linear warm-up of the learning rate")
+    clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
+    dtype: Dtype = _field("float32", "bfloat16 runs the layers under autocast")
+    partition: str = _field("uniform", PARTITION_FORMS)
+    activation_checkpoint: int = _field(0, "recompute the activations of every k layers; 0 = off")
+    backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
+    seed: int = _field(0, "seed of weights, data and dropout")
+    threads: int = _field(1, "compute threads of each worker; another count changes bits")
+    audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
+    validate_every: int = _field(20, "validation pass every N steps; 0 = off")
+    validation_microbatches: int = _field(8, "microbatches of one validation pass")
+    name: str = _field("", "name of the run; the model's by default")
+    results: str = _field("results", "folder that receives one folder per run")
+
+
+FIELD_HELP = {each.name: str(each.metadata["help"]) for each in fields(Job)}
+
+_AT_LEAST = {
+    "stages": 1,
+    "pipelines": 1,
+    "microbatches": 1,
+    "microbatch_size": 1,
+    "steps": 1,
+    "threads": 1,
+    "seed": 0,
+    "warmup_steps": 0,
+    "activation_checkpoint": 0,
+    "audit": 0,
+    "validate_every": 0,
+    "validation_microbatches": 1,
+}
+# 4096 workers or microbatches are far beyond what one machine starts; a typo should not try.
+_AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
+
+
+def check_job(job: Job) -> list[Problem]:
+    """Returns every rule between values that `job` breaks; types have been checked by whoever built it."""
+    problems = [
+        Problem(name, f"a whole number >= {least}", repr(getattr(job, name)))
+        for name, least in _AT_LEAST.items()
+        if getattr(job, name) < least
+    ]
+    problems += [
+        Problem(name, f"a whole number <= {most}", repr(getattr(job, name)))
+        for name, most in _AT_MOST.items()
+        if getattr(job, name) > most
+    ]
+    if not (math.isfinite(job.lr) and job.lr > 0):
+        problems.append(Problem("lr", "a finite number > 0", repr(job.lr)))
+    if not (math.isfinite(job.clip_norm) and job.clip_norm >= 0):
+        problems.append(Problem("clip_norm", "a finite number >= 0", repr(job.clip_norm)))
+    problems += _unknown("schedule", job.schedule, SCHEDULES)
+    problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
+    problems += _check_partition(job)
+    if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
+        problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
+    return problems
+
+
+def _unknown(name: str, value: str, known: dict[str, object]) -> list[Problem]:
+    if value in known:
+        return []
+    return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]
+
+
+def _check_partition(job: Job) -> list[Problem]:
+    form = job.partition
+    if form in ("uniform", "parameters", "profile"):
+        return []
+    if form.startswith("type:"):
+        try:
+            re.compile(form[len("type:") :])
+        except re.error as error:
+            return [Problem("partition", "a regular expression after type:", repr(form), str(error))]
+        return []
+    if re.fullmatch(r"\d+(,\d+)*", form) or (job.stages == 1 and form == ""):
+        return []
+    return [Problem("partition", PARTITION_FORMS, repr(form), nearest(form, ("uniform", "parameters", "profile")))]

@@ -1,0 +1,21 @@
+"""Learning rates as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+# Each maps progress in [0, 1) after the warm-up to a factor of the peak learning rate.
+LR_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(name: str, peak: float, step: int, num_steps: int, warmup_steps: int) -> float:
+    """Returns the learning rate of `step` (0-based): linear warm-up to `peak`, then the named decay to the last step."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    return peak * LR_SCHEDULES[name](progress)

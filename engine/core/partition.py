@@ -1,0 +1,81 @@
+"""Partitions: where each stage begins, as pure functions of what is known of the layers.
+
+Every method returns the index of the first layer of each stage; stages are never empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from engine.core.errors import Problem, UserError
+
+
+def partition(form: str, num_stages: int, kinds: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
+    """Returns the first layer of each stage.
+
+    `kinds` are the layers' class names; `weights` are what the method balances: parameters for ``parameters``,
+    measured nanoseconds for ``profile``, unused otherwise. Raises UserError when the layers cannot be cut so.
+    """
+    num_layers = len(kinds)
+    if num_stages > num_layers:
+        raise UserError([Problem("stages", f"at most {num_layers}, the layers of the model", repr(num_stages))])
+    if form == "uniform":
+        return tuple(stage * num_layers // num_stages for stage in range(num_stages))
+    if form in ("parameters", "profile"):
+        return balanced(weights, num_stages)
+    if form.startswith("type:"):
+        return balanced(_matches(form[len("type:") :], kinds), num_stages)
+    return _custom(form, num_stages, num_layers)
+
+
+def balanced(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Returns the partition into contiguous stages whose heaviest stage is as light as can be.
+
+    Bisects on the heaviest allowed weight; for one bound, filling from the left needs the fewest stages.
+    """
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        if _num_filled(weights, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(weights, num_stages, low)
+
+
+def _num_filled(weights: Sequence[int], bound: int) -> int:
+    count, load = 1, 0
+    for weight in weights:
+        if load + weight > bound:
+            count, load = count + 1, 0
+        load += weight
+    return count
+
+
+def _fill(weights: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...]:
+    starts, load = [0], weights[0]
+    for layer in range(1, len(weights)):
+        stages_left = num_stages - len(starts)
+        if stages_left and (load + weights[layer] > bound or len(weights) - layer == stages_left):
+            starts.append(layer)
+            load = 0
+        load += weights[layer]
+    return tuple(starts)
+
+
+def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
+    weights = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
+    if not any(weights):
+        known = ", ".join(sorted(set(kinds)))
+        raise UserError([Problem("partition", f"a pattern that matches a layer's class ({known})", repr(pattern))])
+    return weights
+
+
+def _custom(form: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
+    starts = (0, *(int(part) for part in form.split(",") if part))
+    rising = all(before < after for before, after in zip(starts, starts[1:], strict=False))
+    if len(starts) != num_stages or not rising or starts[-1] >= num_layers:
+        expected = f"{num_stages - 1} rising layer numbers from 1 to {num_layers - 1}"
+        raise UserError([Problem("partition", expected, repr(form))])
+    return starts

@@ -1,0 +1,29 @@
+"""Writes a file so that a reader, or a crash, meets the old text or the new one and never a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engine.core.errors import StorageError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file at `path`, on disk before it returns.
+
+    Raises:
+        StorageError: the text could not be stored; what was at `path` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error

@@ -1,0 +1,83 @@
+"""Facts that a run's bits and speed depend on, read without starting a process and without importing torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+DISTRIBUTION = "bamboo-train"
+# The instruction sets that make math libraries choose other kernels, and so other bits.
+_ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def host_facts(folder: Path) -> dict[str, object]:
+    """Returns versions, the git commit of `folder`, and this host's name, kernel, processor and memory (bytes)."""
+    cpu = _cpu_info(Path("/proc/cpuinfo"))
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
+    system = os.uname()
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "bamboo": _version(DISTRIBUTION),
+        "git_commit": git_commit(folder),
+        "host": system.nodename,
+        "kernel": system.release,
+        "machine": system.machine,
+        "cpu": cpu.get("model name"),
+        "isa": [flag for flag in _ISA_FLAGS if flag in flags],
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def git_commit(folder: Path) -> str | None:
+    """Returns the commit checked out in the repository around `folder`; None before its first, or outside of one."""
+    try:
+        for parent in (folder.resolve(), *folder.resolve().parents):
+            if (parent / ".git").exists():
+                return _commit(_git_dir(parent / ".git"))
+    except OSError:
+        # A repository that this user may not read is none to them; it is no reason not to train.
+        pass
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_info(path: Path) -> dict[str, str]:
+    """Returns the first processor's lines of /proc/cpuinfo."""
+    first = path.read_text().split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _git_dir(dot_git: Path) -> Path:
+    # In a worktree or a submodule .git is a file that names the folder.
+    if dot_git.is_file():
+        return dot_git.parent / dot_git.read_text().removeprefix("gitdir:").strip()
+    return dot_git
+
+
+def _commit(git_dir: Path) -> str | None:
+    head = (git_dir / "HEAD").read_text().strip()
+    if not head.startswith("ref: "):
+        return head
+    name = head.removeprefix("ref: ")
+    common = git_dir / "commondir"
+    refs = git_dir / common.read_text().strip() if common.exists() else git_dir
+    if (refs / name).exists():
+        return (refs / name).read_text().strip()
+    packed = refs / "packed-refs"
+    if not packed.exists():
+        return None
+    found = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", packed.read_text(), re.MULTILINE)
+    return found[1] if found else None

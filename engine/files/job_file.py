@@ -1,0 +1,82 @@
+"""Resolves a job from all its layers: default < user file < project file < job file < ``BAMBOO_*`` < ``--set`` < flag.
+
+Rules: the layers meet field by field, and argument by argument within ``model_args`` and its like. All problems of all
+layers come out at once, each at the place of its value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import Problem, UserError
+from engine.core.job import Job, check_job
+from engine.files.job_layers import environment_layer, file_layer, flag_layer, set_layer
+from engine.files.job_value import ARGS_FIELDS, Given
+from engine.files.resolved_job import Resolved
+
+PROJECT_FILE = "bamboo.yaml"
+
+
+def resolve_job(
+    job_file: Path | None,
+    environment: Mapping[str, str],
+    settings: Iterable[str] = (),
+    flags: Mapping[str, str] | None = None,
+    project: Path = Path(),
+) -> Resolved:
+    """Returns the job that all layers make together.
+
+    `settings` are the ``FIELD=VALUE`` of ``--set``, `flags` the texts of flags by field, `project` the folder whose
+    ``bamboo.yaml`` is the project file.
+
+    Raises:
+        UserError: with every problem of every layer.
+    """
+    files = [path for path in (_user_file(environment), project / PROJECT_FILE) if path and os.path.exists(path)]
+    files += [job_file] if job_file else []
+    layers = [*(file_layer(path) for path in files), environment_layer(environment), set_layer(settings)]
+    layers.append(flag_layer(flags or {}))
+    given = {each.path: each for layer in layers for each in layer.given}
+    job = _job(given.values())
+    problems = [problem for layer in layers for problem in layer.problems]
+    problems += [_at_its_place(problem, given) for problem in check_job(job)]
+    if problems:
+        sources = [problem.source for problem in problems]
+        raise UserError(sorted(problems, key=lambda each: (sources.index(each.source), each.line, each.column)))
+    return Resolved(job, _origins(job, given))
+
+
+def _user_file(environment: Mapping[str, str]) -> Path | None:
+    if folder := environment.get("XDG_CONFIG_HOME"):
+        return Path(folder, "bamboo", "job.yaml")
+    if home := environment.get("HOME"):
+        return Path(home, ".config", "bamboo", "job.yaml")
+    return None
+
+
+def _job(given: Iterable[Given]) -> Job:
+    values: dict[str, Any] = {}
+    for each in given:
+        if len(each.path) == 1:
+            values[each.name] = each.value
+        else:
+            values.setdefault(each.path[0], {})[each.path[1]] = each.value
+    return Job(**values)
+
+
+def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], Given]) -> Problem:
+    origin = given.get((problem.field,))
+    if origin is None:
+        return problem
+    return replace(problem, source=origin.source, line=origin.line, column=origin.column)
+
+
+def _origins(job: Job, given: Mapping[tuple[str, ...], Given]) -> dict[str, str]:
+    origins = {
+        each.name: "default" for each in fields(job) if each.name not in ARGS_FIELDS or not getattr(job, each.name)
+    }
+    return origins | {each.name: each.origin for each in given.values()}

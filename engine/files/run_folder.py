@@ -1,0 +1,116 @@
+"""The folder of one run, ``results/<time>-<name>-<hex>/``, and the link ``results/latest`` to the newest.
+
+Rules: a run folder belongs to its user alone (mode 0700). The link and run.json are replaced in one step, so that
+a reader never meets a missing link or half a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
+from engine.files.atomic_write import write_atomically
+
+LATEST = "latest"
+_RUN_NAME = re.compile(r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where the files of one run lie."""
+
+    path: Path
+
+    @property
+    def events(self) -> Path:
+        """What the workers did, one JSON object per line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trajectory(self) -> Path:
+        """The hashes and losses, one row per (step, layer)."""
+        return self.path / "trajectory.csv"
+
+    @property
+    def run_json(self) -> Path:
+        """The resolved job, facts of the host, and the outcome."""
+        return self.path / "run.json"
+
+    @property
+    def logs(self) -> Path:
+        """The folder for what workers print."""
+        return self.path / "logs"
+
+    def write_run_json(self, mapping: Mapping[str, object]) -> None:
+        """Replaces run.json; numbers must be finite, as JSON has no others.
+
+        Raises:
+            StorageError: the file could not be written.
+        """
+        write_atomically(self.run_json, json.dumps(mapping, indent=2, allow_nan=False) + "\n")
+
+
+def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> RunFolder:
+    """Makes the folder of a new run, with its logs folder, and points ``latest`` at it.
+
+    Raises:
+        StorageError: `results` cannot hold it.
+    """
+    folder = RunFolder(results / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}")
+    assert _RUN_NAME.fullmatch(folder.path.name), folder.path.name
+    try:
+        if results.exists() and not results.is_dir():
+            raise StorageError(f"results folder {str(results)!r} is a file (choose another with --results)")
+        results.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(mode=0o700)
+        folder.logs.mkdir(mode=0o700)
+        _point_latest(results, folder.path.name)
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename!r}"
+        raise StorageError(f"results folder {str(results)!r} cannot be used: {reason} (try --results)") from error
+    return folder
+
+
+def _point_latest(results: Path, target: str) -> None:
+    temporary = results / f".{LATEST}-{target}"
+    temporary.symlink_to(target)
+    try:
+        temporary.replace(results / LATEST)
+    except OSError:
+        temporary.unlink()
+        raise
+
+
+def find_run(results: Path, run: str | None = None) -> RunFolder:
+    """Returns the run that `run` names: its folder's name or the beginning of it; None and ``latest`` are the newest.
+
+    Raises:
+        NothingMatchedError: there is no such run.
+        UserError: several names begin like this.
+    """
+    if run is None or run == LATEST:
+        try:
+            run = (results / LATEST).readlink().name
+        except OSError as error:
+            raise NothingMatchedError(f"no run in {str(results)!r} yet") from error
+    names = _run_names(results)
+    matches = [run] if run in names else [name for name in names if name.startswith(run)]
+    if not matches:
+        hint = nearest(run, names)
+        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}" + (f" ({hint})" if hint else ""))
+    if len(matches) > 1:
+        hint = f"{len(matches)} begin so, the newest is {matches[-1]!r}"
+        raise UserError([Problem("run", "the name of one run", repr(run), hint)])
+    return RunFolder(results / matches[0])
+
+
+def _run_names(results: Path) -> list[str]:
+    """Returns the names of all run folders, the oldest first; of none where there is no such folder."""
+    if not results.is_dir():
+        return []
+    return sorted(each.name for each in results.iterdir() if _RUN_NAME.fullmatch(each.name) and each.is_dir())

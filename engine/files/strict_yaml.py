@@ -1,0 +1,213 @@
+"""Reads YAML as plain values and says where each stands; refuses what would surprise whoever wrote it.
+
+Rules: duplicate keys, keys that are not text, anchors, aliases, tags, merge keys, a second document and ambiguous
+scalars are problems. Size and depth are bounded. Values are built from the parser's events, so no constructor of PyYAML
+ever runs. A value with a problem is left out, so that it is reported once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.core.errors import Problem, UserError
+from engine.files.yaml_scalar import YamlScalar, plain_value, surprise
+
+Value = YamlScalar | list["Value"] | dict[str, "Value"]
+KeyPath = tuple[str | int, ...]
+Place = tuple[int, int]
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+
+_BROKEN: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What one file or text says: its value, the (line, column) of every value and key, and the problems found."""
+
+    source: str
+    value: Value = None
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    key_places: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+def read_yaml(path: Path) -> Document:
+    """Returns what a YAML file says, with its problems for the caller to report beside its own.
+
+    Raises:
+        UserError: the file cannot be read at all.
+    """
+    source = str(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError([Problem("", "a file that can be read", error.strerror or repr(error), "", source)]) from error
+    if len(data) > MAX_BYTES:
+        return Document(source, problems=(Problem("", f"at most {MAX_BYTES} bytes", source=source),))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line_start = data.rfind(b"\n", 0, error.start) + 1
+        place = (data.count(b"\n", 0, error.start) + 1, len(data[line_start : error.start].decode()) + 1)
+        problem = Problem("", "UTF-8 text", repr(data[error.start : error.start + 1]), "", source, *place)
+        return Document(source, problems=(problem,))
+    return read_text(text, source)
+
+
+def read_text(text: str, source: str) -> Document:
+    """Returns what a YAML text says; `source` is the name of the text in its problems."""
+    builder = _Builder(source)
+    value = builder.build(text)
+    value = None if value is _BROKEN else value
+    return Document(source, value, builder.places, builder.key_places, tuple(builder.problems))
+
+
+def read_scalar(text: str, source: str, name: str) -> Document:
+    """Returns what a text of the command line or the environment says: one scalar, the value of `name`."""
+    document = read_text(text, source)
+    problems = [replace(problem, field=problem.field or name, line=0, column=0) for problem in document.problems]
+    if not problems and isinstance(document.value, (list, dict)):
+        problems = [Problem(name, "one value", _kind(document.value), "quote it", source)]
+    # YAML drops a comment silently; here it was surely meant as a part of the value.
+    if not problems and re.search(r"^[^'\"]*(^|\s)#", text):
+        problems = [Problem(name, "one value", repr(text), "quote it", source)]
+    return replace(document, value=None if problems else document.value, problems=tuple(problems))
+
+
+def _kind(value: Value) -> str:
+    return "a list" if isinstance(value, list) else "a mapping"
+
+
+class _TooDeepError(Exception):
+    pass
+
+
+class _Builder:
+    """Builds one document from the events of PyYAML's parser and collects its problems."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.places: dict[KeyPath, Place] = {}
+        self.key_places: dict[KeyPath, Place] = {}
+        self.problems: list[Problem] = []
+
+    def build(self, text: str) -> Value:
+        try:
+            self.loader = yaml.SafeLoader(text)
+            return self._document()
+        except _TooDeepError:
+            pass
+        except yaml.reader.ReaderError as error:
+            before = text[: error.position]
+            place = (before.count("\n") + 1, len(before) - before.rfind("\n"))
+            found = f"the control character {chr(error.character)!r}"
+            self.problems.append(Problem("", "readable YAML", found, "", self.source, *place))
+        except yaml.MarkedYAMLError as error:
+            hint = "indent with spaces, not tabs" if "'\\t'" in str(error.problem) else str(error.problem)
+            place = (error.problem_mark.line + 1, error.problem_mark.column + 1) if error.problem_mark else (1, 1)
+            self.problems.append(Problem("", "readable YAML", "", hint, self.source, *place))
+        except (ValueError, OverflowError):
+            # PyYAML lets these through for an escape such as "\UFFFFFFFF".
+            place = (self.loader.line + 1, self.loader.column + 1)
+            self.problems.append(
+                Problem("", "readable YAML", "", "an escape that names no character", self.source, *place)
+            )
+        return None
+
+    def _document(self) -> Value:
+        self.loader.get_event()
+        if isinstance(self.loader.get_event(), yaml.StreamEndEvent):
+            return None
+        value = self._node((), self.loader.get_event())
+        self.loader.get_event()
+        event = self.loader.get_event()
+        if not isinstance(event, yaml.StreamEndEvent):
+            self._refuse((), event, "one document", "a second one", "remove what follows")
+        return value
+
+    def _refuse(self, path: KeyPath, event: Any, expected: str, found: str, hint: str) -> None:
+        name = ".".join(str(part) for part in path)
+        self.problems.append(Problem(name, expected, found, hint, self.source, *_place(event)))
+
+    def _node(self, path: KeyPath, event: Any) -> Value:
+        self.places.setdefault(path, _place(event))
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse(path, event, "no alias", f"'*{event.anchor}'", "write the value out")
+            return _BROKEN
+        self._check_properties(path, event)
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(path, event)
+        if len(path) >= MAX_DEPTH:
+            self._refuse((), event, f"at most {MAX_DEPTH} levels", "a deeper one", "")
+            raise _TooDeepError
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._sequence(path)
+        return self._mapping(path)
+
+    def _check_properties(self, path: KeyPath, event: Any) -> None:
+        if event.anchor is not None:
+            self._refuse(path, event, "no anchor", f"'&{event.anchor}'", "remove it")
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            self._refuse(path, event, "no tag", repr(tag), "remove it")
+
+    def _scalar(self, path: KeyPath, event: Any) -> Value:
+        if event.style is not None:
+            return str(event.value)
+        hint = surprise(event.value)
+        if hint:
+            self._refuse(path, event, "a value that reads only one way", repr(event.value), hint)
+            return _BROKEN
+        return plain_value(event.value)
+
+    def _sequence(self, path: KeyPath) -> Value:
+        items: list[Value] = []
+        while not isinstance(event := self.loader.get_event(), yaml.SequenceEndEvent):
+            items.append(self._node((*path, len(items)), event))
+        return _BROKEN if any(item is _BROKEN for item in items) else items
+
+    def _mapping(self, path: KeyPath) -> Value:
+        mapping: dict[str, Value] = {}
+        first_lines: dict[str, int] = {}
+        while not isinstance(event := self.loader.get_event(), yaml.MappingEndEvent):
+            key = self._key(path, event)
+            here = (*path, "?" if key is None else key)
+            self.key_places.setdefault(here, _place(event))
+            if key in first_lines:
+                self._refuse(here, event, "one value", "a second one", f"the first is in line {first_lines[key]}")
+            value = self._node(here, self.loader.get_event())
+            if key is not None and key not in first_lines:
+                first_lines[key] = _place(event)[0]
+                if value is not _BROKEN:
+                    mapping[key] = value
+        return mapping
+
+    def _key(self, path: KeyPath, event: Any) -> str | None:
+        if not isinstance(event, yaml.ScalarEvent):
+            self._refuse(path, event, "a text key", "an alias, a list or a mapping", "")
+            self._node((*path, "?"), event)
+            return None
+        self._check_properties(path, event)
+        text = str(event.value)
+        if event.style is not None:
+            return text
+        if text == "<<":
+            self._refuse(path, event, "no merge key", "'<<'", "write its keys out")
+            return None
+        # As keys, y and n are names that every reader in use takes as text.
+        if (surprise(text) and text.lower() not in ("y", "n")) or not isinstance(plain_value(text), str):
+            self._refuse(path, event, "a text key", repr(text), "quote it")
+            return None
+        return text
+
+
+def _place(event: Any) -> Place:
+    return (event.start_mark.line + 1, event.start_mark.column + 1)

@@ -1,0 +1,43 @@
+"""The file trajectory.csv: the rows of a trajectory as text that gives back every bit of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.core.errors import StorageError
+from engine.core.trajectory import COLUMNS, Row
+from engine.files.atomic_write import write_atomically
+
+
+def write_trajectory(path: Path, rows: Iterable[Row]) -> None:
+    """Writes the rows in the order given.
+
+    Raises:
+        StorageError: the file could not be written.
+    """
+    lines = [COLUMNS, *(row.texts() for row in rows)]
+    write_atomically(path, "".join(",".join(line) + "\n" for line in lines))
+
+
+def read_trajectory(path: Path) -> list[Row]:
+    """Returns the rows in the order of the file.
+
+    Raises:
+        StorageError: the file cannot be read, or is damaged; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error}") from error
+    if not lines or lines[0] != ",".join(COLUMNS):
+        raise StorageError(f"{path}:1: expected the columns {','.join(COLUMNS)}")
+    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]
+
+
+def _row(line: str, place: str) -> Row:
+    try:
+        step, layer, state, buffers, loss = line.split(",")
+        return Row(int(step), int(layer), state, buffers, float(loss) if loss else None)
+    except ValueError as error:
+        raise StorageError(f"{place}: expected {','.join(COLUMNS)}, found {line!r}") from error

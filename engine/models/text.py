@@ -1,0 +1,87 @@
+"""Text as bytes: the documentation topics that ship with Python, or a file of the user's.
+
+The first nine tenths are for training, the rest for validation. ``causal`` predicts the next byte; ``masked`` hides
+15 % of the positions of each sample and predicts those.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import Problem, UserError
+from engine.models.data import DataFacts, Task, keyed_generator, training_generator
+from engine.models.layers import Batch
+from engine.models.losses import IGNORED
+
+NUM_BYTES = 256
+MASKED_PERCENT = 15
+
+
+class TokenData:
+    """Samples of `sequence` bytes from random places of one long text.
+
+    The masked task adds one token to the 256, the last, which stands for a hidden position. Raises UserError naming
+    `source` where the text is too short.
+    """
+
+    def __init__(self, source: str, content: bytes, task: Task, seed: int, sequence: int):
+        self.facts = DataFacts(task=task, vocabulary=NUM_BYTES + (task == "masked"), sequence=sequence)
+        shortest = 10 * (sequence + 1)  # then the last tenth holds one sample and the byte that follows it
+        if len(content) < shortest:
+            expected = f"at least {shortest} bytes (10 x (sequence + 1))"
+            raise UserError([Problem("data", expected, f"{len(content)} bytes in {source!r}")])
+        num_training = len(content) * 9 // 10
+        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.training_tokens, self.validation_tokens = tokens[:num_training], tokens[num_training:]
+        self.seed = seed
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` samples of the training text."""
+        generator = training_generator(self.seed, step, pipeline, microbatch)
+        return self._samples(self.training_tokens, size, generator)
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns `size` samples of the validation text; the seed of the job has no part in them."""
+        return self._samples(self.validation_tokens, size, keyed_generator(0, "validation", index))
+
+    def _samples(self, tokens: Tensor, size: int, generator: torch.Generator) -> Batch:
+        sequence = self.facts.sequence
+        starts = torch.randint(len(tokens) - sequence, (size, 1), generator=generator)
+        samples = tokens[starts + torch.arange(sequence + 1)].long()
+        inputs, following = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        if self.facts.task == "causal":
+            return Batch((inputs,), (following,))
+        # Every sample hides the same number of positions: then the mean of microbatches is the mean of samples.
+        num_masked = max(1, sequence * MASKED_PERCENT // 100)
+        positions = torch.rand(size, sequence, generator=generator).argsort(dim=1)[:, :num_masked]
+        targets = torch.full_like(inputs, IGNORED).scatter(1, positions, inputs.gather(1, positions))
+        return Batch((inputs.scatter(1, positions, self.facts.vocabulary - 1),), (targets,))
+
+
+def text(task: Task, path: str, seed: int, *, sequence: int = 32) -> TokenData:
+    """Opens the file at `path`, or Python's documentation topics where `path` is empty.
+
+    Raises UserError where the file cannot be read or is too short.
+    """
+    content = _read_file(path) if path else _python_topics()
+    return TokenData(path or "text", content, task, seed, sequence)
+
+
+def _read_file(path: str) -> bytes:
+    # Every worker reads it again, which a pipe does not survive.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError([Problem("data", "a regular file", repr(path))])
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError([Problem("data", "a file that can be read", repr(path), str(error.strerror))]) from error
+
+
+def _python_topics() -> bytes:
+    from pydoc_data.topics import topics  # half a megabyte: only for those who train on it
+
+    return "\n".join(topics[name] for name in sorted(topics)).encode()

@@ -1,0 +1,121 @@
+"""Transformers over tokens: `gpt` sees the past and predicts the next token, `bert` sees all and predicts the hidden.
+
+Layers: the embedding, `depth` pre-norm blocks, the head. Attention is plain matrix products and a softmax: torch's
+fused kernels are chosen by circumstances (dropout, gradients), and another kernel gives other bits.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.errors import Problem, UserError
+from engine.models.data import DataFacts
+from engine.models.layers import LayerSpec, Model, Tie
+from engine.models.losses import default_loss
+
+WEIGHT_STD = 0.02
+
+
+def gpt(
+    facts: DataFacts, *, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.1, tied: bool = False
+) -> Model:
+    """Makes a decoder; `tied` makes the head use the embedding's weight."""
+    return _transformer(facts, width, depth, heads, dropout, is_causal=True, tied=tied)
+
+
+def bert(
+    facts: DataFacts, *, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.1, tied: bool = False
+) -> Model:
+    """Makes an encoder; `tied` makes the head use the embedding's weight."""
+    return _transformer(facts, width, depth, heads, dropout, is_causal=False, tied=tied)
+
+
+def _transformer(
+    facts: DataFacts, width: int, depth: int, heads: int, dropout: float, *, is_causal: bool, tied: bool
+) -> Model:
+    if width % heads:
+        raise UserError([Problem("model_args.heads", f"a divisor of width {width}", repr(heads))])
+    block = partial(Block, width, heads, depth, facts.sequence, dropout, is_causal)
+    layers = (
+        LayerSpec("embedding", "Embedding", partial(Embedding, facts.vocabulary, facts.sequence, width, dropout)),
+        *(LayerSpec(f"block{index}", "Block", block) for index in range(depth)),
+        LayerSpec("head", "Head", partial(Head, width, facts.vocabulary)),
+    )
+    ties = (Tie(((0, "token.weight"), (depth + 1, "logits.weight"))),) if tied else ()
+    return Model(layers, default_loss, ties)
+
+
+def _linear(num_inputs: int, num_outputs: int, std: float = WEIGHT_STD, bias: bool = True) -> nn.Linear:
+    linear = nn.Linear(num_inputs, num_outputs, bias=bias)
+    nn.init.normal_(linear.weight, std=std)
+    if bias:
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Embedding(nn.Module):
+    """Tokens, int64 [size, sequence], to vectors [size, sequence, width]: token plus learned position."""
+
+    def __init__(self, vocabulary: int, sequence: int, width: int, dropout: float):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.empty(sequence, width))
+        self.dropout = nn.Dropout(dropout)
+        nn.init.normal_(self.token.weight, std=WEIGHT_STD)
+        nn.init.normal_(self.position, std=WEIGHT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embeds the tokens."""
+        return self.dropout(self.token(tokens) + self.position)
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward of four times the width, each added to what it reads."""
+
+    def __init__(self, width: int, heads: int, depth: int, sequence: int, dropout: float, is_causal: bool):
+        super().__init__()
+        # Each of 2 x depth additions brings its variance: scaled so that their sum does not grow with depth.
+        residual_std = WEIGHT_STD / math.sqrt(2 * depth)
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = _linear(width, 3 * width)
+        self.attention_out = _linear(width, width, residual_std)
+        self.norm_feedforward = nn.LayerNorm(width)
+        self.feedforward_in = _linear(width, 4 * width)
+        self.feedforward_out = _linear(4 * width, width, residual_std)
+        self.dropout = nn.Dropout(dropout)
+        hidden = torch.ones(sequence, sequence, dtype=torch.bool).triu(1) if is_causal else None
+        self.register_buffer("hidden", hidden, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [size, sequence, width] to the same shape."""
+        x = x + self.dropout(self.attention_out(self._attend(self.norm_attention(x))))
+        feedforward = nn.functional.gelu(self.feedforward_in(self.norm_feedforward(x)))
+        return x + self.dropout(self.feedforward_out(feedforward))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        size, sequence, width = x.shape
+        per_head = self.query_key_value(x).view(size, sequence, 3 * self.heads, width // self.heads).transpose(1, 2)
+        query, key, value = per_head.chunk(3, dim=1)
+        scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)
+        if self.hidden is not None:
+            scores = scores.masked_fill(self.hidden, -math.inf)
+        mixed = self.dropout(scores.softmax(dim=-1)) @ value
+        return mixed.transpose(1, 2).reshape(size, sequence, width)
+
+
+class Head(nn.Module):
+    """Vectors [size, sequence, width] to logits [size, sequence, vocabulary]."""
+
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.logits = _linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of every position."""
+        return self.logits(self.norm(x))

@@ -1,0 +1,114 @@
+"""Models and data of the user's own, named ``package.module:factory``: trusted code, imported and called.
+
+Rules: the module is found on Python's own path, to which nothing is added. Whatever a factory does wrong comes back
+as one UserError that names the factory and the exception. The layers of a model are built once per process, from one
+key, and handed out as copies: the same weights in every worker and every pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from engine.core.errors import Problem, UserError, nearest
+from engine.core.job import Args, Job
+from engine.core.random_key import random_key
+from engine.models.arguments import Factory, check_user_args
+from engine.models.data import Data, DataFacts
+from engine.models.layers import FunctionLayer, LayerSpec, Model, Tie
+from engine.models.losses import default_loss
+
+
+def user_model(job: Job) -> Model:
+    """Calls the factory that `job.model` names with `job.model_args`.
+
+    It returns an nn.Sequential, a list or tuple of modules and plain callables, or a Model. Unless it is a Model, the
+    loss is the default one, and a parameter that several layers share becomes a tie.
+    """
+    factory = _import_factory("model", job.model)
+    check_user_args("model_args", factory, job.model_args)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random_key(job.seed, "model"))
+        made = _call("model", job.model, factory, job.model_args)
+    if isinstance(made, Model):
+        return made
+    layers = list(_layers(job.model, made))
+    if not layers:
+        raise _wrong("model", job.model, "a factory that returns at least one layer")
+    # `partial` defers the copy to the worker that needs the layer.
+    specs = [LayerSpec(name, type(layer).__name__, partial(copy.deepcopy, layer)) for name, layer in layers]
+    return Model(tuple(specs), default_loss, _shared([layer for _, layer in layers]))
+
+
+def user_data(job: Job) -> Data:
+    """Calls the factory that `job.data` names with `job.data_args` and, unless they hold one, the job's `seed`."""
+    factory = _import_factory("data", job.data)
+    args: Args = {"seed": job.seed, **job.data_args}
+    check_user_args("data_args", factory, args)
+    made = _call("data", job.data, factory, args)
+    if not (isinstance(made, Data) and isinstance(made.facts, DataFacts)):
+        expected = "a factory that returns an object with facts (DataFacts), microbatch() and validation()"
+        raise _wrong("data", job.data, expected, f"it returned {type(made).__name__}")
+    return made
+
+
+def _wrong(field: str, name: str, expected: str, hint: str = "") -> UserError:
+    return UserError([Problem(field, expected, repr(name), hint)])
+
+
+def _import_factory(field: str, name: str) -> Factory:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise _wrong(field, name, "a factory that can be imported", _describe(error)) from error
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        raise _wrong(field, name, f"a factory in {module_name}", nearest(attribute, dir(module)))
+    if not callable(factory):
+        raise _wrong(field, name, "a factory that can be called", f"it is a {type(factory).__name__}")
+    return factory
+
+
+def _call(field: str, name: str, factory: Factory, args: Args) -> object:
+    try:
+        return factory(**args)
+    except Exception as error:
+        raise _wrong(field, name, "a factory that returns", _describe(error)) from error
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _layers(factory_name: str, made: object) -> Iterator[tuple[str, nn.Module]]:
+    """Yields (name, layer); a Sequential's own names are kept, and a module listed twice comes twice."""
+    if isinstance(made, nn.Sequential):
+        parts: list[tuple[str, object]] = list(made._modules.items())
+    elif isinstance(made, (list, tuple, nn.ModuleList)):
+        parts = [(str(index), part) for index, part in enumerate(made)]
+    else:
+        expected = "a factory that returns an nn.Sequential, a list of layers or a Model"
+        raise _wrong("model", factory_name, expected, f"it returned {type(made).__name__}")
+    for part_name, part in parts:
+        if isinstance(part, nn.Module):
+            yield part_name, part
+        elif callable(part) and not isinstance(part, type):
+            yield part_name, FunctionLayer(part)
+        else:
+            found = f"layer {part_name} is {part if isinstance(part, type) else type(part)}"
+            raise _wrong("model", factory_name, "layers that are modules or functions", found)
+
+
+def _shared(layers: list[nn.Module]) -> tuple[Tie, ...]:
+    """Finds the parameters that several layers hold: copies would no longer be one parameter."""
+    uses: dict[int, list[tuple[int, str]]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            uses.setdefault(id(parameter), []).append((index, name))
+    return tuple(Tie(tuple(places)) for places in uses.values() if len(places) > 1)

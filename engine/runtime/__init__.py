@@ -1,0 +1,1 @@
+"""Effects: torch, processes, signals, sockets, the coordinator."""

@@ -1,0 +1,112 @@
+"""The fork server: a process that has imported torch once and forks workers from there in milliseconds.
+
+Rules: it has one thread, no open channel and no device context, so that its children start clean. It ends when its
+parent does, and its children end when it does. It opens each child's pidfd before the child can be reaped, and
+sends it to the parent, who thus never signals a number.
+
+The standard library's fork server is not used because it pickles, starts a tracker process that unblocks signals,
+and gives its parent a pid instead of a pidfd.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+from engine.runtime.kernel import die_with_parent, name_process
+from engine.runtime.link import Link, Message
+
+# What a child may become: role -> module and function, called with the descriptors it was given.
+ROLES = {
+    "worker": ("engine.runtime.worker", "main"),
+    "store": ("engine.runtime.store_server", "main"),
+    "bench-pipeline": ("engine.runtime.bench_pipeline", "main"),
+}
+PRELOAD = ("engine.runtime.worker", "engine.runtime.store_server")
+
+
+def serve(parent: Link) -> None:
+    """Forks on request and reports how children end, until the parent is gone."""
+    selector = selectors.DefaultSelector()
+    selector.register(parent, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in selector.select():
+            if key.data is not None:
+                selector.unregister(key.fileobj)
+                _report_exit(parent, *key.data)
+                continue
+            request = parent.receive()
+            if request is None:
+                return
+            pid, pidfd = _fork(request, parent, selector)
+            selector.register(pidfd, selectors.EVENT_READ, (pid, pidfd))
+            parent.send("forked", fds=[pidfd], pid=pid)
+
+
+def _report_exit(parent: Link, pid: int, pidfd: int) -> None:
+    result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    assert result is not None
+    os.close(pidfd)
+    by_signal = result.si_code != os.CLD_EXITED
+    parent.send("exited", pid=pid, code=-result.si_status if by_signal else result.si_status)
+
+
+def _fork(request: Message, parent: Link, selector: selectors.BaseSelector) -> tuple[int, int]:
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(request, parent, selector, server)
+    for fd in request["fds"]:
+        os.close(fd)
+    return pid, os.pidfd_open(pid)
+
+
+def _become(request: Message, parent: Link, selector: selectors.BaseSelector, server: int) -> NoReturn:
+    """Turns the forked child into what was asked for. Its first descriptor is its standard output and error."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent(server)
+        for key in list(selector.get_map().values()):
+            if key.data is not None:
+                os.close(key.data[1])
+        selector.close()
+        parent.close()
+        log, *fds = request["fds"]
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        name_process(request["name"])
+        module, function = ROLES[request["role"]]
+        code = getattr(importlib.import_module(module), function)(*fds)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Runs the server over the link whose descriptor is the first argument; the second is the parent's pid."""
+    die_with_parent(int(sys.argv[2]))
+    os.setsid()
+    # Ctrl-C and hang-ups are the launcher's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = Link.from_fd(int(sys.argv[1]))
+    for module in PRELOAD:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    name_process("bamboo-fork")
+    serve(parent)
+
+
+if __name__ == "__main__":
+    main()

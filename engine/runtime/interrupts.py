@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM as something to wait for: a descriptor that becomes readable, next to all the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+_TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """Takes the signals that ask this process to end, as a context; use it in the main thread."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in _TAKEN:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        os.write(self._write_fd, bytes([number]))
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable when a signal has come."""
+        return self._read_fd
+
+    def take(self) -> signal.Signals:
+        """Returns the next signal that has come."""
+        return signal.Signals(os.read(self._read_fd, 1)[0])

@@ -1,0 +1,141 @@
+"""The data plane of one epoch: tensors from worker to worker, overlapped with compute, and stoppable at any time.
+
+Receives are posted ahead of use; one thread per sending worker waits for them in the order of posting and sets the
+condition that the main thread waits on. Sends return at once and are reaped after the commit of their step, which
+proves that they were received. Gloo has no way to wake a blocked wait: a plane is left by shutting down its connected
+sockets, which ends every wait of the old epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store, Work
+
+from engine.core.errors import WorkerFailedError
+from engine.models.layers import Tensors
+from engine.runtime.control import Control
+from engine.runtime.store_server import LOOPBACK
+from engine.runtime.tensor_spec import Border
+
+_JOIN_S = 0.05
+_PARTS = 16  # tensors in one transfer, at most
+
+Key = int  # names a transfer within a pair of workers and a step; the sender and the receiver compute the same
+
+
+class DataPlane:
+    """Point-to-point transfers among `workers`; `workers[rank]` has that rank in this epoch's group."""
+
+    def __init__(self, control: Control, store: Store, worker: int, workers: Sequence[int], timeout_s: float = 1800.0):
+        self.control = control
+        self._rank = {each: rank for rank, each in enumerate(workers)}
+        before = _descriptors_by_inode().keys()
+        self._group = ProcessGroupGloo(store, self._rank[worker], len(workers), _options(timeout_s))
+        self._sockets = _descriptors_by_inode().keys() - before
+        self._arrived: dict[tuple[int, Key], Tensors] = {}
+        self._failed: WorkerFailedError | None = None
+        self._posted: dict[int, queue.SimpleQueue[tuple[Key, Tensors, list[Work]] | None]] = {}
+        self._waiters: list[threading.Thread] = []
+        self._sends: list[tuple[list[Work], Tensors]] = []
+
+    def post(self, source: int, key: Key, border: Border) -> None:
+        """Posts the receive of one transfer from worker `source`; must be called in the order of sending."""
+        tensors = tuple(spec.empty() for spec in border)
+        works = [
+            self._group.recv([tensor], self._rank[source], key * _PARTS + part) for part, tensor in enumerate(tensors)
+        ]
+        if source not in self._posted:
+            self._posted[source] = queue.SimpleQueue()
+            waiter = threading.Thread(target=self._wait, args=(source,), name=f"from-{source}", daemon=True)
+            self._waiters.append(waiter)
+            waiter.start()
+        self._posted[source].put((key, tensors, works))
+
+    def take(self, source: int, key: Key) -> Tensors:
+        """Waits for a posted transfer and returns its tensors; raises Stopped, or WorkerFailedError if the pair broke."""
+
+        def look() -> Tensors | None:
+            if self._failed is not None:
+                raise self._failed
+            return self._arrived.pop((source, key), None)
+
+        return self.control.wait_until(look)
+
+    def send(self, target: int, key: Key, tensors: Tensors) -> None:
+        """Starts one transfer to worker `target`; the tensors must not change before the step is committed."""
+        sent = tuple(tensor.detach().contiguous() for tensor in tensors)
+        works = [
+            self._group.send([tensor], self._rank[target], key * _PARTS + part) for part, tensor in enumerate(sent)
+        ]
+        self._sends.append((works, sent))
+
+    def reap(self) -> None:
+        """Releases the sends of a committed step; none of them can block any more."""
+        for works, _ in self._sends:
+            for work in works:
+                work.wait()
+        self._sends = []
+
+    def close(self) -> None:
+        """Leaves the plane, whatever is still under way; returns within milliseconds."""
+        for waiting in self._posted.values():
+            waiting.put(None)
+        _shut_down(self._sockets)
+        for waiter in self._waiters:
+            waiter.join(_JOIN_S)
+        self._sends = []
+
+    def _wait(self, source: int) -> None:
+        posted = self._posted[source]
+        while (item := posted.get()) is not None:
+            key, tensors, works = item
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                with self.control.condition:
+                    self._failed = WorkerFailedError(f"transfer from worker {source} failed: {error}")
+                    self.control.condition.notify_all()
+                return
+            with self.control.condition:
+                self._arrived[source, key] = tensors
+                self.control.condition.notify_all()
+
+
+def _options(timeout_s: float) -> ProcessGroupGloo._Options:
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return options
+
+
+def _descriptors_by_inode() -> dict[int, int]:
+    """Returns this process's sockets; a descriptor's number may be used again, an inode not."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            found[int(target[8:-1])] = int(name)
+    return found
+
+
+def _shut_down(inodes: set[int]) -> None:
+    for inode, fd in _descriptors_by_inode().items():
+        if inode not in inodes:
+            continue
+        # Gloo closes sockets of its own accord while this runs, when a peer leaves first.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as view:
+            # Shutting down a listening socket would end the process: gloo takes it for a fatal error.
+            if not view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                view.shutdown(socket.SHUT_RDWR)

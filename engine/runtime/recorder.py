@@ -1,0 +1,39 @@
+"""Writes events: one JSON object per line, appended whole, by every process of a run to the same file.
+
+Rule: a record is in the kernel's hands before the next action begins, so that the death of the writer loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+now_ns = time.monotonic_ns  # one clock for all processes of a host
+
+
+class Recorder:
+    """Appends to events.jsonl through a descriptor opened with O_APPEND."""
+
+    def __init__(self, fd: int, worker: int):
+        self.fd = fd
+        self.worker = worker
+        self._pid = os.getpid()
+
+    def action(self, step: int, action: str, start_ns: int, end_ns: int) -> None:
+        """Records one action of this worker, from start to end."""
+        line = (
+            f'{{"event":"action","worker":{self.worker},"pid":{self._pid},"step":{step},'
+            f'"action":"{action}","start_ns":{start_ns},"end_ns":{end_ns}}}\n'
+        )
+        os.write(self.fd, line.encode())
+
+    def event(self, event: str, **fields: object) -> None:
+        """Records anything else, stamped with the time of recording."""
+        record = {"event": event, "worker": self.worker, "pid": self._pid, "at_ns": now_ns(), **fields}
+        os.write(self.fd, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+
+
+def open_events(path: os.PathLike[str] | str) -> int:
+    """Opens the events file for appending and returns its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,138 @@
+"""A session: one job from start to end. Starts the processes, runs the agent, leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.core.errors import BambooError, EnvironmentLacksError, ExitCode
+from engine.core.job import Job
+from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.runtime.agent import AGENT, Account, Agent
+from engine.runtime.children import ForkServer
+from engine.runtime.interrupts import Interrupts
+from engine.runtime.progress_board import Progress, ProgressBoard
+from engine.runtime.recorder import Recorder, now_ns, open_events
+from engine.runtime.roster import Member, RendezvousStore, close_members, start_members
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as a picture shows it."""
+
+    worker: int
+    pid: int
+    slots: tuple[tuple[int, int], ...]
+    state: str
+    progress: Progress
+    peak_stash: int
+    peak_memory_kib: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A run as a picture shows it, a few times a second; the account is the agent's own and grows."""
+
+    account: Account
+    workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ended: outcome in a word, the error if there was one, and all that was learned until then."""
+
+    outcome: str
+    exit_code: int
+    error: BambooError | None
+    view: View
+    started_at_ns: int
+    ended_at_ns: int
+
+
+def run_session(
+    job: Job,
+    events: Path,
+    logs: Path,
+    watch: Callable[[View], None] = lambda view: None,
+    ownership: Ownership | None = None,
+    ranks: tuple[int, ...] | None = None,
+) -> Ending:
+    """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
+
+    `ownership` gives slots to other workers than the usual ones, `ranks` orders the workers in the process group:
+    neither may change a bit of the result. Raises EnvironmentLacksError before anything is started.
+    """
+    _refuse_backend(job)
+    started_at_ns = now_ns()
+    ownership = ownership or one_slot_each(Grid(job.stages, job.microbatches, job.pipelines))
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        events_fd = open_events(events)
+        stack.callback(os.close, events_fd)
+        recorder = Recorder(events_fd, AGENT)
+        recorder.event("job", **asdict(job))
+        server = stack.enter_context(ForkServer())
+        board = ProgressBoard.create(max(ownership.workers()) + 1)
+        stack.callback(board.close)
+        store = RendezvousStore(server, logs)
+        stack.callback(store.close)
+        members = start_members(server, ownership, events_fd, board, logs)
+        stack.callback(close_members, list(members.values()))
+        agent = Agent(job, members, server, recorder, lambda: watch(_view(agent, board)))
+        for worker, member in members.items():
+            recorder.event("started", of=worker, child=member.child.pid, slots=member.slots)
+            member.link.send(
+                "welcome",
+                worker=worker,
+                job=asdict(job),
+                owners=ownership.owners,
+                ranks=ranks or ownership.workers(),
+                num_lines=max(ownership.workers()) + 1,
+                store_port=store.port,
+            )
+        agent.run(interrupts)
+        ending = _ending(agent, _view(agent, board), started_at_ns)
+        recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
+        return ending
+
+
+def _refuse_backend(job: Job) -> None:
+    if job.backend == "nccl":
+        num_gpus = len(list(_gpus()))
+        raise EnvironmentLacksError(
+            f"backend nccl needs one GPU per worker: {job.pipelines * job.stages} wanted, {num_gpus} found; "
+            "use --backend gloo"
+        )
+
+
+def _gpus() -> Iterator[Path]:
+    """Yields the device files of NVIDIA GPUs; asking torch would start a context in this process."""
+    return Path("/dev").glob("nvidia[0-9]*")
+
+
+def _view(agent: Agent, board: ProgressBoard) -> View:
+    return View(agent.account, tuple(_worker_view(member, board) for member in agent.members.values()))
+
+
+def _worker_view(member: Member, board: ProgressBoard) -> WorkerView:
+    return WorkerView(
+        member.worker,
+        member.child.pid,
+        member.slots,
+        member.state,
+        board.read(member.worker),
+        max(member.peak_stash.values(), default=0),
+        member.peak_memory_kib,
+    )
+
+
+def _ending(agent: Agent, view: View, started_at_ns: int) -> Ending:
+    outcome, code = "finished", int(ExitCode.OK)
+    if agent.cause is not None:
+        outcome, code = "failed", int(agent.cause.exit_code)
+    elif agent.interrupted is not None and len(agent.account.losses) < agent.job.steps:
+        outcome, code = "interrupted", 128 + agent.interrupted
+    return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns())

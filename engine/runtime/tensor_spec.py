@@ -1,0 +1,68 @@
+"""What crosses a border between stages: learned once at the start, so that transfers carry data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.models.layers import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and whether a gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Returns the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def as_gradient(self) -> TensorSpec:
+        """Returns the spec of a gradient of such a tensor."""
+        return replace(self, needs_grad=False)
+
+    def empty(self) -> Tensor:
+        """Returns an uninitialised tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+    def zeros(self) -> Tensor:
+        """Returns zeros to try a layer with."""
+        return torch.zeros(self.shape, dtype=self.dtype).requires_grad_(self.needs_grad)
+
+    def to_json(self) -> list[object]:
+        """Returns the spec as plain values."""
+        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.needs_grad]
+
+    @classmethod
+    def from_json(cls, value: list[object]) -> TensorSpec:
+        """Reads what `to_json` wrote."""
+        shape, dtype, needs_grad = value
+        assert isinstance(shape, list)
+        return cls(tuple(shape), getattr(torch, str(dtype)), bool(needs_grad))
+
+
+Border = tuple[TensorSpec, ...]  # the tensors that one stage hands to the next
+
+
+def border_of(tensors: Tensors) -> Border:
+    """Returns the border that these tensors cross."""
+    return tuple(TensorSpec.of(tensor) for tensor in tensors)
+
+
+def check_border(expected: Border, tensors: Tensors, where: str) -> None:
+    """Raises TypeError when `tensors` are not what was learned at the start."""
+    found = border_of(tensors)
+    if found != expected:
+        wrong = " and ".join(
+            f"{list(one.shape)} {one.dtype} instead of {list(other.shape)} {other.dtype}"
+            for one, other in zip(found, expected, strict=False)
+            if one != other
+        )
+        wrong = wrong or f"{len(found)} tensors instead of {len(expected)}"
+        raise TypeError(f"{where}: a layer must return the same shapes every time, found {wrong}")

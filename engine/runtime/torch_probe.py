@@ -1,0 +1,76 @@
+"""What torch is on this machine, as one JSON object on stdout.
+
+Run as a program of its own by the host checks: importing torch takes seconds, may fail, and may end the process.
+It imports nothing of ours, so that it says something even where the rest cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+_TIMEOUT_S = 10.0
+_LOOPBACK = "127.0.0.1"
+
+
+def gloo_exchange_ms() -> float:
+    """Returns how long two ranks take to find each other over loopback and to pass one tensor, in milliseconds."""
+    store = distributed.HashStore()
+    failures: list[RuntimeError] = []
+    values = [torch.full((1,), float(rank)) for rank in range(2)]
+
+    def take_part(rank: int) -> None:
+        try:
+            options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+            options._timeout = timedelta(seconds=_TIMEOUT_S)
+            group = distributed.ProcessGroupGloo(store, rank, 2, options)
+            transfer = group.send if rank == 0 else group.recv  # type: ignore[attr-defined]
+            transfer([values[rank]], 1 - rank, 0).wait()
+        except RuntimeError as error:
+            failures.append(error)
+
+    started = time.monotonic()
+    ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    if failures:
+        raise failures[0]
+    if values[1].item() != 0.0:
+        raise RuntimeError("another value arrived than was sent")
+    return (time.monotonic() - started) * 1e3
+
+
+def facts() -> dict[str, object]:
+    """Returns the facts that the host checks judge; `gloo_error` is empty when two ranks could talk."""
+    gloo_ms, gloo_error = 0.0, ""
+    if distributed.is_gloo_available():
+        try:
+            gloo_ms = gloo_exchange_ms()
+        except RuntimeError as error:
+            gloo_error = str(error).strip().splitlines()[0]
+    else:
+        gloo_error = "this build of torch has no Gloo"
+    return {
+        "version": torch.__version__,
+        "gloo_ms": gloo_ms,
+        "gloo_error": gloo_error,
+        "num_gpus": torch.cuda.device_count(),
+        "nccl": distributed.is_nccl_available(),
+        "machine": platform.machine(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "blas": "MKL" if torch.backends.mkl.is_available() else "no MKL",
+        "onednn": torch.backends.mkldnn.is_available(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

@@ -1,0 +1,97 @@
+"""Which transfer is which: the keys that sender and receiver compute alike, and the receives that are posted ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from engine.core.action import RECEIVE_OPS, Action, Op
+from engine.core.ownership import Grid, Ownership
+from engine.core.requires import requires
+from engine.models.layers import Tensors
+from engine.runtime.plane import DataPlane
+from engine.runtime.tensor_spec import Border
+
+# Receives posted before the one in use: two for each direction hide the transfer behind one compute action.
+_POSTED_AHEAD = 4
+_MAX_TIES = 64
+
+
+class Kind(IntEnum):
+    """What a transfer carries."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+    VALIDATION = 2
+    SCATTER = 3
+    GATHER = 4
+    TIE = 5
+
+
+def transfer_key(grid: Grid, kind: Kind, pipeline: int, stage: int, index: int = 0) -> int:
+    """Returns the number of a transfer made by the slot (pipeline, stage); `index` is a microbatch, a tie, or nothing."""
+    num_indexes = grid.microbatches + _MAX_TIES
+    assert index < num_indexes
+    return ((kind * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """One receive of a program: from whom, under which key, into what."""
+
+    source: int
+    key: int
+    border: Border
+
+
+class Receiver:
+    """Posts the receives of a program ahead, in order, and hands out each when its action comes."""
+
+    def __init__(self, plane: DataPlane, receives: Sequence[Receive]):
+        self._plane = plane
+        self._receives = receives
+        self._num_posted = 0
+        self._num_taken = 0
+        self._post()
+
+    def _post(self) -> None:
+        while self._num_posted < min(len(self._receives), self._num_taken + _POSTED_AHEAD):
+            receive = self._receives[self._num_posted]
+            self._plane.post(receive.source, receive.key, receive.border)
+            self._num_posted += 1
+
+    def take(self) -> Tensors:
+        """Waits for the next receive of the program and returns its tensors, ready to be a layer's input."""
+        receive = self._receives[self._num_taken]
+        tensors = self._plane.take(receive.source, receive.key)
+        self._num_taken += 1
+        self._post()
+        return tuple(
+            tensor.requires_grad_(spec.needs_grad) for tensor, spec in zip(tensors, receive.border, strict=True)
+        )
+
+
+def receives_of(
+    actions: Sequence[Action], worker: int, ownership: Ownership, borders: Sequence[Border], validation: bool = False
+) -> list[Receive]:
+    """Returns the receives of a worker's actions, in order."""
+    found = []
+    for action in actions:
+        if action.op in RECEIVE_OPS:
+            ((source, send),) = requires(action, worker, ownership)
+            found.append(Receive(source, send_key(ownership.grid, send, validation), border_behind(send, borders)))
+    return found
+
+
+def send_key(grid: Grid, send: Action, validation: bool = False) -> int:
+    """Returns the key of a SEND_F or SEND_B."""
+    kind = Kind.GRADIENT if send.op is Op.SEND_B else Kind.VALIDATION if validation else Kind.ACTIVATION
+    return transfer_key(grid, kind, send.pipeline, send.stage, send.microbatch)
+
+
+def border_behind(send: Action, borders: Sequence[Border]) -> Border:
+    """Returns what a send carries: the stage's outputs, or the gradients of those inputs that need one."""
+    if send.op is Op.SEND_F:
+        return borders[send.stage]
+    return tuple(spec.as_gradient() for spec in borders[send.stage - 1] if spec.needs_grad)
