@@ -35,7 +35,7 @@ STAGE_OPS = frozenset({Op.REDUCE_GRAD, Op.COMMIT, Op.STEP})
 
 WHOLE_STAGE = -1
 
-_TEXT = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?")
+_TEXT = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{0,9})(?:@([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True, order=True)

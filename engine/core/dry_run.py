@@ -46,7 +46,7 @@ def unit_costs(action: Action) -> float:
 
 
 def dry_run(program: Program, ownership: Ownership, cost: Cost = unit_costs) -> DryRun:
-    """Returns the predicted run of `program`; raises DeadlockError with the cycle, or ScheduleError for a missing action."""
+    """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap."""
     walk = _Walk(program, ownership, cost)
     ready = deque(program)
     while ready:
@@ -146,8 +146,8 @@ class _Walk:
             assert need is not None
             if need[0] not in self.program or need[1] not in self.program[need[0]][self.cursor[need[0]] :]:
                 raise ScheduleError(
-                    f"worker {worker}, position {self.cursor[worker]}: {action} requires {need[1]} on worker {need[0]}, "
-                    "which is not in its program"
+                    f"worker {worker}, position {self.cursor[worker]}: {action} requires {need[1]} "
+                    f"on worker {need[0]}, which is not in its program"
                 )
             worker = need[0]
         cycle = [*path[path.index(worker) :], worker]

@@ -7,7 +7,7 @@ from engine.core.dry_run import DryRun
 
 
 def grid_lines(run: DryRun, width: int = 0) -> list[str]:
-    """Returns the compute actions of `run` (made with whole-number costs) as text, in blocks of at most `width` columns.
+    """Returns the compute actions of `run`, made with whole-number costs, in blocks of at most `width` columns.
 
     A cell shows an action at the unit in which it starts, `-` while it goes on, and nothing while the worker waits.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -46,13 +47,13 @@ class Job:
     pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
     microbatch_size: int = _field(4, "samples in one microbatch")
-    steps: int = _field(40, "optimizer steps")
+    steps: int = _field(80, "optimizer steps")
     schedule: str = _field("1f1b", "pipeline schedule")
     optimizer: OptimizerName = _field("adamw", "optimizer")
     optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
-    lr: float = _field(3e-3, "peak learning rate")
+    lr: float = _field(2e-3, "peak learning rate")
     lr_schedule: str = _field("cosine", "constant, linear or cosine")
-    warmup_steps: int = _field(5, "steps of linear warm-up of the learning rate")
+    warmup_steps: int = _field(10, "steps of linear warm-up of the learning rate")
     clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
     dtype: Dtype = _field("float32", "bfloat16 runs the layers under autocast")
     partition: str = _field("uniform", PARTITION_FORMS)
@@ -111,7 +112,7 @@ def check_job(job: Job) -> list[Problem]:
     return problems
 
 
-def _unknown(name: str, value: str, known: dict[str, object]) -> list[Problem]:
+def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
     if value in known:
         return []
     return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]

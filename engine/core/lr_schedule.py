@@ -14,7 +14,7 @@ LR_SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(name: str, peak: float, step: int, num_steps: int, warmup_steps: int) -> float:
-    """Returns the learning rate of `step` (0-based): linear warm-up to `peak`, then the named decay to the last step."""
+    """Returns the rate of `step` (0-based): linear warm-up to `peak`, then the named decay until the last step."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The shape of a step: D pipelines x P stages x M microbatches; `ties` are groups of stages that share a parameter."""
+    """The shape of a step: D x P slots, M microbatches; `ties` are groups of stages that share a parameter."""
 
     stages: int
     microbatches: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from engine.core.errors import Problem, UserError
 
@@ -74,7 +75,7 @@ def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
 
 def _custom(form: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
     starts = (0, *(int(part) for part in form.split(",") if part))
-    rising = all(before < after for before, after in zip(starts, starts[1:], strict=False))
+    rising = all(before < after for before, after in pairwise(starts))
     if len(starts) != num_stages or not rising or starts[-1] >= num_layers:
         expected = f"{num_stages - 1} rising layer numbers from 1 to {num_layers - 1}"
         raise UserError([Problem("partition", expected, repr(form))])

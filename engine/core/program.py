@@ -6,9 +6,9 @@ Each pass maps a program to a program. The order of passes is `build_program`, a
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from io import StringIO
 
 from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.errors import ScheduleError
@@ -44,7 +44,7 @@ def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
 
 
 def with_transfers(program: Program, ownership: Ownership) -> Program:
-    """Adds a receive before each compute action whose input is made elsewhere, and a send after each whose output goes."""
+    """Adds a receive before each compute action whose input is made elsewhere, a send after each that others need."""
     return {
         worker: tuple(part for action in actions for part in _with_its_transfers(action, worker, ownership))
         for worker, actions in program.items()
@@ -84,7 +84,7 @@ def with_commit(program: Program, ownership: Ownership) -> Program:
 
 def to_csv(program: Program) -> str:
     """Returns the program as CSV: one row per worker in order, one action per cell, as torch's pipelining writes it."""
-    text = io.StringIO()
+    text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for worker in sorted(program):
         writer.writerow([str(action) for action in program[worker]])
@@ -94,13 +94,18 @@ def to_csv(program: Program) -> str:
 def from_csv(text: str) -> Program:
     """Returns the program that `text` holds; empty cells are skipped. Raises ScheduleError with worker and position."""
     program: dict[int, tuple[Action, ...]] = {}
-    for worker, row in enumerate(csv.reader(io.StringIO(text))):
-        actions = []
-        for position, cell in enumerate(row):
-            if cell.strip():
-                try:
-                    actions.append(parse_action(cell))
-                except ScheduleError as error:
-                    raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
-        program[worker] = tuple(actions)
+    try:
+        for worker, row in enumerate(csv.reader(StringIO(text))):
+            program[worker] = tuple(_parse_row(worker, row))
+    except csv.Error as error:
+        raise ScheduleError(f"worker {len(program)}: expected actions as CSV: {error}") from error
     return program
+
+
+def _parse_row(worker: int, row: Sequence[str]) -> Iterator[Action]:
+    for position, cell in enumerate(row):
+        if cell.strip():
+            try:
+                yield parse_action(cell)
+            except ScheduleError as error:
+                raise ScheduleError(f"worker {worker}, position {position}: {error}") from error

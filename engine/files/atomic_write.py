@@ -9,7 +9,7 @@ from engine.core.errors import StorageError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file at `path`, on disk before it returns.
+    """Replaces the file at `path` once the whole text is on disk.
 
     Raises:
         StorageError: the text could not be stored; what was at `path` is unchanged.

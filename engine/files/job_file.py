@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.core.errors import Problem, UserError
 from engine.core.job import Job, check_job
-from engine.files.job_layers import environment_layer, file_layer, flag_layer, set_layer
+from engine.files.job_layers import Layer, environment_layer, file_layer, flag_layer, set_layer
 from engine.files.job_value import ARGS_FIELDS, Given
 from engine.files.resolved_job import Resolved
 
@@ -45,8 +45,7 @@ def resolve_job(
     problems = [problem for layer in layers for problem in layer.problems]
     problems += [_at_its_place(problem, given) for problem in check_job(job)]
     if problems:
-        sources = [problem.source for problem in problems]
-        raise UserError(sorted(problems, key=lambda each: (sources.index(each.source), each.line, each.column)))
+        raise UserError(_in_order(problems, layers))
     return Resolved(job, _origins(job, given))
 
 
@@ -73,6 +72,15 @@ def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], Given]) -> P
     if origin is None:
         return problem
     return replace(problem, source=origin.source, line=origin.line, column=origin.column)
+
+
+def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Problem]:
+    rank: dict[str, int] = {}
+    for layer in layers:
+        for source in [*(each.source for each in layer.problems), *(each.source for each in layer.given)]:
+            rank.setdefault(source, len(rank))
+    # A rule between defaults and given values may have no source; such a problem comes first.
+    return sorted(problems, key=lambda each: (rank.get(each.source, -1), each.line, each.column))
 
 
 def _origins(job: Job, given: Mapping[tuple[str, ...], Given]) -> dict[str, str]:

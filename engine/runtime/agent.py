@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from engine.core.audit import AuditBook
 from engine.core.commit import Ballot, Vote
@@ -135,7 +136,7 @@ class Agent:
             )
         )
 
-    def _broadcast(self, kind: str, **fields: object) -> None:
+    def _broadcast(self, kind: str, **fields: Any) -> None:
         for member in self.members.values():
             member.link.send(kind, **fields)
 

@@ -38,9 +38,7 @@ class ForkServer:
         # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-m", "engine.runtime.forkserver", str(far.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment
-        )
+        self._process = subprocess.Popen(command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment)
         far.close()
 
     def __enter__(self) -> ForkServer:
@@ -63,7 +61,7 @@ class ForkServer:
             self._exits.append(reply)
 
     def next_exit(self) -> Message | None:
-        """Returns the next ``exited`` message (pid, code; a negative code is a signal), or None if the server is gone."""
+        """Returns the next ``exited`` message (pid; code, negative for a signal), or None if the server is gone."""
         return self._exits.pop(0) if self._exits else self.link.receive()
 
     def close(self) -> None:

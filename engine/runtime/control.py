@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.core.errors import ExitCode
 from engine.runtime.link import Link, Message
@@ -17,7 +17,7 @@ from engine.runtime.link import Link, Message
 Found = TypeVar("Found")
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the agent's word
+class Stopped(Exception):
     """The agent has told this worker to stop; raised out of any wait."""
 
 
@@ -44,7 +44,7 @@ class Control:
                     self._inbox.setdefault(message["kind"], []).append(message)
                 self.condition.notify_all()
 
-    def send(self, kind: str, **fields: object) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         """Tells the agent something."""
         self.link.send(kind, **fields)
 

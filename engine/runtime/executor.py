@@ -6,7 +6,7 @@ Each action is on the progress board while it runs and in the events file before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from engine.core.requires import requires
 from engine.models.data import Data
 from engine.models.layers import Tensors
 from engine.runtime.control import Control
+from engine.runtime.optimizer import trainable
 from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
@@ -26,7 +27,7 @@ from engine.runtime.reduction import mean_over_pipelines
 from engine.runtime.stage import Stage, squared_norm
 from engine.runtime.tensor_spec import Border, TensorSpec
 from engine.runtime.tied import Use, later_uses, sum_in_layer_order, uses_of
-from engine.runtime.transfers import Kind, Receive, Receiver, receives_of, send_key, transfer_key
+from engine.runtime.transfers import Kind, Receiver, receives_of, send_key, transfer_key
 
 Slot = tuple[int, int]
 
@@ -117,7 +118,7 @@ class Executor:
 
     def _reduce(self, action: Action) -> None:
         around, stage = self.around, self._stage(action)
-        parameters = [parameter for layer in stage.layers.values() for parameter in layer.parameters()]
+        parameters = [parameter for layer in stage.layers.values() for _, parameter in trainable(layer)]
         gradients = [_gradient(parameter) for parameter in parameters]
         reduced = mean_over_pipelines(around.plane, around.ownership, action.pipeline, action.stage, gradients)
         for parameter, gradient in zip(parameters, reduced, strict=True):
@@ -146,7 +147,7 @@ class Executor:
             self._sum_tied(action, uses)
         skip = later_uses(stage.model.ties)
         norms = {
-            index: squared_norm([_gradient(p) for name, p in layer.named_parameters() if (index, name) not in skip])
+            index: squared_norm([_gradient(p) for name, p in trainable(layer) if (index, name) not in skip])
             for index, layer in stage.layers.items()
         }
         loss = None
@@ -186,14 +187,10 @@ class Executor:
         job, stage = self.around.job, self._stage(action)
         rate = learning_rate(job.lr_schedule, job.lr, self.step, job.steps, job.warmup_steps)
         for index, optimizer in stage.optimizers.items():
-            if optimizer is None:
-                continue
-            optimizer.param_groups[0]["lr"] = rate
             if self.clip_factor != 1.0:
-                for parameter in stage.layers[index].parameters():
+                for _, parameter in trainable(stage.layers[index]):
                     _gradient(parameter).mul_(self.clip_factor)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(rate)
 
 
 _METHODS = {

@@ -13,6 +13,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
+LOOPBACK = "127.0.0.1"  # where everything of a run listens, unless it is told otherwise
+
 _MAX_BYTES = 160_000  # below the kernel's default socket buffer of 208 KiB
 _MAX_FDS = 8
 

@@ -15,14 +15,14 @@ import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
-from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from engine.core.errors import WorkerFailedError
 from engine.models.layers import Tensors
 from engine.runtime.control import Control
-from engine.runtime.store_server import LOOPBACK
+from engine.runtime.link import LOOPBACK
 from engine.runtime.tensor_spec import Border
 
 _JOIN_S = 0.05
@@ -38,7 +38,7 @@ class DataPlane:
         self.control = control
         self._rank = {each: rank for rank, each in enumerate(workers)}
         before = _descriptors_by_inode().keys()
-        self._group = ProcessGroupGloo(store, self._rank[worker], len(workers), _options(timeout_s))
+        self._group = _gloo(store, self._rank[worker], len(workers), timeout_s)
         self._sockets = _descriptors_by_inode().keys() - before
         self._arrived: dict[tuple[int, Key], Tensors] = {}
         self._failed: WorkerFailedError | None = None
@@ -60,7 +60,7 @@ class DataPlane:
         self._posted[source].put((key, tensors, works))
 
     def take(self, source: int, key: Key) -> Tensors:
-        """Waits for a posted transfer and returns its tensors; raises Stopped, or WorkerFailedError if the pair broke."""
+        """Waits for a posted transfer, returns its tensors; raises Stopped, or WorkerFailedError if the pair broke."""
 
         def look() -> Tensors | None:
             if self._failed is not None:
@@ -110,11 +110,11 @@ class DataPlane:
                 self.control.condition.notify_all()
 
 
-def _options(timeout_s: float) -> ProcessGroupGloo._Options:
-    options = ProcessGroupGloo._Options()
+def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:  # torch's stubs lack its methods
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=timeout_s)
-    return options
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def _descriptors_by_inode() -> dict[int, int]:

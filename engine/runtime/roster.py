@@ -11,9 +11,8 @@ from pathlib import Path
 
 from engine.core.ownership import Ownership
 from engine.runtime.children import Child, ForkServer
-from engine.runtime.link import Link
+from engine.runtime.link import LOOPBACK, Link
 from engine.runtime.progress_board import ProgressBoard
-from engine.runtime.store_server import LOOPBACK
 
 
 @dataclass(slots=True)

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from engine.core.errors import DivergedError
 from engine.core.job import Job
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.runtime.optimizer import make_optimizer
+from engine.runtime.optimizer import LayerOptimizer
 from engine.runtime.tensor_spec import Border, border_of, check_border
 
 
@@ -49,7 +50,7 @@ class Stage:
         self.pipeline = pipeline
         self.layers = {index: build_layer(job, model, index) for index in range(first, last)}
         self.is_last = last == len(model.layers)
-        self.optimizers = {index: make_optimizer(job, layer) for index, layer in self.layers.items()}
+        self.optimizers = {index: LayerOptimizer(job, layer) for index, layer in self.layers.items()}
         self.residuals: dict[int, Residual] = {}
         self.losses: list[float] = []
         self.border: Border | None = None
@@ -80,10 +81,8 @@ class Stage:
         if residual.loss is not None:
             gradients = _backward(residual.loss, (torch.ones_like(residual.loss.outputs[0]),))
         for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
-            if isinstance(kept, tuple):
-                with self._buffers_untouched(group):
-                    kept = self._run(group, step, microbatch, kept)
-            for segment in reversed(kept):
+            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, tuple) else kept
+            for segment in reversed(segments):
                 gradients = _backward(segment, gradients)
         return gradients
 
@@ -92,8 +91,7 @@ class Stage:
         self._set_training(False)
         with torch.no_grad():
             for index in self.layers:
-                with self._autocast():
-                    inputs = as_tensors(self.layers[index](*inputs), self.where(index))
+                inputs = self._call(index, inputs)
         self._set_training(True)
         return inputs
 
@@ -115,7 +113,7 @@ class Stage:
         return f"layer {index} ({self.model.layers[index].name})"
 
     def _groups(self) -> list[list[int]]:
-        """Returns the layers in the groups that are recomputed together; groups start at multiples of k in the model."""
+        """Returns the layers in the groups that are recomputed together; a group begins at each multiple of k."""
         every = self.job.activation_checkpoint
         if not every:
             return [list(self.layers)]
@@ -129,11 +127,21 @@ class Stage:
         for index in group:
             torch.default_generator.manual_seed(layer_key(self.job.seed, step, self.pipeline, index, microbatch))
             cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
-            with self._autocast():
-                outputs = as_tensors(self.layers[index](*cut), self.where(index))
+            outputs = self._call(index, cut)
             segments.append(_Segment(cut, outputs))
             inputs = outputs
         return segments
+
+    def _call(self, index: int, inputs: Tensors) -> Tensors:
+        """Calls one layer; strides can decide bits, so what it hands on is contiguous, as a transfer would make it."""
+        with self._autocast():
+            outputs = as_tensors(self.layers[index](*inputs), self.where(index))
+        return tuple(output.contiguous() for output in outputs)
+
+    def _redo(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[_Segment]:
+        """Runs forwards again that have counted already: pure, with the same bits."""
+        with self._buffers_untouched(group):
+            return self._run(group, step, microbatch, inputs)
 
     def _run_loss(self, step: int, microbatch: int, outputs: Tensors, targets: Tensors) -> _Segment:
         cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
@@ -174,7 +182,7 @@ class Stage:
 
 
 def build_layer(job: Job, model: Model, index: int) -> nn.Module:
-    """Builds one layer with its own key's initial weights; a later use of a tied parameter starts as the first use does."""
+    """Builds one layer with the weights of its own key; a later use of a tied parameter starts as the first."""
     torch.default_generator.manual_seed(weights_key(job.seed, index))
     layer = model.layers[index].build()
     for tie in model.ties:
@@ -189,9 +197,10 @@ def build_layer(job: Job, model: Model, index: int) -> nn.Module:
 
 def _backward(segment: _Segment, gradients: Tensors) -> Tensors:
     """Runs one segment's backward; a missing gradient counts as zeros, so that what is sent does not depend on use."""
-    outputs = [output for output in segment.outputs if output.requires_grad]
+    outputs = tuple(output for output in segment.outputs if output.requires_grad)
     if outputs:
-        torch.autograd.backward(outputs, list(gradients))
+        # What torch.autograd.backward calls; the wrapper would import sympy to compare shapes, 0.3 s in every worker.
+        _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
     needed = [tensor for tensor in segment.inputs if tensor.requires_grad]
     return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in needed)
 

@@ -16,5 +16,5 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
         # A view as bytes: numpy knows neither bfloat16 nor every other dtype.
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

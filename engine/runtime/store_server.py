@@ -10,9 +10,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from engine.runtime.link import Link
+from engine.runtime.link import LOOPBACK, Link
 
-LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=60)
 
 

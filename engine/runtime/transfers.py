@@ -30,7 +30,7 @@ class Kind(IntEnum):
 
 
 def transfer_key(grid: Grid, kind: Kind, pipeline: int, stage: int, index: int = 0) -> int:
-    """Returns the number of a transfer made by the slot (pipeline, stage); `index` is a microbatch, a tie, or nothing."""
+    """Returns the number of a transfer made by a slot; `index` is a microbatch, a tie, or nothing."""
     num_indexes = grid.microbatches + _MAX_TIES
     assert index < num_indexes
     return ((kind * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index

@@ -6,6 +6,7 @@ end; whatever goes wrong here is told to the agent, who decides what comes of it
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 
 import torch
@@ -22,7 +23,6 @@ from engine.runtime.control import Control, Stopped
 from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.kernel import sleep_exactly
 from engine.runtime.link import Link, Message
-from engine.runtime.optimizer import state_tensors
 from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder
@@ -63,10 +63,8 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
 
 
 def _wait_for_the_end(control: Control) -> int:
-    try:
+    with contextlib.suppress(Stopped):
         control.take("bye")
-    except Stopped:
-        pass
     return ExitCode.OK
 
 
@@ -152,7 +150,7 @@ def _audit(around: Surroundings, step: int) -> None:
     """Tells the agent the hash of every layer that this worker owns."""
     for (pipeline, _), stage in around.stages.items():
         rows = [
-            [index, hash_tensors(state_tensors(layer, stage.optimizers[index])), hash_tensors(layer.named_buffers())]
+            [index, hash_tensors(stage.optimizers[index].state_tensors()), hash_tensors(layer.named_buffers())]
             for index, layer in stage.layers.items()
         ]
         around.control.send("audit", step=step, pipeline=pipeline, rows=rows)

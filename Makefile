@@ -1,0 +1,47 @@
+# Two commands need nothing but Python 3.11 or newer and make: `make demo` and `make test`.
+# Both work in .venv, which belongs to this file: it is emptied and filled again when the pinned set changes.
+
+PYTHON ?= $(shell for name in python3.11 python3 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+
+# What decides the contents of .venv. The folder counts too: a copied tree would else run the code that it was copied from.
+SET := $(firstword $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum))
+RUN_STAMP := .venv/installed-run-$(SET)
+TEST_STAMP := .venv/installed-test-$(SET)
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: demo test check bench clean
+
+# Whatever can run the tests can run the demo.
+demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
+	.venv/bin/bamboo run
+
+test: $(TEST_STAMP)
+	.venv/bin/python -m pytest
+
+check: $(TEST_STAMP)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest tests/core tests/test_house.py
+
+bench: $(TEST_STAMP)
+	.venv/bin/bamboo bench pipeline --quick
+	.venv/bin/bamboo bench launch --quick
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUN_STAMP): EXTRA := vision
+$(TEST_STAMP): EXTRA := dev
+
+# The stamp is written last and taken away first, so an installation that was interrupted is begun afresh.
+$(RUN_STAMP) $(TEST_STAMP):
+	@if [ -e $(RUN_STAMP) ]; then rm $(RUN_STAMP); else \
+		test -n "$(PYTHON)" || { echo 'found no Python 3.11 or newer: install one, or make PYTHON=/path/to/python' >&2; exit 1; }; \
+		echo 'creating .venv ($(PYTHON)); the first time takes a minute or more'; \
+		"$(PYTHON)" -m venv --clear .venv; fi
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRA)]'
+	@touch $@

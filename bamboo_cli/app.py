@@ -1,0 +1,55 @@
+"""The program `bamboo`: its commands, and how an error becomes a message and an exit code.
+
+Rule: nothing here, or imported from here at the top, loads torch or pandas; `--help` owes its user 0.2 s.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import NoReturn
+
+import typer
+
+from bamboo_cli.bench import bench
+from bamboo_cli.doctor import doctor
+from bamboo_cli.run import run
+from bamboo_cli.schedule import schedule
+from engine.core.errors import BambooError, ExitCode
+
+app = typer.Typer(
+    name="bamboo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_show_locals=False,
+    help="Train in a pipeline of worker processes, and know what a failure costs before the cloud sends one.",
+    epilog="Examples:  bamboo run  |  bamboo run --stages 2 --steps 10 --json  |  bamboo run --dry-run  |  "
+    "bamboo schedule show --stages 4  |  bamboo doctor",
+)
+app.command()(run)
+app.command()(doctor)
+app.add_typer(schedule, name="schedule")
+app.add_typer(bench, name="bench")
+
+
+def main() -> NoReturn:
+    """Runs the program and exits with its code."""
+    # Outside a run, Ctrl-C ends the program as the shell expects; a run takes the signal itself.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        app()
+    except BambooError as error:
+        _refuse(error)
+    sys.exit(ExitCode.OK)
+
+
+def _refuse(error: BambooError) -> NoReturn:
+    """Says what was wrong: one line per problem on stderr, and one object on stdout for those who asked for JSON."""
+    if "--json" in sys.argv:
+        refusal = {"run_dir": None, "outcome": "refused", "exit_code": int(error.exit_code), "error": str(error)}
+        typer.echo(json.dumps(refusal))
+    for line in str(error).splitlines():
+        typer.echo(f"bamboo: {line}", err=True)
+    sys.exit(int(error.exit_code))

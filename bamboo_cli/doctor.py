@@ -1,0 +1,31 @@
+"""`bamboo doctor`: what this machine can do, one line per check with the fix."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "missing": typer.colors.RED}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    results: Annotated[Path, typer.Option(help="Folder that runs would be written to.")] = Path("results"),
+) -> None:
+    """Say what this machine can do, one line per check with the fix; exit with 4 when something needed is missing."""
+    from engine.runtime.host_checks import check_host, exit_code
+
+    checks = check_host(results)
+    code = int(exit_code(checks))
+    if as_json:
+        typer.echo(json.dumps({"checks": [asdict(check) for check in checks], "exit_code": code}, indent=2))
+    else:
+        for check in checks:
+            status = typer.style(f"{check.status:<7}", fg=_COLOURS[check.status])
+            fix = f" -> {check.fix}" if check.fix else ""
+            typer.echo(f"{status}  {check.name:<11}  {check.found}{fix}")
+    raise typer.Exit(code)

@@ -1,0 +1,80 @@
+"""The argument JOB.yaml and the flags that describe a job, the same on every command that takes one.
+
+Rules: flags are made from the fields of `Job`, never listed. They reach the engine as texts, so that a value means the
+same and fails with the same words on the command line, in the environment and in a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from engine.core.job import FIELD_HELP, Job
+from engine.files.job_value import ARGS_FIELDS, FIELD_TYPES
+from engine.files.resolved_job import Resolved
+
+FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def takes_job(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the job's argument and flags beside its own; it is called with the `Resolved` job first.
+
+    The annotations of `command` must exist when it is defined, not for type checkers only: Typer reads them.
+    """
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [*_job_parameters(), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
+
+    @functools.wraps(command)
+    def with_job(**values: Any) -> None:
+        own_values = {each.name: values.pop(each.name) for each in own}
+        command(resolve_options(values), **own_values)
+
+    # Typer asks a function for its signature, then for its annotations.
+    with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_job.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_job
+
+
+def resolve_options(values: Mapping[str, Any]) -> Resolved:
+    """Returns the job that a command's values describe, together with files and environment.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    # The reader of YAML takes 20 ms to import, which --help does not owe.
+    from engine.files.job_file import resolve_job
+
+    flags = {name: values[name] for name in FLAG_FIELDS if values[name] is not None}
+    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags)
+
+
+def _job_parameters() -> list[inspect.Parameter]:
+    defaults = {each.name: each.default for each in fields(Job)}
+    file = typer.Argument(metavar="JOB.yaml", help="job file: YAML with the fields below", show_default=False)
+    setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
+    parameters = [_parameter("job_file", Annotated[Path | None, file])]
+    parameters += [_parameter(name, Annotated[str | None, _flag(name, defaults[name])]) for name in FLAG_FIELDS]
+    return [*parameters, _parameter("set", Annotated[list[str] | None, setting])]
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _flag(name: str, default: object) -> Any:
+    kind = FIELD_TYPES[name]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS[kind]
+    return typer.Option(
+        "--" + name.replace("_", "-"),
+        metavar=metavar,
+        help=f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name],
+        rich_help_panel="Job",
+    )

@@ -1,0 +1,108 @@
+"""The picture of a running job on stderr: a live table on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from engine.core.job import Job
+from engine.runtime.session import View, WorkerView
+
+_PLAIN_EVERY_S = 2.0
+_RATE_OVER_S = 3.0
+_STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "finished": "dim", "left": "dim"}
+
+
+class LivePicture:
+    """Shows views of a run as they come; a context, so that the terminal is put back whatever happens."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._is_terminal = sys.stderr.isatty() and self._console.is_terminal
+        self._said_s = 0.0
+        self._history: deque[tuple[float, dict[int, int], int]] = deque()
+
+    def __enter__(self) -> LivePicture:
+        if self._is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_terminal:
+            self._live.stop()
+
+    def show(self, view: View) -> None:
+        """Shows one view: redraws the table, or prints a line if the last is some seconds old."""
+        now_s = time.monotonic()
+        computed = {each.worker: each.progress.num_computed for each in view.workers}
+        self._history.append((now_s, computed, len(view.account.losses)))
+        while now_s - self._history[0][0] > _RATE_OVER_S:
+            self._history.popleft()
+        if self._is_terminal:
+            self._live.update(self._picture(view), refresh=True)
+        elif now_s - self._said_s >= _PLAIN_EVERY_S:
+            self._said_s = now_s
+            typer.echo(self._line(view), err=True)
+
+    def _line(self, view: View) -> str:
+        account = view.account
+        if not account.losses:
+            waiting = sum(each.state == "starting" for each in view.workers)
+            return (
+                f"starting: {len(view.workers) - waiting} of {len(view.workers)} workers ready" if waiting else "step 0"
+            )
+        text = f"step {len(account.losses)}/{self.job.steps}  loss {account.losses[-1]:.4f}"
+        if account.validations:
+            text += f"  validation {account.validations[max(account.validations)][0]:.4f}"
+        return text + self._time_left(len(account.losses))
+
+    def _time_left(self, num_steps: int) -> str:
+        first_s, _, first_steps = self._history[0]
+        elapsed_s = self._history[-1][0] - first_s
+        if num_steps == first_steps or elapsed_s <= 0:
+            return ""
+        rate = (num_steps - first_steps) / elapsed_s
+        return f"  {rate:.1f} steps/s  {(self.job.steps - num_steps) / rate:.0f} s left"
+
+    def _picture(self, view: View) -> Group:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("worker", "pid", "stage", "state", "step", "action", "microbatches/s"):
+            table.add_column(
+                column, justify="right" if column in ("worker", "pid", "step", "microbatches/s") else "left"
+            )
+        for each in view.workers:
+            table.add_row(*self._row(each))
+        bar = ProgressBar(total=self.job.steps, completed=len(view.account.losses), width=40)
+        return Group(table, Text(self._line(view)), bar)
+
+    def _row(self, each: WorkerView) -> tuple[str | Text, ...]:
+        stages = " ".join(
+            str(stage) if self.job.pipelines == 1 else f"{pipeline}.{stage}" for pipeline, stage in each.slots
+        )
+        first_s, first, _ = self._history[0]
+        elapsed_s = self._history[-1][0] - first_s
+        # A microbatch is done with when it has been forward and back.
+        rate = (each.progress.num_computed - first.get(each.worker, 0)) / 2 / elapsed_s if elapsed_s > 0 else 0.0
+        state = Text(each.state, style=_STATE_STYLES.get(each.state, ""))
+        return (
+            str(each.worker),
+            str(each.pid),
+            stages,
+            state,
+            str(each.progress.step),
+            each.progress.action,
+            f"{rate:.1f}",
+        )

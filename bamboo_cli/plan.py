@@ -1,0 +1,42 @@
+"""Prints the plan of a job: the grid of actions per worker, and what the dry run predicts. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import typer
+
+from engine.core.dry_run import dry_run
+from engine.core.grid_text import grid_lines
+from engine.core.job import Job
+from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.program import Program, build_program
+
+
+def planned(job: Job) -> tuple[Program, Ownership]:
+    """Returns the program of one step of a job, and who owns what."""
+    ownership = one_slot_each(Grid(job.stages, job.microbatches, job.pipelines))
+    return build_program(job.schedule, ownership), ownership
+
+
+def print_plan(job: Job, as_json: bool) -> None:
+    """Prints the grid with a forward of 1 unit and a backward of 2, the bubble and the peak of stashed activations."""
+    program, ownership = planned(job)
+    run = dry_run(program, ownership)
+    if as_json:
+        plan = {
+            "schedule": job.schedule,
+            "actions": {worker: [str(action) for action in actions] for worker, actions in program.items()},
+            "makespan": run.makespan,
+            "bubble": run.bubble,
+            "peak_stash": run.peak_stash,
+        }
+        typer.echo(json.dumps(plan))
+        return
+    typer.echo(f"{job.schedule}: P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines")
+    for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns):
+        typer.echo(line)
+    typer.echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
+    stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
+    typer.echo(f"peak stashed activations, in microbatches: {stash}")

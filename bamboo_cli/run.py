@@ -1,0 +1,140 @@
+"""`bamboo run`: trains a job; also shows its plan and where its values come from."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bamboo_cli.job_options import takes_job
+from engine.files.resolved_job import Resolved, explain
+
+if TYPE_CHECKING:
+    from engine.files.run_folder import RunFolder
+    from engine.runtime.session import Ending
+
+_EPILOG = (
+    "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
+    "--set model_args.width=16  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
+)
+
+
+@takes_job
+def run(
+    resolved: Resolved,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
+    explained: Annotated[
+        bool, typer.Option("--explain", help="Print each value and its origin; start no process.")
+    ] = False,
+) -> None:
+    """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
+    if explained:
+        _print_explanation(resolved, as_json and not dry_run)
+    if dry_run:
+        from bamboo_cli.plan import print_plan
+
+        print_plan(resolved.job, as_json)
+    if not (explained or dry_run):
+        raise typer.Exit(_train(resolved, as_json))
+
+
+def _print_explanation(resolved: Resolved, as_json: bool) -> None:
+    rows = explain(resolved)
+    if as_json:
+        typer.echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))
+        return
+    width = max(len(field) for field, _, _ in rows)
+    value_width = min(32, max(len(repr(value)) for _, value, _ in rows))
+    for field, value, origin in rows:
+        typer.echo(f"{field:<{width}}  {value!r:<{value_width}}  {origin}")
+
+
+def _train(resolved: Resolved, as_json: bool) -> int:
+    started_s = time.monotonic()
+    # These load torch-free parts only; still, --help should not pay for them.
+    from bamboo_cli.live import LivePicture
+    from engine.files.run_folder import create_run_folder
+    from engine.files.trajectory_file import write_trajectory
+    from engine.runtime.session import run_session
+
+    job = resolved.job
+    folder = create_run_folder(
+        Path(job.results), job.name or _run_name(job.model), datetime.now(), secrets.token_hex(2)
+    )
+    _write_facts(folder, resolved)
+    with LivePicture(job) as picture:
+        ending = run_session(job, folder.events, folder.logs, picture.show)
+    write_trajectory(folder.trajectory, ending.view.account.rows)
+    summary = _summary(folder, ending, time.monotonic() - started_s)
+    _write_facts(folder, resolved, summary)
+    if as_json:
+        typer.echo(json.dumps(summary))
+    _print_ending(summary, ending, as_json)
+    return ending.exit_code
+
+
+def _run_name(model: str) -> str:
+    """Returns a folder's name for a model; of package.module:factory the factory."""
+    return model.rpartition(":")[2].lower().replace("_", "-")[:40]
+
+
+def _write_facts(folder: RunFolder, resolved: Resolved, summary: dict[str, Any] | None = None) -> None:
+    from engine.files.host_facts import host_facts
+
+    folder.write_run_json(
+        {"job": asdict(resolved.job), "origins": resolved.origins, "host": host_facts(Path.cwd()), "result": summary}
+    )
+
+
+def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
+    from engine.core.trajectory import trajectory_hash
+
+    account = ending.view.account
+    last = max(account.validations, default=None)
+    return {
+        "run_dir": str(folder.path),
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "error": None if ending.error is None else str(ending.error),
+        "steps": len(account.losses),
+        "loss_first": account.losses[0] if account.losses else None,
+        "loss_last": account.losses[-1] if account.losses else None,
+        "validation_loss": None if last is None else account.validations[last][0],
+        "validation_metric": None if last is None else account.validations[last][1],
+        "trajectory": trajectory_hash(account.rows) if account.rows else None,
+        "wall_s": round(wall_s, 3),
+        "launch_s": round((account.going_at_ns - ending.started_at_ns) / 1e9, 3) if account.going_at_ns else None,
+        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
+        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
+        "recoveries": [],
+    }
+
+
+def _print_ending(summary: dict[str, Any], ending: Ending, as_json: bool) -> None:
+    """Prints the summary line; what went wrong goes to stderr, and so does everything when stdout is for JSON."""
+    if ending.error is not None:
+        for line in str(ending.error).splitlines():
+            typer.echo(f"bamboo: {line}", err=True)
+    parts = [f"{ending.outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
+    if summary["steps"]:
+        parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
+        if ending.outcome != "finished":
+            parts.append(f"last committed step {summary['steps'] - 1}")
+    if summary["validation_loss"] is not None:
+        parts.append(f"validation {summary['validation_loss']:.4f}")
+    if summary["validation_metric"] is not None:
+        parts.append(f"accuracy {summary['validation_metric']:.1%}")
+    if summary["trajectory"]:
+        parts.append(f"trajectory {summary['trajectory'][:12]}")
+    typer.echo("; ".join(parts), err=as_json)
+    typer.echo(summary["run_dir"], err=as_json)

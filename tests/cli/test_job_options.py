@@ -1,0 +1,84 @@
+"""The job's argument and flags, as commands that share them see them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bamboo_cli.job_options import FLAG_FIELDS, takes_job
+from engine.core.errors import UserError
+from engine.core.job import FIELD_HELP, Job
+from engine.files.resolved_job import Resolved
+
+seen: list[tuple[Resolved, object]] = []
+app = typer.Typer()
+
+
+@app.command()
+@takes_job
+def run(resolved: Resolved, dry_run: Annotated[bool, typer.Option("--dry-run")] = False) -> None:
+    """Trains."""
+    seen.append((resolved, dry_run))
+
+
+@app.command()
+@takes_job
+def show(resolved: Resolved) -> None:
+    """Shows."""
+    seen.append((resolved, "show"))
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    seen.clear()
+
+
+def invoke(*arguments: str) -> tuple[Resolved, object]:
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return seen.pop()
+
+
+def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("job.yaml").write_text("stages: 2\nsteps: 3\n")
+    monkeypatch.setenv("BAMBOO_SEED", "5")
+    resolved, dry_run = invoke(
+        "run", "job.yaml", "--steps", "4", "--dry-run", "--set", "model_args.width=8", "--set", "data_args.x=a=b"
+    )
+    assert resolved.job == Job(stages=2, steps=4, seed=5, model_args={"width": 8}, data_args={"x": "a=b"})
+    assert dry_run is True
+    assert resolved.origins["steps"] == "--steps"
+    assert resolved.origins["seed"] == "BAMBOO_SEED"
+    assert invoke("run")[1] is False
+
+
+def test_every_command_takes_the_same_job() -> None:
+    resolved, own = invoke("show", "--lr-schedule", "linear")
+    assert (resolved.job, own) == (Job(lr_schedule="linear"), "show")
+
+
+def test_mistakes_of_flags_are_user_errors_all_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        invoke("show", "none.yaml", "--lr", "fast", "--stages", "0")
+    assert [str(problem).split(":")[0] for problem in caught.value.problems] == ["none.yaml", "--lr", "--stages"]
+
+
+@pytest.mark.parametrize("name", FLAG_FIELDS)
+def test_every_plain_field_is_a_flag_with_its_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    text = CliRunner().invoke(app, ["show", "--help"], catch_exceptions=False).output
+    assert f"--{name.replace('_', '-')} " in text
+    assert FIELD_HELP[name] in text
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, bamboo_cli.job_options; "
+    code += "assert not {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

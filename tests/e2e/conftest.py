@@ -1,0 +1,44 @@
+"""What the tests with real processes share: a session in this process, and a launcher as a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.core.job import Job
+from engine.core.ownership import Ownership
+from engine.runtime.session import Ending, run_session
+from tests.e2e.launcher import ROOT, Launcher
+
+Train = Callable[..., Ending]
+Launch = Callable[..., Launcher]
+
+
+@pytest.fixture(name="train")
+def _train(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Returns a function that runs a job in a session of this process, and fails the test when the job does."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def train(job: Job, ownership: Ownership | None = None, ranks: tuple[int, ...] | None = None) -> Ending:
+        folder: Path = tmp_path_factory.mktemp("session")
+        ending = run_session(job, folder / "events.jsonl", folder, ownership=ownership, ranks=ranks)
+        assert ending.error is None, ending.error
+        return ending
+
+    return train
+
+
+@pytest.fixture(name="launch")
+def _launch(tmp_path: Path) -> Iterator[Launch]:
+    """Returns a function that starts `bamboo` with arguments; whatever is still there at the end is killed."""
+    launched: list[Launcher] = []
+
+    def launch(*arguments: str, **environment: str) -> Launcher:
+        launched.append(Launcher(tmp_path / str(len(launched)), arguments, environment))
+        return launched[-1]
+
+    yield launch
+    for each in launched:
+        each.kill_all()

@@ -1,0 +1,210 @@
+"""A plain training loop in one process: what the engine must equal bit for bit, in code that it does not share.
+
+The layers, the loss and the data are the workload's own; all else is written anew from what the engine documents: keys,
+accumulation, reduction, ties, clipping, learning rate, optimizer, hashes. Each microbatch is one autograd graph over
+the whole model, so equality also says that cutting the graph at every layer changes nothing. A `Mistake` plants one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.job import Job
+from engine.models.catalogue import build_model, open_data
+from engine.models.layers import Model, Tensors
+
+Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """What this loop does wrong on purpose, so that a comparison is seen to fail."""
+
+    microbatches_backwards: bool = False
+    pipelines_backwards: bool = False
+    buffers_counted_twice: bool = False
+    step_of_keys: int = 0
+    tie_keeps_first_use_only: bool = False
+
+
+NO_MISTAKE = Mistake()
+
+
+def train(job: Job, mistake: Mistake = NO_MISTAKE) -> list[Texts]:
+    """Trains the job and returns the trajectory as texts, ordered by step and layer."""
+    loop = PlainLoop(job, mistake)
+    return [row for step in range(job.steps) for row in loop.step(step)]
+
+
+class PlainLoop:
+    """The model once per pipeline, weights and optimizer state once for all of them."""
+
+    def __init__(self, job: Job, mistake: Mistake = NO_MISTAKE):
+        torch.set_num_threads(job.threads)
+        self.job, self.mistake = job, mistake
+        self.data = open_data(job)
+        self.model = build_model(job, self.data.facts)
+        self.pipelines = [_build(job, self.model) for _ in range(job.pipelines)]
+        self.first_use = {use: sorted(tie.uses)[0] for tie in self.model.ties for use in sorted(tie.uses)[1:]}
+        self._share_storage()
+        self.trained = {use: each for use, each in _named(self.pipelines[0]).items() if use not in self.first_use}
+        chosen = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.SGD
+        self.optimizer = chosen(
+            self.trained.values(), lr=job.lr, foreach=False, fused=False, **job.optimizer_args  # type: ignore[arg-type]
+        )
+
+    def _share_storage(self) -> None:
+        """Lets every pipeline and every use of a tied parameter read the same memory; each keeps its own gradient."""
+        first = _named(self.pipelines[0])
+        for layers in self.pipelines:
+            for use, parameter in _named(layers).items():
+                parameter.data = first[self.first_use.get(use, use)].data
+
+    def step(self, step: int) -> list[Texts]:
+        """Makes one optimizer step and returns its rows."""
+        losses = [self._accumulate(step, pipeline) for pipeline in range(self.job.pipelines)]
+        loss = losses[0]
+        for other in losses[1:]:
+            loss += other
+        loss /= self.job.pipelines
+        gradients = self._tied(self._reduced())
+        factor = self._clip_factor(gradients)
+        for use, parameter in self.trained.items():
+            parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
+        self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
+        self.optimizer.step()
+        for layers in self.pipelines:
+            for parameter in _named(layers).values():
+                parameter.grad = None
+        return self._rows(step, loss)
+
+    def _accumulate(self, step: int, pipeline: int) -> float:
+        """Adds up the gradients of one pipeline's microbatches, one graph each; returns their mean loss."""
+        job, order = self.job, range(self.job.microbatches)
+        total = 0.0
+        for microbatch in reversed(order) if self.mistake.microbatches_backwards else order:
+            batch = self.data.microbatch(step, pipeline, microbatch, job.microbatch_size)
+            values = batch.inputs
+            for index, layer in enumerate(self.pipelines[pipeline]):
+                torch.manual_seed(
+                    key(job.seed, "layer", step + self.mistake.step_of_keys, pipeline, index, microbatch)
+                )
+                if self.mistake.buffers_counted_twice:
+                    self._call(layer, values)
+                values = self._call(layer, values)
+            loss = self.model.loss(_in_float32(values), batch.targets)
+            (loss / job.microbatches).backward()
+            total += loss.item()
+        return total / job.microbatches
+
+    def _call(self, layer: nn.Module, values: Tensors) -> Tensors:
+        with torch.autocast("cpu", torch.bfloat16) if self.job.dtype == "bfloat16" else contextlib.nullcontext():
+            made = layer(*values)
+        # A rule of the engine: what a layer hands on is contiguous, as a transfer would make it.
+        return tuple(each.contiguous() for each in ((made,) if isinstance(made, Tensor) else made))
+
+    def validate(self) -> tuple[float, float | None]:
+        """Returns mean loss and metric of pipeline 0 over the validation microbatches."""
+        losses, metrics = [], []
+        with torch.no_grad():
+            for index in range(self.job.validation_microbatches):
+                batch = self.data.validation(index, self.job.microbatch_size)
+                values = batch.inputs
+                for layer in self.pipelines[0]:
+                    values = self._call(layer.eval(), values)
+                    layer.train()
+                losses.append(self.model.loss(_in_float32(values), batch.targets).item())
+                if self.model.metric is not None:
+                    metrics.append(self.model.metric(_in_float32(values), batch.targets).item())
+        return sum(losses) / len(losses), sum(metrics) / len(metrics) if metrics else None
+
+    def _reduced(self) -> dict[tuple[int, str], Tensor]:
+        """Returns the mean gradient over pipelines, added in pipeline order; what no loss depends on has zeros."""
+        order = list(reversed(self.pipelines)) if self.mistake.pipelines_backwards else self.pipelines
+        reduced: dict[tuple[int, str], Tensor] = {}
+        for layers in order:
+            for use, parameter in _named(layers).items():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                reduced[use] = reduced[use] + gradient if use in reduced else gradient
+        return {use: gradient / self.job.pipelines for use, gradient in reduced.items()}
+
+    def _tied(self, gradients: dict[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
+        """Returns one gradient per parameter: those of a tied one's uses are added in layer order."""
+        total = {use: gradient for use, gradient in gradients.items() if use not in self.first_use}
+        if not self.mistake.tie_keeps_first_use_only:
+            for use in sorted(self.first_use):
+                total[self.first_use[use]] = total[self.first_use[use]] + gradients[use]
+        return total
+
+    def _clip_factor(self, gradients: dict[tuple[int, str], Tensor]) -> float:
+        """Squares are added in float64: the parameters of a layer first, then the layers in order."""
+        squared = 0.0
+        for index in range(len(self.model.layers)):
+            of_layer = 0.0
+            for (layer, _), gradient in gradients.items():
+                if layer == index:
+                    of_layer += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
+            squared += of_layer
+        norm, limit = math.sqrt(squared), self.job.clip_norm
+        return limit / norm if 0 < limit < norm else 1.0
+
+    def _learning_rate(self, step: int) -> float:
+        job = self.job
+        if step < job.warmup_steps:
+            return job.lr * (step + 1) / job.warmup_steps
+        done = (step - job.warmup_steps) / max(1, job.steps - job.warmup_steps)
+        if job.lr_schedule == "cosine":
+            return job.lr * (0.5 * (1.0 + math.cos(math.pi * done)))
+        return job.lr * (1.0 - done if job.lr_schedule == "linear" else 1.0)
+
+    def _rows(self, step: int, loss: float) -> list[Texts]:
+        rows = []
+        for index, layer in enumerate(self.pipelines[0]):
+            state: list[tuple[str, Tensor]] = list(layer.named_parameters())
+            for name, _ in layer.named_parameters():
+                use = (index, name)
+                of_optimizer = self.optimizer.state[self.trained[self.first_use.get(use, use)]]
+                values = sorted((part, value) for part, value in of_optimizer.items() if isinstance(value, Tensor))
+                state += [(f"{name}.{part}", value) for part, value in values]
+            buffers = [sha256(layers[index].named_buffers()) for layers in self.pipelines]
+            joined = buffers[0] if len(buffers) == 1 else hashlib.sha256("\n".join(buffers).encode()).hexdigest()
+            rows.append((str(step), str(index), sha256(state), joined, repr(loss)))
+        return rows
+
+
+def key(*parts: int | str) -> int:
+    """Returns the first 8 bytes, big endian, of BLAKE2b over the parts joined by slashes, without the top bit."""
+    digest = hashlib.blake2b("/".join(str(part) for part in parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Returns SHA-256 over name, dtype, shape and bytes of each tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _in_float32(values: Tensors) -> Tensors:
+    return tuple(each.float() if each.dtype is torch.bfloat16 else each for each in values)
+
+
+def _build(job: Job, model: Model) -> list[nn.Module]:
+    layers = []
+    for index, spec in enumerate(model.layers):
+        torch.manual_seed(key(job.seed, "weights", index))
+        layers.append(spec.build())
+    return layers
+
+
+def _named(layers: list[nn.Module]) -> dict[tuple[int, str], nn.Parameter]:
+    return {(index, name): each for index, layer in enumerate(layers) for name, each in layer.named_parameters()}

@@ -1,0 +1,156 @@
+"""Where a model is cut, in which order it runs and who runs it changes no bit: against a loop without the engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.core.job import Job
+from engine.core.ownership import Grid, Ownership
+from engine.runtime.session import Ending
+from tests.e2e.plain_loop import Mistake, PlainLoop, Texts, train as train_plainly
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+Train = Callable[..., Ending]
+
+SMALL: dict[str, Any] = {"microbatches": 4, "microbatch_size": 2, "steps": 3, "warmup_steps": 1}
+VALIDATED: dict[str, Any] = {"validate_every": 2, "validation_microbatches": 2}
+GPT: dict[str, Any] = SMALL | VALIDATED | {"model": "gpt"}
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "gpt": GPT | {"model_args": {"width": 32}},
+    "gpt-tied": GPT | {"model_args": {"width": 32, "tied": True}},
+    "gpt-bfloat16": GPT | {"model_args": {"width": 32}, "dtype": "bfloat16"},
+    "resnet18": SMALL | VALIDATED | {"model": "resnet18", "model_args": {"width": 16}, "steps": 2},
+    "mlp": SMALL
+    | VALIDATED
+    | {
+        "model": "mlp",
+        "model_args": {"dropout": 0.2, "depth": 5},
+        "optimizer": "sgd",
+        "optimizer_args": {"momentum": 0.9},
+        "lr_schedule": "linear",
+        "clip_norm": 0.5,
+    },
+    "tuples": SMALL | {"model": "tests.e2e.user_models:tuples", "data": "synthetic"},
+    "transposing": SMALL | {"model": "tests.e2e.user_models:transposing", "data": "synthetic"},
+}
+# Workload, stages, partition, schedule, activation checkpoint.
+CUTS = [
+    ("gpt", 1, "uniform", "gpipe", 0),
+    ("gpt", 2, "parameters", "1f1b", 1),
+    ("gpt", 3, "1,4", "gpipe", 2),
+    ("gpt", 4, "uniform", "1f1b", 3),
+    ("gpt-tied", 1, "parameters", "1f1b", 1),
+    ("gpt-tied", 2, "2", "gpipe", 2),
+    ("gpt-tied", 3, "uniform", "1f1b", 3),
+    ("gpt-tied", 4, "parameters", "gpipe", 0),
+    ("resnet18", 1, "", "1f1b", 2),
+    ("resnet18", 2, "uniform", "gpipe", 3),
+    ("resnet18", 3, "parameters", "1f1b", 0),
+    ("resnet18", 4, "2,3,7", "1f1b", 1),
+    ("mlp", 1, "uniform", "gpipe", 3),
+    ("mlp", 2, "profile", "1f1b", 0),
+    ("mlp", 3, "type:hidden", "gpipe", 1),
+    ("mlp", 4, "1,2,5", "1f1b", 2),
+    ("gpt-bfloat16", 3, "parameters", "1f1b", 2),
+    ("tuples", 1, "uniform", "gpipe", 0),
+    ("tuples", 2, "parameters", "1f1b", 2),
+    ("tuples", 3, "uniform", "1f1b", 0),
+    ("transposing", 1, "uniform", "1f1b", 0),
+    ("transposing", 4, "uniform", "gpipe", 3),
+]
+TWO_PIPELINES = Job(**WORKLOADS["gpt-tied"] | {"stages": 2, "pipelines": 2})
+THREE_PIPELINES = Job(**WORKLOADS["resnet18"] | {"stages": 1, "pipelines": 3, "microbatches": 2})
+
+
+@functools.cache
+def plain(workload: str) -> tuple[list[Texts], dict[int, tuple[float, float | None]]]:
+    """Returns the rows and the validations of a workload by the plain loop."""
+    loop = PlainLoop(Job(**WORKLOADS[workload]))
+    rows, validations = [], {}
+    for step in range(loop.job.steps):
+        rows += loop.step(step)
+        if loop.job.validate_every and ((step + 1) % loop.job.validate_every == 0 or step == loop.job.steps - 1):
+            validations[step] = loop.validate()
+    return rows, validations
+
+
+def rows_of(ending: Ending) -> list[Texts]:
+    return [row.texts() for row in ending.view.account.rows]
+
+
+@pytest.mark.parametrize(("workload", "stages", "partition", "schedule", "activation_checkpoint"), CUTS)
+def test_every_cut_equals_the_plain_loop(
+    train: Train, workload: str, stages: int, partition: str, schedule: str, activation_checkpoint: int
+) -> None:
+    job = Job(
+        **WORKLOADS[workload],
+        stages=stages,
+        partition=partition,
+        schedule=schedule,
+        activation_checkpoint=activation_checkpoint,
+    )
+    ending = train(job)
+    account = ending.view.account
+    rows, validations = plain(workload)
+    assert len(account.starts) == stages
+    assert partition[:1].isalpha() or account.starts == [0, *map(int, partition.split(",") if partition else ())]
+    assert len(rows) == job.steps * len(account.layers)
+    assert rows_of(ending) == rows
+    assert account.validations == (validations if job.validate_every <= job.steps else {})
+
+
+def test_a_seed_gives_the_same_run_twice_and_another_seed_another(train: Train) -> None:
+    job = Job(**WORKLOADS["gpt"], stages=2)
+    once, again, other = (rows_of(train(each)) for each in (job, job, replace(job, seed=1)))
+    assert once == again
+    assert all(a[2] != b[2] for a, b in zip(once, other, strict=True))  # every layer's weights after every step
+
+
+@pytest.mark.parametrize(
+    ("owners", "ranks"),
+    [
+        ((0, 1, 2, 3), (0, 1, 2, 3)),
+        ((0, 1, 2, 3), (2, 0, 3, 1)),
+        ((3, 1, 0, 2), (0, 1, 2, 3)),
+        ((1, 2, 3, 0), (3, 2, 1, 0)),
+    ],
+)
+def test_two_pipelines_are_equal_whichever_worker_has_which_slot_and_rank(
+    train: Train, owners: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    ending = train(TWO_PIPELINES, Ownership(Grid(stages=2, microbatches=4, pipelines=2), owners), ranks)
+    slots = {each.worker: each.slots for each in ending.view.workers}
+    assert slots == {worker: (divmod(index, 2),) for index, worker in enumerate(owners)}
+    assert rows_of(ending) == train_plainly(TWO_PIPELINES)
+
+
+def test_three_pipelines_are_added_in_their_order(train: Train) -> None:
+    grid = Grid(stages=1, microbatches=2, pipelines=3)
+    rows = rows_of(train(THREE_PIPELINES, Ownership(grid, (2, 0, 1)), (1, 2, 0)))
+    assert rows == train_plainly(THREE_PIPELINES)
+    assert rows != train_plainly(THREE_PIPELINES, Mistake(pipelines_backwards=True))
+
+
+@pytest.mark.parametrize(
+    ("workload", "mistake"),
+    [
+        ("gpt", Mistake(microbatches_backwards=True)),
+        ("gpt", Mistake(step_of_keys=1)),
+        ("gpt-tied", Mistake(tie_keeps_first_use_only=True)),
+        ("resnet18", Mistake(buffers_counted_twice=True)),
+    ],
+)
+def test_a_planted_mistake_is_seen(workload: str, mistake: Mistake) -> None:
+    assert train_plainly(Job(**WORKLOADS[workload]), mistake) != plain(workload)[0]
+
+
+def test_the_order_of_microbatches_shows_in_weights_before_it_shows_in_losses() -> None:
+    job = Job(**WORKLOADS["gpt"] | {"steps": 1})
+    right, wrong = train_plainly(job), train_plainly(job, Mistake(microbatches_backwards=True))
+    assert any(a[2] != b[2] for a, b in zip(right, wrong, strict=True))

@@ -1,0 +1,142 @@
+"""Models as users write them, for the tests: some train, some misbehave on purpose in one way each.
+
+A layer's first call is the probe that learns its shapes; call 1 + m of the first step is its forward of microbatch m.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.layers import LayerSpec, Model
+from engine.models.losses import default_loss
+
+FEATURES = 32  # of the synthetic vectors
+
+
+class Split(nn.Module):
+    """Makes a tuple: hidden values, the place of each sample's largest feature, the input again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), x.argmax(dim=1), x
+
+
+class Middle(nn.Module):
+    """Changes the hidden values only, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, hidden: Tensor, place: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return nn.functional.dropout(self.linear(hidden).relu(), 0.2, self.training), place, x
+
+
+class Join(nn.Module):
+    """Needs all three: the integers look up an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(FEATURES, FEATURES)
+        self.out = nn.Linear(FEATURES, 1)
+
+    def forward(self, hidden: Tensor, place: Tensor, x: Tensor) -> Tensor:
+        return self.out(hidden * self.embedding(place) + x)
+
+
+def tuples() -> list[nn.Module]:
+    """Passes an integer tensor and one without gradient from the first layer to the last."""
+    return [Split(), Middle(), Middle(), Join()]
+
+
+def transposing() -> list[nn.Module | Callable[[Tensor], Tensor]]:
+    """Hands on tensors that are not contiguous, to layers whose order of adding depends on strides."""
+    return [
+        nn.Linear(FEATURES, FEATURES * 16),
+        lambda x: x.view(-1, FEATURES, 16).transpose(1, 2),
+        lambda x: (x * x).mean(dim=2) + x.sum(dim=2),
+        nn.Linear(16, 16),
+        lambda x: x.unsqueeze(2).expand(-1, -1, 8),
+        lambda x: x.transpose(0, 1),
+        nn.Linear(8, FEATURES),
+        lambda x: x.mean(dim=(0, 2)).unsqueeze(1),
+    ]
+
+
+class OnCall(nn.Module):
+    """A linear map that does something else when it is called for the n-th time, counted from 0."""
+
+    def __init__(self, call: int, action: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.call, self.action, self.num_calls = call, action, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        made = self.linear(x)
+        return self.action(made) if self.num_calls == self.call + 1 else made
+
+
+def _raise(x: Tensor) -> Tensor:
+    raise RuntimeError("planted in a forward")
+
+
+def _kill_this_process(*_: object) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL returns to nobody")
+
+
+def _three_layers(middle: Callable[[], nn.Module]) -> Model:
+    """Puts `middle` into stage 1 of 3; unlike a list of modules, it is built by that stage's worker only."""
+    return Model(
+        (
+            LayerSpec("before", "Linear", partial(nn.Linear, FEATURES, FEATURES)),
+            LayerSpec("middle", "OnCall", middle),
+            LayerSpec("after", "Linear", partial(nn.Linear, FEATURES, 1)),
+        ),
+        default_loss,
+    )
+
+
+def raises_in_forward(call: int = 5) -> Model:
+    """Raises in the first microbatch of step 1 where a step has 4 microbatches."""
+    return _three_layers(partial(OnCall, call, _raise))
+
+
+def raises_when_built() -> Model:
+    """Raises in the constructor of the middle layer."""
+    return _three_layers(partial(_raise, torch.empty(0)))  # type: ignore[arg-type]
+
+
+def another_shape() -> Model:
+    """Drops a feature in the first microbatch, after the probe."""
+    return _three_layers(partial(OnCall, 1, lambda x: x[:, 1:]))
+
+
+def not_a_number(call: int = 5) -> Model:
+    """Returns NaN in the first microbatch of step 1 where a step has 4 microbatches."""
+    return _three_layers(partial(OnCall, call, lambda x: x * torch.nan))
+
+
+def dies_when_built() -> Model:
+    """Is killed while it builds the middle layer."""
+    return _three_layers(_kill_this_process)  # type: ignore[arg-type]
+
+
+def dies_in_step(call: int = 6) -> Model:
+    """Is killed inside the second microbatch of step 1 where a step has 4 microbatches."""
+    return _three_layers(partial(OnCall, call, _kill_this_process))
+
+
+def raises() -> Model:
+    """Is a factory that raises."""
+    raise RuntimeError("planted in a factory")

@@ -1,0 +1,66 @@
+"""Facts of the host: the commit is git's own, and nothing heavy is imported to know a version."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.files.host_facts import git_commit, host_facts
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = {
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+    }
+    environment = os.environ | identity | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "--initial-branch=work/main")
+    return folder
+
+
+def test_the_commit_is_what_git_says(repository: Path, tmp_path: Path) -> None:
+    assert git_commit(repository) is None
+    git(repository, "commit", "--allow-empty", "--message=one")
+    first = git(repository, "rev-parse", "HEAD")
+    (repository / "sub").mkdir()
+    assert git_commit(repository / "sub") == first
+
+    git(repository, "worktree", "add", "-b", "other", str(tmp_path / "tree"))
+    git(tmp_path / "tree", "commit", "--allow-empty", "--message=two")
+    assert git_commit(tmp_path / "tree") == git(tmp_path / "tree", "rev-parse", "HEAD") != first
+
+    git(repository, "pack-refs", "--all")
+    assert git_commit(repository) == first
+    git(repository, "checkout", "--detach", "other")
+    assert git_commit(repository) == git(repository, "rev-parse", "HEAD") != first
+
+
+def test_outside_of_a_repository_there_is_no_commit(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is None
+
+
+def test_facts_are_there_and_torch_is_not_imported(tmp_path: Path) -> None:
+    facts = host_facts(tmp_path)
+    assert facts["python"] == ".".join(str(part) for part in sys.version_info[:3])
+    assert facts["host"] == os.uname().nodename
+    assert facts["torch"]
+    assert facts["git_commit"] is None
+    assert isinstance(facts["memory_bytes"], int)
+    assert facts["memory_bytes"] > 2**28
+    code = "import sys, pathlib; from engine.files import host_facts as h; h.host_facts(pathlib.Path()); "
+    code += "assert not {'torch', 'numpy', 'subprocess'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,55 @@
+"""trajectory.csv gives back what was written, bit for bit, and refuses a damaged file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.errors import StorageError
+from engine.core.trajectory import Row, first_difference, trajectory_hash
+from engine.files.trajectory_file import read_trajectory, write_trajectory
+
+HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
+COUNTS = st.integers(min_value=0, max_value=10**6)
+ROWS = st.lists(
+    st.builds(Row, COUNTS, COUNTS, HEX, HEX, st.none() | st.floats()), unique_by=lambda r: (r.step, r.layer)
+)
+
+
+@given(rows=ROWS)
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
+    path = tmp_path_factory.getbasetemp() / "trajectory.csv"
+    write_trajectory(path, rows)
+    again = read_trajectory(path)
+    assert [(row.step, row.layer) for row in again] == [(row.step, row.layer) for row in rows]
+    assert first_difference(again, rows) is None
+    assert trajectory_hash(again) == trajectory_hash(rows)
+
+
+def test_the_file_is_plain_csv(tmp_path: Path) -> None:
+    write_trajectory(tmp_path / "t.csv", [Row(0, 1, "ab", "cd", 0.1), Row(1, 1, "ef", "cd", None)])
+    assert (tmp_path / "t.csv").read_text() == "step,layer,state,buffers,loss\n0,1,ab,cd,0.1\n1,1,ef,cd,\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "t.csv:1: expected the columns step,layer,state,buffers,loss"),
+        ("step,loss\n", "t.csv:1: expected the columns step,layer,state,buffers,loss"),
+        ("step,layer,state,buffers,loss\n0,0,a,b,1\n0,1,a\n", "t.csv:3: expected step,layer,.*, found '0,1,a'"),
+        ("step,layer,state,buffers,loss\n0,x,a,b,1\n", "t.csv:2: expected step,layer,.*, found '0,x,a,b,1'"),
+        ("step,layer,state,buffers,loss\n0,0,a,b,1.0.0\n", "t.csv:2: "),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(StorageError, match=message):
+        read_trajectory(tmp_path / "t.csv")
+
+
+def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot read '.*t\.csv'"):
+        read_trajectory(tmp_path / "t.csv")

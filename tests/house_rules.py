@@ -1,0 +1,224 @@
+"""The house rules as pure functions: source text in, broken rules out.
+
+Each takes parsed modules (or plain text) and returns one line per violation, so that a test can apply it to the tree
+and another test can feed it a planted offence.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+OUR_PACKAGES = ("bamboo_cli", "engine")
+
+# floor -> floors that it may import, beside itself
+FLOORS: dict[str, frozenset[str]] = {
+    "bamboo_cli": frozenset({"engine.runtime", "engine.files", "engine.models", "engine.report", "engine.core"}),
+    "engine.runtime": frozenset({"engine.models", "engine.core"}),
+    "engine.files": frozenset({"engine.core"}),
+    "engine.report": frozenset({"engine.core"}),
+    "engine.models": frozenset({"engine.core"}),
+    "engine.core": frozenset(),
+}
+# Parts of the standard library that compute values and touch nothing: no clock, file, thread, socket or global state.
+PURE_STDLIB = frozenset(
+    """
+    __future__ abc bisect collections csv dataclasses difflib enum fractions functools graphlib hashlib heapq itertools
+    json math operator re statistics string textwrap types typing
+    """.split()
+)
+# Single names that are pure in modules that are not: text in memory.
+PURE_NAMES = frozenset({"io.StringIO"})
+IMPORTING_CALLS = frozenset({"importlib.import_module", "import_module", "__import__"})
+EFFECTFUL_BUILTINS = frozenset({"open", "print", "input", "breakpoint"})
+REPORT_ONLY = frozenset({"pandas", "plotly"})
+NOT_AT_TOP_OF_CLI = frozenset({"torch", "pandas", "numpy", "plotly"})
+# Each module and each call runs code that a file or a peer has chosen, or writes what could only be read that way.
+UNSAFE_MODULES = frozenset({"pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"})
+UNSAFE_CALLS = frozenset(
+    {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
+)
+# torch.distributed's object collectives pickle what they carry.
+UNSAFE_SUFFIXES = ("_object_list", "gather_object")
+FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: dotted name, path relative to the root, text and syntax tree."""
+
+    name: str
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        """Whether this is an ``__init__.py``."""
+        return self.path.endswith("__init__.py")
+
+
+def parse(path: str, text: str) -> Module:
+    """Returns the module at `path`, a POSIX path relative to the root."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return Module(name, path, text, ast.parse(text, path))
+
+
+def imports_of(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) for each import under `node`, also inside functions and by importlib with a constant.
+
+    ``from a import b`` yields ``a.b``; whether b is a module or a name is for the caller to tell.
+    """
+    for each in ast.walk(node):
+        if isinstance(each, ast.Import):
+            yield from ((each.lineno, alias.name) for alias in each.names)
+        elif isinstance(each, ast.ImportFrom):
+            prefix = "." * each.level + (each.module or "")
+            yield from ((each.lineno, f"{prefix}.{alias.name}") for alias in each.names)
+        elif isinstance(each, ast.Call) and dotted(each.func) in IMPORTING_CALLS:
+            yield from ((each.lineno, str(value.value)) for value in each.args[:1] if isinstance(value, ast.Constant))
+
+
+def dotted(node: ast.AST) -> str:
+    """Returns ``a.b.c`` for a chain of names, or an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        left = dotted(node.value)
+        return f"{left}.{node.attr}" if left else ""
+    return ""
+
+
+def floor_of(name: str) -> str:
+    """Returns the floor that a dotted name of ours stands on, such as ``engine.core``."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == "bamboo_cli" else ".".join(parts[:2])
+
+
+def broken_floors(modules: Iterable[Module]) -> list[str]:
+    """Floors go one way; relative imports are refused because they would hide the floor."""
+    problems = []
+    for module in modules:
+        here = floor_of(module.name)
+        for line, target in imports_of(module.tree):
+            if target.startswith("."):
+                problems.append(f"{module.path}:{line}: relative import {target}")
+            elif target.split(".")[0] in OUR_PACKAGES:
+                there = floor_of(target)
+                if there != here and there not in FLOORS.get(here, frozenset()):
+                    problems.append(f"{module.path}:{line}: {here} imports {there}")
+    return problems
+
+
+def impure_core(modules: Iterable[Module]) -> list[str]:
+    """The core imports itself and the pure part of the standard library, and calls no builtin with an effect."""
+    problems = []
+    for module in modules:
+        if floor_of(module.name) != "engine.core":
+            continue
+        for line, target in imports_of(module.tree):
+            top = target.split(".")[0]
+            if top not in PURE_STDLIB and top not in OUR_PACKAGES and target not in PURE_NAMES:
+                problems.append(f"{module.path}:{line}: the core imports {top}")
+        for each in ast.walk(module.tree):
+            if isinstance(each, ast.Call) and dotted(each.func) in EFFECTFUL_BUILTINS:
+                problems.append(f"{module.path}:{each.lineno}: the core calls {dotted(each.func)}")
+    return problems
+
+
+def import_cycles(modules: Iterable[Module]) -> list[str]:
+    """No module reaches itself over imports, wherever in the file they stand."""
+    known = {module.name: module for module in modules}
+    graph: dict[str, set[str]] = {}
+    for name, module in known.items():
+        targets = {target for _, target in imports_of(module.tree)}
+        reached = {target if target in known else target.rpartition(".")[0] for target in targets}
+        graph[name] = {target for target in reached if target in known}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [" -> ".join(reversed(error.args[1]))]
+    return []
+
+
+def misplaced_imports(modules: Iterable[Module]) -> list[str]:
+    """Tables and plots belong to engine/report; nothing heavy at the top of a module of the command line."""
+    problems = []
+    for module in modules:
+        floor = floor_of(module.name)
+        for line, target in imports_of(module.tree):
+            if target.split(".")[0] in REPORT_ONLY and floor != "engine.report":
+                problems.append(f"{module.path}:{line}: {target.split('.')[0]} outside engine.report")
+        if floor == "bamboo_cli":
+            top_level = [each for each in module.tree.body if isinstance(each, (ast.Import, ast.ImportFrom))]
+            for line, target in imports_of(ast.Module(list(top_level), [])):
+                if target.split(".")[0] in NOT_AT_TOP_OF_CLI:
+                    problems.append(f"{module.path}:{line}: {target.split('.')[0]} at the top of a module")
+    return problems
+
+
+def unsafe_code(modules: Iterable[Module]) -> list[str]:
+    """Nothing read from a file or a peer may choose the code that runs."""
+    problems = []
+    for module in modules:
+        for line, target in imports_of(module.tree):
+            if target.split(".")[0] in UNSAFE_MODULES or target in UNSAFE_CALLS:
+                problems.append(f"{module.path}:{line}: imports {target}")
+        for each in ast.walk(module.tree):
+            if isinstance(each, ast.Call):
+                name = dotted(each.func)
+                if name in UNSAFE_CALLS or name.endswith(UNSAFE_SUFFIXES):
+                    problems.append(f"{module.path}:{each.lineno}: calls {name}")
+    return problems
+
+
+def too_long(modules: Iterable[Module]) -> list[tuple[str, str]]:
+    """Returns (what, how long) of each file and function over its limit; `what` is a path, or ``path:function``."""
+    problems = []
+    for module in modules:
+        num_lines = len(module.text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            problems.append((module.path, f"{num_lines} lines, at most {MAX_FILE_LINES}"))
+        for each in ast.walk(module.tree):
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert each.end_lineno is not None
+                num_lines = each.end_lineno - each.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    problems.append((f"{module.path}:{each.name}", f"{num_lines} lines, at most {MAX_FUNCTION_LINES}"))
+    return problems
+
+
+def against_exceptions(found: Iterable[tuple[str, str]], exceptions: Mapping[str, str]) -> list[str]:
+    """Returns what `exceptions` (what -> reason) does not excuse, and the exceptions that excuse nothing."""
+    found = list(found)
+    problems = [f"{what}: {text}" for what, text in found if what not in exceptions]
+    return problems + [f"{what}: exception no longer needed" for what in exceptions if what not in dict(found)]
+
+
+def bad_shape(modules: Iterable[Module]) -> list[str]:
+    """Names have a subject, each module says what it is for, and an ``__init__.py`` says that and nothing else."""
+    problems = []
+    for module in modules:
+        problems += [f"{module.path}: name {part!r}" for part in module.name.split(".") if part in FORBIDDEN_NAMES]
+        if not ast.get_docstring(module.tree):
+            problems.append(f"{module.path}: no docstring")
+        if module.is_package and len(module.tree.body) > 1:
+            problems.append(f"{module.path}: more than a docstring")
+    return problems
+
+
+def not_ascii(path: str, text: str) -> list[str]:
+    """Code is ASCII: what a reader sees is what the interpreter sees."""
+    return [f"{path}:{number}: not ASCII" for number, line in enumerate(text.splitlines(), 1) if not line.isascii()]
+
+
+def unused_dependencies(declared: Iterable[str], modules: Iterable[Module], traces: Mapping[str, str]) -> list[str]:
+    """Every declared import name is imported somewhere, or leaves the trace in the text that `traces` gives for it."""
+    modules = list(modules)
+    used = {target.split(".")[0] for module in modules for _, target in imports_of(module.tree)}
+    used |= {name for name, trace in traces.items() if any(trace in module.text for module in modules)}
+    return [f"{name}: declared, but nothing uses it" for name in declared if name not in used]

@@ -1,0 +1,94 @@
+"""Verdicts of the host checks: what is missing, what only costs something, and the fix that each names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import ExitCode
+from engine.runtime import host_checks
+from engine.runtime.host_checks import Check
+
+FACTS: dict[str, Any] = {
+    "version": "2.13.0+cpu",
+    "gloo_ms": 20.0,
+    "gloo_error": "",
+    "num_gpus": 0,
+    "nccl": False,
+    "machine": "x86_64",
+    "isa": "AVX2",
+    "blas": "MKL",
+    "onednn": True,
+}
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "part_of_found", "part_of_fix"),
+    [
+        (host_checks.judge_python((3, 11, 0)), "ok", "3.11.0", ""),
+        (host_checks.judge_python((3, 10, 14)), "missing", "3.10.14", "3.11"),
+        (host_checks.judge_machine(2, 8 * GIB), "ok", "2 cores, 8.0 GiB", ""),
+        (host_checks.judge_machine(1, 8 * GIB), "warn", "1 cores", "more cores"),
+        (host_checks.judge_machine(8, GIB), "warn", "1.0 GiB", "free some memory"),
+        (host_checks.judge_kernel([]), "ok", "pidfd", ""),
+        (host_checks.judge_kernel(["pidfd (x)", "memfd (y)"]), "missing", "no pidfd (x), no memfd (y)", "Linux 5.4"),
+        (host_checks.judge_loopback(""), "ok", "127.0.0.1", ""),
+        (host_checks.judge_loopback("[Errno 13] denied"), "missing", "denied", "lo up"),
+        (host_checks.judge_reverse_dns(0.002), "ok", "2 ms", ""),
+        (host_checks.judge_reverse_dns(1.5), "warn", "1.5 s", "RES_OPTIONS"),
+        (host_checks.judge_reverse_dns(None), "warn", "within 3 s", "RES_OPTIONS"),
+        (host_checks.judge_results(Path("r"), 9 * GIB, ""), "ok", "r: writable, 9.0 GiB", ""),
+        (host_checks.judge_results(Path("r"), GIB // 2, ""), "warn", "0.5 GiB", "old runs"),
+        (host_checks.judge_results(Path("r"), 0, "Permission denied"), "missing", "r: Permission denied", "--results"),
+        (host_checks.judge_vision(True), "ok", "scikit-learn", ""),
+        (host_checks.judge_vision(False), "warn", "no scikit-learn", "pip install scikit-learn"),
+        (host_checks.judge_terminal(False, "utf-8", 80), "ok", "plain lines", ""),
+        (host_checks.judge_terminal(True, "utf-8", 120), "ok", "120 columns", ""),
+        (host_checks.judge_terminal(True, "utf-8", 40), "warn", "40 columns", "widen"),
+    ],
+)
+def test_verdicts(check: Check, status: str, part_of_found: str, part_of_fix: str) -> None:
+    assert check.status == status
+    assert part_of_found in check.found
+    assert part_of_fix in check.fix
+    assert bool(check.fix) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("change", "num_gpu_devices", "name", "status", "part_of_found"),
+    [
+        ({}, 0, "torch", "ok", "2.13.0+cpu"),
+        ({"version": "2.9.1"}, 0, "torch", "missing", "2.9.1"),
+        ({}, 0, "gloo", "ok", "20 ms"),
+        ({"gloo_error": "no route"}, 0, "gloo", "missing", "no route"),
+        ({}, 0, "gpu", "ok", "CPU"),
+        ({}, 4, "gpu", "warn", "4 GPUs that torch 2.13.0+cpu cannot use"),
+        ({"num_gpus": 4, "nccl": True}, 4, "gpu", "ok", "4 GPUs, NCCL"),
+        ({"num_gpus": 4}, 4, "gpu", "warn", "no NCCL"),
+        ({}, 0, "arithmetic", "ok", "AVX2, MKL, oneDNN"),
+        ({"isa": "DEFAULT"}, 0, "arithmetic", "warn", "DEFAULT"),
+        ({"isa": "DEFAULT", "machine": "aarch64", "blas": "no MKL"}, 0, "arithmetic", "ok", "DEFAULT, no MKL"),
+    ],
+)
+def test_verdicts_on_torch(
+    change: dict[str, Any], num_gpu_devices: int, name: str, status: str, part_of_found: str
+) -> None:
+    (check,) = [each for each in host_checks.judge_torch(FACTS | change, "", num_gpu_devices) if each.name == name]
+    assert (check.status, bool(check.fix)) == (status, status != "ok")
+    assert part_of_found in check.found
+
+
+def test_without_torch_nothing_else_is_said_about_it() -> None:
+    (check,) = host_checks.judge_torch({}, "ModuleNotFoundError: No module named 'torch'", 0)
+    assert (check.name, check.status, check.fix) == ("torch", "missing", "pip install 'torch>=2.10'")
+
+
+def test_only_what_is_missing_fails_the_whole() -> None:
+    ok = Check("a", "ok", "fine")
+    warn = replace(ok, status="warn", fix="do")
+    assert host_checks.exit_code([ok, warn]) == ExitCode.OK
+    assert host_checks.exit_code([ok, replace(warn, status="missing"), ok]) == ExitCode.ENVIRONMENT

@@ -1,0 +1,88 @@
+"""The probes on the real machine, and with the one call that each depends on made to fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from engine.runtime import host_probes
+
+
+def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+    """Stands for a system call that is not allowed."""
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_kernel_calls_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_probes.missing_kernel_calls() == []
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.delattr(os, "pidfd_open")
+    pidfd, memfd = host_probes.missing_kernel_calls()
+    assert pidfd.startswith("pidfd (")
+    assert "memfd ([Errno 1] Operation not permitted)" in memfd
+
+
+def test_loopback_says_why_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_probes.loopback_error() == ""
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert "Operation not permitted" in host_probes.loopback_error()
+
+
+def test_no_answer_to_a_name_look_up_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(socket, "getnameinfo", lambda *_: release.wait(60))
+    monkeypatch.setattr(host_probes, "DNS_TIMEOUT_S", 0.05)
+    assert host_probes.reverse_dns_s() is None
+    release.set()
+
+
+def test_an_answer_that_there_is_no_name_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getnameinfo", refuse)
+    duration_s = host_probes.reverse_dns_s()
+    assert duration_s is not None
+    assert duration_s < host_probes.DNS_TIMEOUT_S
+
+
+def test_folder_probe_looks_where_the_folder_would_be_and_leaves_nothing(tmp_path: Path) -> None:
+    free_bytes, error = host_probes.probe_folder(tmp_path / "not" / "yet")
+    assert error == ""
+    assert free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_probe_says_why_it_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert host_probes.probe_folder(tmp_path / "file") == (0, "Not a directory")
+    assert host_probes.probe_folder(Path("/proc/bamboo"))[1] != ""
+
+
+def child(code: str) -> subprocess.Popen[str]:
+    """Starts a child in the place of the torch probe."""
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise ImportError('libfoo is missing')", "ImportError: libfoo is missing"),
+        ("import os; os._exit(9)", "importing torch ended with code 9"),
+    ],
+)
+def test_torch_that_cannot_be_imported_is_a_finding(code: str, error: str) -> None:
+    with child(code) as probe:
+        assert host_probes.finish_torch_probe(probe) == ({}, error)
+
+
+def test_torch_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_probes, "TORCH_TIMEOUT_S", 0.05)
+    with child("import time; time.sleep(60)") as probe:
+        assert host_probes.finish_torch_probe(probe) == ({}, "importing torch took longer than 0.05 s")
+    assert probe.returncode is not None

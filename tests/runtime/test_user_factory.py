@@ -1,0 +1,212 @@
+"""Models and data of the user's own: what a factory may return, and what is said when it does anything else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.core.errors import Problem, UserError
+from engine.core.job import Job, Scalar
+from engine.models.catalogue import build_model, open_data
+from engine.models.data import DataFacts
+from engine.models.layers import FunctionLayer, Tie
+
+FACTS = DataFacts(task="regress", features=4, outputs=1)
+_numbers = itertools.count()
+WriteModule = Callable[[str], str]
+
+
+@pytest.fixture(name="module")
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteModule:
+    """Returns a function that writes source as a module on Python's path and returns the module's name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str) -> str:
+        name = f"user_module_{next(_numbers)}"
+        (tmp_path / f"{name}.py").write_text(f"from torch import nn\nimport torch\n{source}\n")
+        return name
+
+    return write
+
+
+def refusal(model: str, **model_args: Scalar) -> Problem:
+    """Returns the one problem that building `model` raises."""
+    with pytest.raises(UserError) as caught:
+        build_model(Job(model=model, model_args=model_args), FACTS)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_sequential_keeps_its_names_and_order(module: WriteModule) -> None:
+    name = module(
+        "def make(*, width=3):\n    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))"
+    )
+    model = build_model(Job(model=f"{name}:make", model_args={"width": 5}), FACTS)
+    assert [(spec.name, spec.kind) for spec in model.layers] == [("0", "Linear"), ("1", "ReLU"), ("2", "Linear")]
+    assert model.layers[0].build().weight.shape == (5, 4)
+
+
+def test_a_list_may_mix_modules_and_functions(module: WriteModule) -> None:
+    name = module("def make():\n    return [nn.Linear(4, 2), torch.tanh, lambda x: x.sum(1, keepdim=True)]")
+    layers = [spec.build() for spec in build_model(Job(model=f"{name}:make"), FACTS).layers]
+    x = torch.ones(3, 4)
+    for layer in layers:
+        x = layer(x)
+    assert isinstance(layers[1], FunctionLayer)
+    assert x.shape == (3, 1)
+
+
+def test_a_factory_may_return_a_model(module: WriteModule) -> None:
+    name = module(
+        "from engine.models.layers import LayerSpec, Model\n"
+        "def loss(outputs, targets): return outputs[0].sum()\n"
+        "def make(): return Model((LayerSpec('only', 'Linear', lambda: nn.Linear(4, 1)),), loss)"
+    )
+    model = build_model(Job(model=f"{name}:make"), FACTS)
+    assert model.layers[0].name == "only"
+    assert model.loss((torch.ones(3),), ()) == 3
+
+
+def test_weights_depend_on_the_seed_of_the_job_alone(module: WriteModule) -> None:
+    name = module("def make():\n    return [nn.Linear(4, 4), nn.Linear(4, 1)]")
+
+    def weight(seed: int) -> torch.Tensor:
+        torch.rand(seed + 1)
+        model = build_model(Job(model=f"{name}:make", seed=seed), FACTS)
+        return model.layers[1].build().get_parameter("weight")
+
+    assert torch.equal(weight(0), weight(0))
+    assert not torch.equal(weight(0), weight(1))
+
+
+def test_each_build_is_a_copy_and_the_callers_stream_stays(module: WriteModule) -> None:
+    name = module("def make():\n    return [nn.Linear(4, 1)]")
+    state = torch.get_rng_state()
+    spec = build_model(Job(model=f"{name}:make"), FACTS).layers[0]
+    first, second = (spec.build().get_parameter("weight") for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(first, second)
+    assert first is not second
+
+
+def test_a_parameter_of_several_layers_becomes_a_tie(module: WriteModule) -> None:
+    name = module(
+        "def make():\n    first, last = nn.Embedding(8, 4), nn.Linear(4, 8)\n"
+        "    last.weight = first.weight\n    middle = nn.Linear(4, 4, bias=False)\n"
+        "    return nn.Sequential(first, middle, middle, last)"
+    )
+    model = build_model(Job(model=f"{name}:make"), FACTS)
+    assert len(model.layers) == 4
+    assert model.ties == (Tie(((0, "weight"), (3, "weight"))), Tie(((1, "weight"), (2, "weight"))))
+
+
+def test_the_loss_follows_the_targets(module: WriteModule) -> None:
+    name = module("def make():\n    return [nn.Linear(4, 3)]")
+    loss = build_model(Job(model=f"{name}:make"), FACTS).loss
+    outputs = (torch.tensor([[0.0, 1.0, 3.0]]),)
+    assert loss(outputs, (torch.zeros(1, 3),)).item() == pytest.approx(10 / 3)
+    assert loss(outputs, (torch.tensor([2]),)).item() == pytest.approx(0.169846)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def make():\n    raise RuntimeError('no luck')", "RuntimeError: no luck"),
+        ("def make():\n    return 3", "it returned int"),
+        ("def make():\n    return nn.Linear(4, 1)", "it returned Linear"),
+        ("def make():\n    return []", "at least one layer"),
+        ("def make():\n    return [nn.Linear(4, 1), 'relu']", "layer 1 is <class 'str'>"),
+        ("def make():\n    return [nn.ReLU]", "layer 0 is <class 'torch.nn"),
+        ("make = 3", "it is a int"),
+        ("def makes():\n    return [nn.ReLU()]", "did you mean 'makes'?"),
+        ("def make(:", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_what_a_factory_does_wrong_is_said(module: WriteModule, source: str, words: str) -> None:
+    factory = f"{module(source)}:make"
+    problem = refusal(factory)
+    assert (problem.field, problem.found) == ("model", repr(factory))
+    assert words in str(problem)
+
+
+def test_the_current_folder_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("def make(): return []")
+    monkeypatch.chdir(tmp_path)
+    assert "ModuleNotFoundError" in refusal("only_here:make").hint
+
+
+@pytest.mark.parametrize("name", ["pkg.mod:", "pkg.mod:a.b", ":make", "pkg/mod:make", "os:system()"])
+def test_the_grammar_is_strict(name: str) -> None:
+    assert "package.module:factory" in refusal(name).expected
+
+
+def test_unknown_and_missing_arguments_are_named(module: WriteModule) -> None:
+    name = module("def make(width, *, depth=1):\n    return [nn.Linear(4, width)]")
+    with pytest.raises(UserError) as caught:
+        build_model(Job(model=f"{name}:make", model_args={"widht": 3}), FACTS)
+    unknown, missing = caught.value.problems
+    assert (unknown.field, unknown.found, unknown.hint) == ("model_args", "'widht'", "did you mean 'width'?")
+    assert missing.field == "model_args.width"
+
+
+USER_DATA = """
+from engine.models.data import DataFacts
+from engine.models.layers import Batch
+
+class Ones:
+    def __init__(self, seed, scale=1):
+        self.facts, self.args = DataFacts(task="regress", features=1), (seed, scale)
+
+    def microbatch(self, step, pipeline, microbatch, size):
+        return Batch((torch.ones(size, 1),), (torch.ones(size, 1),))
+
+    def validation(self, index, size):
+        return self.microbatch(0, 0, 0, size)
+
+class NoFacts(Ones):
+    def __init__(self, seed):
+        self.facts = {}
+
+def seedless():
+    return Ones(0)
+
+def fails(seed):
+    return 1 / 0
+"""
+
+
+def test_a_user_may_bring_data(module: WriteModule) -> None:
+    data = open_data(Job(model="mlp", data=f"{module(USER_DATA)}:Ones", data_args={"scale": 2}, seed=9))
+    assert vars(data)["args"] == (9, 2)
+    assert data.microbatch(0, 0, 0, 3).inputs[0].shape == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("NoFacts", "it returned NoFacts"),
+        ("seedless", "found 'seed' (every data factory gets the job's seed)"),
+        ("fails", "ZeroDivisionError"),
+        ("torch", "it is a module"),
+        ("Zeros", "a factory in user_module"),
+    ],
+)
+def test_what_a_data_factory_does_wrong_is_said(module: WriteModule, factory: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_data(Job(data=f"{module(USER_DATA)}:{factory}"))
+    assert words in str(caught.value)
+
+
+def test_a_factory_without_a_signature_is_called() -> None:
+    assert "TypeError" in refusal("math:hypot", x=1).hint
+
+
+def test_data_of_another_task_is_refused_by_the_model() -> None:
+    with pytest.raises(UserError) as caught:
+        build_model(Job(model="gpt"), FACTS)
+    assert caught.value.problems[0].field == "data"

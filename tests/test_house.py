@@ -1,0 +1,232 @@
+"""The rules of the house, applied to the tree; and for each rule a planted offence that it must catch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests import house_rules
+from tests.house_rules import Module, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = [
+    parse(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    for package in house_rules.OUR_PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+# path, or path:function -> reason. The list may only shrink.
+LENGTH_EXCEPTIONS: dict[str, str] = {}
+IMPORT_NAMES = {"PyYAML": "yaml", "scikit-learn": "sklearn"}
+# What is used without an import: by torch on our behalf, or for a file that the package ships.
+TRACES = {"numpy": ".numpy()", "sklearn": 'find_spec("sklearn")'}
+# An absolute path of the workplace in which the project was built would mean nothing to anyone else.
+FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
+BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")
+BLOCKED_FOR_CLI = ("torch", "numpy", "pandas", "plotly", "sklearn")
+
+
+def planted(text: str, path: str = "engine/core/planted.py") -> list[Module]:
+    """Returns one offending module."""
+    return [parse(path, text)]
+
+
+def import_with_blocked(root: Path, names: list[str], blocked: tuple[str, ...]) -> str:
+    """Imports `names` from `root` in a child Python where `blocked` cannot be imported; returns its last error line."""
+    code = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n" + "".join(
+        f"import {name}\n" for name in names
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert (child.returncode == 0) == (child.stderr == ""), child.stderr
+    return child.stderr.strip().rpartition("\n")[2]
+
+
+def test_floors_go_one_way() -> None:
+    assert house_rules.broken_floors(MODULES) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        ("engine/core/a.py", "from engine import files", "engine.core imports engine.files"),
+        ("engine/files/a.py", "import engine.runtime.worker", "engine.files imports engine.runtime"),
+        ("engine/files/a.py", "from engine.models import gpt", "engine.files imports engine.models"),
+        ("engine/report/a.py", "def f():\n    from engine.files import b", "engine.report imports engine.files"),
+        ("engine/models/a.py", "import_module('engine.runtime.b')", "engine.models imports engine.runtime"),
+        ("engine/runtime/a.py", "from bamboo_cli.app import main", "engine.runtime imports bamboo_cli"),
+        ("engine/core/a.py", "from ..files import b", "relative import ..files.b"),
+    ],
+)
+def test_floors_rule_can_fail(path: str, text: str, problem: str) -> None:
+    (found,) = house_rules.broken_floors(planted(text, path))
+    assert found.endswith(problem)
+
+
+def test_runtime_may_import_models_and_everyone_the_core() -> None:
+    modules = planted("import engine.models.gpt\nfrom engine.core.errors import UserError", "engine/runtime/a.py")
+    assert house_rules.broken_floors(modules) == []
+
+
+def test_core_is_pure() -> None:
+    assert house_rules.impure_core(MODULES) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["torch", "os", "io", "time", "random", "logging", "threading", "socket", "subprocess"]
+)
+def test_purity_rule_can_fail(name: str) -> None:
+    assert house_rules.impure_core(planted(f"def f():\n    import {name}")) == [
+        f"engine/core/planted.py:2: the core imports {name}"
+    ]
+
+
+def test_purity_rule_knows_the_one_pure_name_of_a_module() -> None:
+    assert house_rules.impure_core(planted("from io import StringIO")) == []
+    assert house_rules.impure_core(planted("from io import BytesIO")) != []
+
+
+def test_purity_rule_sees_effects_without_an_import() -> None:
+    assert house_rules.impure_core(planted("open('x')")) == ["engine/core/planted.py:1: the core calls open"]
+
+
+def test_core_loads_with_everything_else_blocked() -> None:
+    core = [module.name for module in MODULES if module.name.startswith("engine.core")]
+    assert import_with_blocked(ROOT, core, BLOCKED_FOR_CORE) == ""
+
+
+def test_command_line_loads_without_the_heavy_packages() -> None:
+    names = [module.name for module in MODULES if module.name.startswith("bamboo_cli")]
+    assert import_with_blocked(ROOT, names, BLOCKED_FOR_CLI) == ""
+
+
+def test_blocked_import_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text("import planted_below\n")
+    (tmp_path / "planted_below.py").write_text("import torch\n")
+    assert "import of torch halted" in import_with_blocked(tmp_path, ["planted"], BLOCKED_FOR_CORE)
+
+
+def test_no_import_cycle() -> None:
+    assert house_rules.import_cycles(MODULES) == []
+
+
+def test_cycle_rule_can_fail() -> None:
+    modules = [
+        *planted("from engine.core.b import x", "engine/core/a.py"),
+        *planted("from engine.core import c", "engine/core/b.py"),
+        *planted("def f():\n    import engine.core.a", "engine/core/c.py"),
+    ]
+    (cycle,) = house_rules.import_cycles(modules)
+    assert {"engine.core.a", "engine.core.b", "engine.core.c"} == set(cycle.split(" -> "))
+    assert house_rules.import_cycles(modules[:2]) == []
+
+
+def test_heavy_packages_stay_where_they_belong() -> None:
+    assert house_rules.misplaced_imports(MODULES) == []
+
+
+def test_heavy_packages_rule_can_fail() -> None:
+    assert house_rules.misplaced_imports(planted("import pandas as pd", "engine/runtime/a.py"))
+    assert house_rules.misplaced_imports(planted("from plotly import io", "engine/files/a.py"))
+    assert house_rules.misplaced_imports(planted("import torch", "bamboo_cli/a.py"))
+    assert not house_rules.misplaced_imports(planted("def f():\n    import torch", "bamboo_cli/a.py"))
+    assert not house_rules.misplaced_imports(planted("import pandas", "engine/report/a.py"))
+
+
+def test_nothing_read_chooses_the_code_that_runs() -> None:
+    assert house_rules.unsafe_code(MODULES) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from multiprocessing.connection import Client",
+        "from torch import load",
+        "torch.load(path)",
+        "torch.save(state, path)",
+        "yaml.load(text, Loader=L)",
+        "eval(text)",
+        "dist.broadcast_object_list(items)",
+        "dist.all_gather_object(out, item)",
+    ],
+)
+def test_unsafe_rule_can_fail(text: str) -> None:
+    assert len(house_rules.unsafe_code(planted(text))) == 1
+
+
+def test_files_and_functions_are_short() -> None:
+    assert house_rules.against_exceptions(house_rules.too_long(MODULES), LENGTH_EXCEPTIONS) == []
+
+
+def test_length_rule_can_fail_and_exceptions_can_only_shrink() -> None:
+    text = '"""Long."""\n' + "def f():\n" + "    pass\n" * 50 + "\n" * 249
+    found = house_rules.too_long(planted(text, "a.py"))
+    assert found == [("a.py", "301 lines, at most 300"), ("a.py:f", "51 lines, at most 50")]
+    assert house_rules.against_exceptions(found, {"a.py": "reason"}) == ["a.py:f: 51 lines, at most 50"]
+    assert house_rules.against_exceptions([], {"a.py": "reason"}) == ["a.py: exception no longer needed"]
+
+
+def test_modules_have_a_subject_and_say_it() -> None:
+    assert house_rules.bad_shape(MODULES) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        ("engine/core/utils.py", '"""Doc."""', "name 'utils'"),
+        ("engine/helpers/a.py", '"""Doc."""', "name 'helpers'"),
+        ("engine/core/a.py", "x = 1", "no docstring"),
+        ("engine/core/__init__.py", '"""Doc."""\nimport re', "more than a docstring"),
+    ],
+)
+def test_shape_rule_can_fail(path: str, text: str, problem: str) -> None:
+    (found,) = house_rules.bad_shape(planted(text, path))
+    assert found == f"{path}: {problem}"
+
+
+def test_code_is_ascii() -> None:
+    tests = [(path.relative_to(ROOT).as_posix(), path.read_text("utf-8")) for path in (ROOT / "tests").rglob("*.py")]
+    sources = [(module.path, module.text) for module in MODULES] + tests
+    assert [problem for path, text in sources for problem in house_rules.not_ascii(path, text)] == []
+
+
+def test_ascii_rule_can_fail() -> None:
+    assert house_rules.not_ascii("a.py", "x = 1\n# \u2192\n") == ["a.py:2: not ASCII"]
+
+
+def test_packages_of_the_distribution_are_those_of_the_tree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["packages"] == sorted(module.name for module in MODULES if module.is_package)
+
+
+def test_every_dependency_has_a_use() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["vision"]]
+    names = [re.split(r"[<>=~!\[ ]", line)[0] for line in declared]
+    assert house_rules.unused_dependencies([IMPORT_NAMES.get(name, name) for name in names], MODULES, TRACES) == []
+
+
+def test_dependency_rule_can_fail() -> None:
+    modules = planted("def f():\n    import torch.nn\n    t.numpy()")
+    assert house_rules.unused_dependencies(["torch", "numpy", "yaml", "sklearn"], modules, TRACES) == [
+        "yaml: declared, but nothing uses it",
+        "sklearn: declared, but nothing uses it",
+    ]
+
+
+def test_no_file_names_a_path_of_another_machine() -> None:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode:
+        pytest.skip(f"not a git checkout: {listing.stderr.decode().strip()}")
+    paths = [ROOT / name.decode() for name in listing.stdout.split(b"\0") if name]
+    assert [str(path) for path in paths if path.is_file() and FOREIGN_PATH.search(path.read_bytes())] == []
+
+
+def test_path_rule_can_fail() -> None:
+    assert FOREIGN_PATH.search(b"see /" + b"work/shared/x")
+    assert not FOREIGN_PATH.search(b"/home/runner/" + b"work/bamboo and net" + b"work/x")
