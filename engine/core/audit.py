@@ -24,12 +24,12 @@ class AuditBook:
         self.reported.setdefault(pipeline, {}).update(hashes)
 
     def close(self, step: int, loss: float) -> list[Row]:
-        """Returns the rows of `step` and begins the next; an unaudited step has none.
+        """Returns the rows of `step` and begins the next; a step that was not audited, or not to the end, has none.
 
         Raises InvariantError when two pipelines disagree on a layer's weights or optimizer state.
         """
         reported, self.reported = self.reported, {}
-        if not reported:
+        if any(len(reported.get(pipeline, ())) < self.num_layers for pipeline in range(self.num_pipelines)):
             return []
         rows = []
         for layer in range(self.num_layers):

@@ -6,12 +6,12 @@ owner) and the order of transfers between two workers.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.dry_run import dry_run
-from engine.core.errors import ScheduleError
+from engine.core.errors import DeadlockError
 from engine.core.ownership import Ownership
 from engine.core.program import Program
 from engine.core.requires import requires
@@ -33,24 +33,49 @@ class Violation:
 
 def verify(program: Program, ownership: Ownership) -> tuple[Violation, ...]:
     """Returns every rule that the program of a step breaks; an empty tuple means that it runs to its end."""
-    violations = _wrong_actions(program, ownership)
+    whole = _whole_step(ownership)
+    violations = _wrong_actions(program, ownership, whole)
     if not violations:
-        violations = _missing_actions(program, ownership) + _wrong_order(program, ownership)
+        violations = _missing_actions(program, whole) + _wrong_order(program, ownership)
     if not violations:
         violations = _crossed_transfers(program, ownership)
     if not violations:
         try:
             dry_run(program, ownership)
-        except ScheduleError as error:
-            violations = [Violation(0, -1, "program", str(error))]
+        except DeadlockError as error:
+            violations = [_of_deadlock(program, error)]
     return tuple(violations)
 
 
-def _wrong_actions(program: Program, ownership: Ownership) -> list[Violation]:
+def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
+    worker, action = error.cycle[0]
+    position = [str(each) for each in program[worker]].index(action)
+    return Violation(worker, position, action, str(error))
+
+
+def _whole_step(ownership: Ownership) -> dict[int, list[Action]]:
+    """Returns every action that a step has, by the worker that must run it."""
+    grid = ownership.grid
+    whole: dict[int, list[Action]] = {worker: [] for worker in ownership.workers()}
+    for pipeline, stage in grid.slots():
+        worker = ownership.owner(pipeline, stage)
+        per_microbatch = [Op.F, Op.B]
+        if stage > 0 and ownership.owner(pipeline, stage - 1) != worker:
+            per_microbatch += [Op.RECV_F, Op.SEND_B]
+        if stage < grid.stages - 1 and ownership.owner(pipeline, stage + 1) != worker:
+            per_microbatch += [Op.SEND_F, Op.RECV_B]
+        whole[worker] += [
+            Action(stage, op, each, pipeline) for op in per_microbatch for each in range(grid.microbatches)
+        ]
+        whole[worker] += [Action(stage, op, pipeline=pipeline) for op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP)]
+    return whole
+
+
+def _wrong_actions(program: Program, ownership: Ownership, whole: Mapping[int, list[Action]]) -> list[Violation]:
     grid = ownership.grid
     violations = []
     for worker, actions in program.items():
-        seen: set[Action] = set()
+        known, seen = set(whole.get(worker, ())), set()
         for position, action in enumerate(actions):
             rule = ""
             if (
@@ -63,33 +88,24 @@ def _wrong_actions(program: Program, ownership: Ownership) -> list[Violation]:
                 )
             elif ownership.owner(action.pipeline, action.stage) != worker:
                 rule = f"belongs to worker {ownership.owner(action.pipeline, action.stage)}, the owner of its slot"
+            elif action not in known:
+                rule = "there is no other worker at the other end"
             elif action in seen:
                 rule = "stands twice"
-            elif (action.op in (Op.RECV_F, Op.SEND_B) and action.stage == 0) or (
-                action.op in (Op.RECV_B, Op.SEND_F) and action.stage == grid.stages - 1
-            ):
-                rule = "there is no stage at the other end"
             if rule:
                 violations.append(Violation(worker, position, str(action), rule))
             seen.add(action)
     return violations
 
 
-def _missing_actions(program: Program, ownership: Ownership) -> list[Violation]:
-    grid = ownership.grid
-    violations = []
-    for pipeline, stage in grid.slots():
-        worker = ownership.owner(pipeline, stage)
-        present = Counter(action for action in program.get(worker, ()) if action.stage == stage)
-        per_microbatch = [Op.F, Op.B]
-        if stage > 0 and ownership.owner(pipeline, stage - 1) != worker:
-            per_microbatch += [Op.RECV_F, Op.SEND_B]
-        if stage < grid.stages - 1 and ownership.owner(pipeline, stage + 1) != worker:
-            per_microbatch += [Op.SEND_F, Op.RECV_B]
-        expected = [Action(stage, op, each, pipeline) for op in per_microbatch for each in range(grid.microbatches)]
-        expected += [Action(stage, op, pipeline=pipeline) for op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP)]
-        violations += [Violation(worker, -1, str(each), "is missing") for each in expected if each not in present]
-    return violations
+def _missing_actions(program: Program, whole: Mapping[int, list[Action]]) -> list[Violation]:
+    present = {worker: set(program.get(worker, ())) for worker in whole}
+    return [
+        Violation(worker, -1, str(action), "is missing")
+        for worker, actions in whole.items()
+        for action in actions
+        if action not in present[worker]
+    ]
 
 
 def _wrong_order(program: Program, ownership: Ownership) -> list[Violation]:

@@ -7,6 +7,7 @@ is kept as the reason; then everyone is told to stop, and killed if they do not 
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import signal
 import time
@@ -97,8 +98,10 @@ class Agent:
     def _watch(self, selector: selectors.BaseSelector, member: Member) -> None:
         def ended() -> None:
             selector.unregister(member.child.pidfd)
-            while selector.get_map().get(member.link) is not None:
-                spoken()  # what it said before it ended comes first
+            # What it said before it ended comes first. Something that it started itself may still hold its link open.
+            with contextlib.suppress(BlockingIOError):
+                while selector.get_map().get(member.link) is not None:
+                    spoken()
 
         def spoken() -> None:
             message = member.link.receive()

@@ -38,7 +38,10 @@ class ForkServer:
         # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-m", "engine.runtime.forkserver", str(far.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        # A session of its own from its first instruction: Ctrl-C and hang-ups are the launcher's to handle.
+        self._process = subprocess.Popen(
+            command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
         far.close()
 
     def __enter__(self) -> ForkServer:

@@ -43,6 +43,7 @@ def serve(parent: Link) -> None:
                 continue
             request = parent.receive()
             if request is None:
+                _end_children(selector)
                 return
             pid, pidfd = _fork(request, parent, selector)
             selector.register(pidfd, selectors.EVENT_READ, (pid, pidfd))
@@ -55,6 +56,15 @@ def _report_exit(parent: Link, pid: int, pidfd: int) -> None:
     os.close(pidfd)
     by_signal = result.si_code != os.CLD_EXITED
     parent.send("exited", pid=pid, code=-result.si_status if by_signal else result.si_status)
+
+
+def _end_children(selector: selectors.BaseSelector) -> None:
+    """Kills the children that are left and reaps them, so that nobody else has to."""
+    for key in list(selector.get_map().values()):
+        if key.data is not None:
+            _, pidfd = key.data
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
 
 
 def _fork(request: Message, parent: Link, selector: selectors.BaseSelector) -> tuple[int, int]:
@@ -96,9 +106,6 @@ def _become(request: Message, parent: Link, selector: selectors.BaseSelector, se
 def main() -> None:
     """Runs the server over the link whose descriptor is the first argument; the second is the parent's pid."""
     die_with_parent(int(sys.argv[2]))
-    os.setsid()
-    # Ctrl-C and hang-ups are the launcher's to handle.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = Link.from_fd(int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)

@@ -20,16 +20,21 @@ _MAX_FDS = 8
 
 
 class Link:
-    """One end of a pair; `receive` returns None once the other end is gone."""
+    """One end of a pair; `receive` returns None once the other end is gone.
 
-    def __init__(self, end: socket.socket):
+    An end that must never block (the agent's) raises BlockingIOError when there is nothing to receive, and takes an
+    other end that no longer reads for gone.
+    """
+
+    def __init__(self, end: socket.socket, blocking: bool = True):
         self.socket = end
+        self.socket.setblocking(blocking)
 
     @classmethod
-    def pair(cls) -> tuple[Link, Link]:
-        """Returns the two ends of a new link."""
+    def pair(cls, blocking: bool = True) -> tuple[Link, Link]:
+        """Returns the two ends of a new link; `blocking` is about the first."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(near), cls(far)
+        return cls(near, blocking), cls(far)
 
     @classmethod
     def from_fd(cls, fd: int) -> Link:
@@ -41,13 +46,13 @@ class Link:
         return self.socket.fileno()
 
     def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> bool:
-        """Sends one message; returns False when the other end is gone."""
+        """Sends one message; returns False when the other end is gone, or does not read and sending must not block."""
         data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
         assert len(data) <= _MAX_BYTES, f"a {kind} message of {len(data)} bytes does not fit a packet"
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self.socket.sendmsg([data], rights)
-        except (BrokenPipeError, ConnectionResetError):
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             return False
         return True
 

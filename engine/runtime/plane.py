@@ -13,7 +13,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,20 +38,23 @@ class DataPlane:
         self.control = control
         self._rank = {each: rank for rank, each in enumerate(workers)}
         before = _descriptors_by_inode().keys()
-        self._group = _gloo(store, self._rank[worker], len(workers), timeout_s)
+        with _suspecting("joining the others"):
+            self._group = _gloo(store, self._rank[worker], len(workers), timeout_s)
         self._sockets = _descriptors_by_inode().keys() - before
         self._arrived: dict[tuple[int, Key], Tensors] = {}
         self._failed: WorkerFailedError | None = None
         self._posted: dict[int, queue.SimpleQueue[tuple[Key, Tensors, list[Work]] | None]] = {}
         self._waiters: list[threading.Thread] = []
-        self._sends: list[tuple[list[Work], Tensors]] = []
+        self._sends: list[tuple[int, list[Work], Tensors]] = []
 
     def post(self, source: int, key: Key, border: Border) -> None:
         """Posts the receive of one transfer from worker `source`; must be called in the order of sending."""
         tensors = tuple(spec.empty() for spec in border)
-        works = [
-            self._group.recv([tensor], self._rank[source], key * _PARTS + part) for part, tensor in enumerate(tensors)
-        ]
+        with _suspecting(f"transfer from worker {source}"):
+            works = [
+                self._group.recv([tensor], self._rank[source], key * _PARTS + part)
+                for part, tensor in enumerate(tensors)
+            ]
         if source not in self._posted:
             self._posted[source] = queue.SimpleQueue()
             waiter = threading.Thread(target=self._wait, args=(source,), name=f"from-{source}", daemon=True)
@@ -72,16 +75,18 @@ class DataPlane:
     def send(self, target: int, key: Key, tensors: Tensors) -> None:
         """Starts one transfer to worker `target`; the tensors must not change before the step is committed."""
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
-        works = [
-            self._group.send([tensor], self._rank[target], key * _PARTS + part) for part, tensor in enumerate(sent)
-        ]
-        self._sends.append((works, sent))
+        with _suspecting(f"transfer to worker {target}"):
+            works = [
+                self._group.send([tensor], self._rank[target], key * _PARTS + part) for part, tensor in enumerate(sent)
+            ]
+        self._sends.append((target, works, sent))
 
     def reap(self) -> None:
         """Releases the sends of a committed step; none of them can block any more."""
-        for works, _ in self._sends:
-            for work in works:
-                work.wait()
+        for target, works, _ in self._sends:
+            with _suspecting(f"transfer to worker {target}"):
+                for work in works:
+                    work.wait()
         self._sends = []
 
     def close(self) -> None:
@@ -98,16 +103,26 @@ class DataPlane:
         while (item := posted.get()) is not None:
             key, tensors, works = item
             try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
+                with _suspecting(f"transfer from worker {source}"):
+                    for work in works:
+                        work.wait()
+            except WorkerFailedError as suspicion:
                 with self.control.condition:
-                    self._failed = WorkerFailedError(f"transfer from worker {source} failed: {error}")
+                    self._failed = suspicion
                     self.control.condition.notify_all()
                 return
             with self.control.condition:
                 self._arrived[source, key] = tensors
                 self.control.condition.notify_all()
+
+
+@contextlib.contextmanager
+def _suspecting(what: str) -> Iterator[None]:
+    """Raises WorkerFailedError for what gloo raises: a suspicion, since a broken transfer does not say who died."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerFailedError(f"{what} failed: {error}") from error
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:  # torch's stubs lack its methods

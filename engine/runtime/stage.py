@@ -54,6 +54,7 @@ class Stage:
         self.residuals: dict[int, Residual] = {}
         self.losses: list[float] = []
         self.border: Border | None = None
+        self._first_returned: dict[int, Border] = {}
         self.peak_stash = 0
 
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
@@ -128,6 +129,7 @@ class Stage:
             torch.default_generator.manual_seed(layer_key(self.job.seed, step, self.pipeline, index, microbatch))
             cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
             outputs = self._call(index, cut)
+            check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
             segments.append(_Segment(cut, outputs))
             inputs = outputs
         return segments

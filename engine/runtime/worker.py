@@ -75,7 +75,7 @@ def _live(control: Control, events_fd: int, board_fd: int) -> None:
     board = ProgressBoard(board_fd, welcome["num_lines"])
     data = open_data(job)
     model = build_model(job, data.facts)
-    around = _join(control, welcome, job, data, model, Recorder(events_fd, welcome["worker"]), board)
+    around = join(control, welcome, job, data, model, Recorder(events_fd, welcome["worker"]), board)
     control.send("ready")
     control.take("go")
     executor = Executor(around, build_program(job.schedule, around.ownership)[around.worker])
@@ -98,7 +98,7 @@ def _live(control: Control, events_fd: int, board_fd: int) -> None:
     around.plane.close()
 
 
-def _join(
+def join(
     control: Control, welcome: Message, job: Job, data: Data, model: Model, recorder: Recorder, board: ProgressBoard
 ) -> Surroundings:
     """Learns the partition, builds this worker's stages, forms the data plane and learns the borders between stages."""

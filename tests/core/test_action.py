@@ -40,8 +40,25 @@ def test_every_op_is_of_one_kind() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F0", "2", "2G0", "2f0", "-1F0", "2F-1", "2 F0", "2F0@", "2F0@-1", "2F0@1@2", "2SEND_0", "2F0;", "2F0\n1F0"]
-    + ["9" * 5000 + "F0"],
+    [
+        *(
+            "",
+            "F0",
+            "2",
+            "2G0",
+            "2f0",
+            "-1F0",
+            "2F-1",
+            "2 F0",
+            "2F0@",
+            "2F0@-1",
+            "2F0@1@2",
+            "2SEND_0",
+            "2F0;",
+            "2F0\n1F0",
+        ),
+        *("9" * 5000 + "F0", "2F" + "9" * 5000, "\u0662F0"),
+    ],
 )
 def test_what_spells_no_action_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError) as refused:
@@ -50,7 +67,7 @@ def test_what_spells_no_action_is_refused(text: str) -> None:
 
 
 def test_microbatch_stands_where_it_belongs_and_only_there() -> None:
-    with pytest.raises(ScheduleError, match="^expected a microbatch after SEND_F, found '2SEND_F'$"):
+    with pytest.raises(ScheduleError, match=r"^expected a microbatch after SEND_F, found '2SEND_F'$"):
         parse_action("2SEND_F")
-    with pytest.raises(ScheduleError, match="^expected no microbatch after STEP, found '2STEP0@1'$"):
+    with pytest.raises(ScheduleError, match=r"^expected no microbatch after STEP, found '2STEP0@1'$"):
         parse_action("2STEP0@1")

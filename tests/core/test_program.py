@@ -6,7 +6,15 @@ import pytest
 
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program import build_program, build_validation, from_csv, on_owners, to_csv, with_commit, with_transfers
+from engine.core.program import (
+    build_program,
+    build_validation,
+    from_csv,
+    on_owners,
+    to_csv,
+    with_commit,
+    with_transfers,
+)
 from engine.core.schedule import SCHEDULES, one_f_one_b
 from tests.core.drawing import drawn_program, plain, program_of
 
@@ -64,7 +72,7 @@ def test_transfers_are_added_to_compute_only() -> None:
 
 def test_owner_of_two_slots_reduces_both_then_commits_both_then_steps_both() -> None:
     ownership = Ownership(Grid(2, 1, pipelines=2), (0, 1, 2, 1))
-    program = with_commit({worker: () for worker in ownership.workers()}, ownership)
+    program = with_commit(dict.fromkeys(ownership.workers(), ()), ownership)
     assert drawn_program(program) == plain(
         """
         0: 0REDUCE_GRAD 0COMMIT 0STEP

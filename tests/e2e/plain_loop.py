@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -54,17 +55,21 @@ class PlainLoop:
         self.pipelines = [_build(job, self.model) for _ in range(job.pipelines)]
         self.first_use = {use: sorted(tie.uses)[0] for tie in self.model.ties for use in sorted(tie.uses)[1:]}
         self._share_storage()
-        self.trained = {use: each for use, each in _named(self.pipelines[0]).items() if use not in self.first_use}
+        self.trained = {use: each for use, each in _trained(self.pipelines[0]).items() if use not in self.first_use}
         chosen = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.SGD
         self.optimizer = chosen(
-            self.trained.values(), lr=job.lr, foreach=False, fused=False, **job.optimizer_args  # type: ignore[arg-type]
+            self.trained.values(),
+            lr=job.lr,
+            foreach=False,
+            fused=False,
+            **job.optimizer_args,  # type: ignore[arg-type]
         )
 
     def _share_storage(self) -> None:
         """Lets every pipeline and every use of a tied parameter read the same memory; each keeps its own gradient."""
-        first = _named(self.pipelines[0])
+        first = _trained(self.pipelines[0])
         for layers in self.pipelines:
-            for use, parameter in _named(layers).items():
+            for use, parameter in _trained(layers).items():
                 parameter.data = first[self.first_use.get(use, use)].data
 
     def step(self, step: int) -> list[Texts]:
@@ -81,28 +86,26 @@ class PlainLoop:
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         self.optimizer.step()
         for layers in self.pipelines:
-            for parameter in _named(layers).values():
+            for parameter in _trained(layers).values():
                 parameter.grad = None
         return self._rows(step, loss)
 
     def _accumulate(self, step: int, pipeline: int) -> float:
         """Adds up the gradients of one pipeline's microbatches, one graph each; returns their mean loss."""
         job, order = self.job, range(self.job.microbatches)
-        total = 0.0
+        losses = []
         for microbatch in reversed(order) if self.mistake.microbatches_backwards else order:
             batch = self.data.microbatch(step, pipeline, microbatch, job.microbatch_size)
             values = batch.inputs
             for index, layer in enumerate(self.pipelines[pipeline]):
-                torch.manual_seed(
-                    key(job.seed, "layer", step + self.mistake.step_of_keys, pipeline, index, microbatch)
-                )
+                torch.manual_seed(key(job.seed, "layer", step + self.mistake.step_of_keys, pipeline, index, microbatch))
                 if self.mistake.buffers_counted_twice:
                     self._call(layer, values)
                 values = self._call(layer, values)
             loss = self.model.loss(_in_float32(values), batch.targets)
             (loss / job.microbatches).backward()
-            total += loss.item()
-        return total / job.microbatches
+            losses.append(loss.item())
+        return fmean(losses)
 
     def _call(self, layer: nn.Module, values: Tensors) -> Tensors:
         with torch.autocast("cpu", torch.bfloat16) if self.job.dtype == "bfloat16" else contextlib.nullcontext():
@@ -123,14 +126,14 @@ class PlainLoop:
                 losses.append(self.model.loss(_in_float32(values), batch.targets).item())
                 if self.model.metric is not None:
                     metrics.append(self.model.metric(_in_float32(values), batch.targets).item())
-        return sum(losses) / len(losses), sum(metrics) / len(metrics) if metrics else None
+        return fmean(losses), fmean(metrics) if metrics else None
 
     def _reduced(self) -> dict[tuple[int, str], Tensor]:
         """Returns the mean gradient over pipelines, added in pipeline order; what no loss depends on has zeros."""
         order = list(reversed(self.pipelines)) if self.mistake.pipelines_backwards else self.pipelines
         reduced: dict[tuple[int, str], Tensor] = {}
         for layers in order:
-            for use, parameter in _named(layers).items():
+            for use, parameter in _trained(layers).items():
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 reduced[use] = reduced[use] + gradient if use in reduced else gradient
         return {use: gradient / self.job.pipelines for use, gradient in reduced.items()}
@@ -165,12 +168,12 @@ class PlainLoop:
         return job.lr * (1.0 - done if job.lr_schedule == "linear" else 1.0)
 
     def _rows(self, step: int, loss: float) -> list[Texts]:
-        rows = []
+        rows: list[Texts] = []
         for index, layer in enumerate(self.pipelines[0]):
             state: list[tuple[str, Tensor]] = list(layer.named_parameters())
-            for name, _ in layer.named_parameters():
-                use = (index, name)
-                of_optimizer = self.optimizer.state[self.trained[self.first_use.get(use, use)]]
+            for _, name in _trained([layer]):
+                use = self.first_use.get((index, name), (index, name))
+                of_optimizer = self.optimizer.state[self.trained[use]]
                 values = sorted((part, value) for part, value in of_optimizer.items() if isinstance(value, Tensor))
                 state += [(f"{name}.{part}", value) for part, value in values]
             buffers = [sha256(layers[index].named_buffers()) for layers in self.pipelines]
@@ -206,5 +209,10 @@ def _build(job: Job, model: Model) -> list[nn.Module]:
     return layers
 
 
-def _named(layers: list[nn.Module]) -> dict[tuple[int, str], nn.Parameter]:
-    return {(index, name): each for index, layer in enumerate(layers) for name, each in layer.named_parameters()}
+def _trained(layers: list[nn.Module]) -> dict[tuple[int, str], nn.Parameter]:
+    return {
+        (index, name): each
+        for index, layer in enumerate(layers)
+        for name, each in layer.named_parameters()
+        if each.requires_grad
+    }

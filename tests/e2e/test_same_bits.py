@@ -12,22 +12,27 @@ import pytest
 from engine.core.job import Job
 from engine.core.ownership import Grid, Ownership
 from engine.runtime.session import Ending
-from tests.e2e.plain_loop import Mistake, PlainLoop, Texts, train as train_plainly
+from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
+from tests.e2e.plain_loop import train as train_plainly
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
 Train = Callable[..., Ending]
 
-SMALL: dict[str, Any] = {"microbatches": 4, "microbatch_size": 2, "steps": 3, "warmup_steps": 1}
-VALIDATED: dict[str, Any] = {"validate_every": 2, "validation_microbatches": 2}
-GPT: dict[str, Any] = SMALL | VALIDATED | {"model": "gpt"}
+SMALL: dict[str, Any] = {
+    "microbatches": 4,
+    "microbatch_size": 2,
+    "steps": 3,
+    "warmup_steps": 1,
+    "validate_every": 2,
+    "validation_microbatches": 2,
+}
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "gpt": GPT | {"model_args": {"width": 32}},
-    "gpt-tied": GPT | {"model_args": {"width": 32, "tied": True}},
-    "gpt-bfloat16": GPT | {"model_args": {"width": 32}, "dtype": "bfloat16"},
-    "resnet18": SMALL | VALIDATED | {"model": "resnet18", "model_args": {"width": 16}, "steps": 2},
+    "gpt": SMALL | {"model": "gpt", "model_args": {"width": 32}},
+    "gpt-tied": SMALL | {"model": "gpt", "model_args": {"width": 32, "tied": True}},
+    "gpt-bfloat16": SMALL | {"model": "gpt", "model_args": {"width": 32}, "dtype": "bfloat16"},
+    "resnet18": SMALL | {"model": "resnet18", "model_args": {"width": 16}, "steps": 2},
     "mlp": SMALL
-    | VALIDATED
     | {
         "model": "mlp",
         "model_args": {"dropout": 0.2, "depth": 5},
@@ -75,7 +80,7 @@ def plain(workload: str) -> tuple[list[Texts], dict[int, tuple[float, float | No
     rows, validations = [], {}
     for step in range(loop.job.steps):
         rows += loop.step(step)
-        if loop.job.validate_every and ((step + 1) % loop.job.validate_every == 0 or step == loop.job.steps - 1):
+        if (step + 1) % loop.job.validate_every == 0 or step == loop.job.steps - 1:
             validations[step] = loop.validate()
     return rows, validations
 
@@ -102,7 +107,7 @@ def test_every_cut_equals_the_plain_loop(
     assert partition[:1].isalpha() or account.starts == [0, *map(int, partition.split(",") if partition else ())]
     assert len(rows) == job.steps * len(account.layers)
     assert rows_of(ending) == rows
-    assert account.validations == (validations if job.validate_every <= job.steps else {})
+    assert account.validations == validations
 
 
 def test_a_seed_gives_the_same_run_twice_and_another_seed_another(train: Train) -> None:

@@ -20,11 +20,12 @@ FEATURES = 32  # of the synthetic vectors
 
 
 class Split(nn.Module):
-    """Makes a tuple: hidden values, the place of each sample's largest feature, the input again."""
+    """Makes a tuple: hidden values, the place of each sample's largest feature, the input again; one bias is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(FEATURES, FEATURES)
+        self.linear.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.linear(x), x.argmax(dim=1), x
@@ -112,9 +113,13 @@ def raises_in_forward(call: int = 5) -> Model:
     return _three_layers(partial(OnCall, call, _raise))
 
 
+def _raise_in_constructor() -> nn.Module:
+    raise RuntimeError("planted in a constructor")
+
+
 def raises_when_built() -> Model:
     """Raises in the constructor of the middle layer."""
-    return _three_layers(partial(_raise, torch.empty(0)))  # type: ignore[arg-type]
+    return _three_layers(_raise_in_constructor)
 
 
 def another_shape() -> Model:

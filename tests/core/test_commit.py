@@ -1,0 +1,105 @@
+"""The ballot: what a commit says does not depend on the order of votes, not by a bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from engine.core.commit import Ballot, Commit, Vote, clip_factor
+
+# Sums of these depend on the order in which they are added.
+NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}
+LOSSES = [1e16, 1.0, -1e16]
+
+
+def votes(num_pipelines: int, step: int = 0) -> list[Vote]:
+    """Returns the votes of a step of two stages with three layers each, which stand in any order."""
+    return [
+        Vote(
+            step,
+            pipeline,
+            stage,
+            {layer: NORMS[layer] for layer in (3 * stage + 2, 3 * stage, 3 * stage + 1)},
+            LOSSES[pipeline] if stage == 1 else None,
+        )
+        for pipeline in range(num_pipelines)
+        for stage in range(2)
+    ]
+
+
+def commit_of(ballot: Ballot, cast: list[Vote]) -> Commit:
+    """Casts all votes; the last one commits, and no other."""
+    answers = [ballot.add(vote) for vote in cast]
+    assert answers[:-1] == [None] * (len(cast) - 1)
+    assert answers[-1] is not None
+    return answers[-1]
+
+
+def test_every_order_of_votes_gives_the_same_bits() -> None:
+    cast = votes(num_pipelines=2)
+    commits = {commit_of(Ballot(2, 2, clip_norm=1.0), list(order)) for order in itertools.permutations(cast)}
+    norm = math.sqrt(((((1.0 + 1.0) + 1e16) + 0.1) + 0.2) + 0.3)
+    assert sum(reversed(NORMS.values())) != sum(NORMS.values())
+    assert commits == {Commit(0, (1e16 + 1.0) / 2, norm, 1.0 / norm)}
+
+
+def test_losses_are_added_in_pipeline_order() -> None:
+    commit = commit_of(Ballot(3, 2, clip_norm=0.0), votes(num_pipelines=3)[::-1])
+    assert commit.loss == ((1e16 + 1.0) + -1e16) / 3
+
+
+def test_the_norm_is_of_one_pipeline_as_reduced_gradients_are_equal() -> None:
+    cast = votes(num_pipelines=2)
+    alone = commit_of(Ballot(1, 2, clip_norm=0.0), votes(num_pipelines=1))
+    assert commit_of(Ballot(2, 2, clip_norm=0.0), cast).grad_norm == alone.grad_norm
+
+
+def test_steps_follow_each_other() -> None:
+    ballot = Ballot(1, 2, clip_norm=0.0)
+    for step in range(3):
+        assert commit_of(ballot, votes(1, step)).step == step
+
+
+def test_a_slot_that_votes_twice_is_one_slot() -> None:
+    ballot = Ballot(1, 2, clip_norm=0.0)
+    first, *rest = votes(1)
+    assert ballot.add(first) is None
+    assert commit_of(ballot, [first, *rest]).step == 0
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_vote_for_another_step_is_a_bug(step: int) -> None:
+    ballot = Ballot(1, 2, clip_norm=0.0, step=1)
+    with pytest.raises(AssertionError, match=f"vote for step {step} while step 1 is open"):
+        ballot.add(votes(1, step)[0])
+
+
+def test_the_last_stage_votes_with_its_loss() -> None:
+    with pytest.raises(AssertionError, match="votes with its loss"):
+        Ballot(1, 1, clip_norm=0.0).add(Vote(0, 0, 0, {0: 1.0}))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
+    commit = Ballot(1, 1, clip_norm=1.0).add(Vote(0, 0, 0, {0: 1.0, 1: bad}, 0.5))
+    assert commit is not None
+    assert not math.isfinite(commit.grad_norm)
+
+
+def test_a_layer_without_parameters_adds_nothing() -> None:
+    commit = Ballot(1, 1, clip_norm=1.0).add(Vote(0, 0, 0, {}, 0.5))
+    assert commit == Commit(0, 0.5, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("norm", "clip_norm", "factor"),
+    [(4.0, 1.0, 0.25), (1.0, 1.0, 1.0), (0.5, 1.0, 1.0), (0.0, 1.0, 1.0), (1e30, 0.0, 1.0), (4.0, 2.0, 0.5)],
+)
+def test_clipping(norm: float, clip_norm: float, factor: float) -> None:
+    assert clip_factor(norm, clip_norm) == factor
+
+
+def test_a_norm_that_is_not_a_number_clips_nothing() -> None:
+    assert clip_factor(math.nan, 1.0) == 1.0

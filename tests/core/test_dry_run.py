@@ -1,0 +1,230 @@
+"""The dry run: its figures, its refusals, and that programs execute as it says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.action import Action, Op
+from engine.core.dry_run import DryRun, Span, dry_run, unit_costs
+from engine.core.errors import DeadlockError, ScheduleError
+from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.program import Program, build_program
+from engine.core.schedule import SCHEDULES
+from tests.core.drawing import program_of
+from tests.core.machine import Machine, drawn_by
+
+# All small shapes; beyond, every number of microbatches up to 64 with one number of stages; and the largest.
+SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in range(1, 7)]
+SHAPES += [(num_microbatches * 7 % 16 + 1, num_microbatches) for num_microbatches in range(7, 65)] + [(16, 64)]
+
+
+def span_of(run: DryRun, action: str) -> tuple[float, float]:
+    """Returns start and end of one action."""
+    (found,) = (span for span in run.spans if str(span.action) == action)
+    return found.start, found.end
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_length_bubble_and_stash_of_the_literature(schedule: str) -> None:
+    forward, backward = unit_costs(Action(0, Op.F, 0)), unit_costs(Action(0, Op.B, 0))
+    for num_stages, num_microbatches in SHAPES:
+        ownership = one_slot_each(Grid(num_stages, num_microbatches))
+        run = dry_run(build_program(schedule, ownership), ownership)
+        units = num_microbatches + num_stages - 1
+        assert run.makespan == units * (forward + backward)
+        assert run.bubble == pytest.approx((num_stages - 1) / units, abs=1e-12)
+        expected = {
+            stage: min(num_stages - stage, num_microbatches) if schedule == "1f1b" else num_microbatches
+            for stage in range(num_stages)
+        }
+        assert run.peak_stash == expected
+
+
+def test_slow_stage_sets_the_pace() -> None:
+    ownership = one_slot_each(Grid(2, 3))
+
+    def cost(action: Action) -> float:
+        return 0.0 if action.op not in (Op.F, Op.B) else 5.0 if action.stage == 1 else 1.0
+
+    run = dry_run(build_program("1f1b", ownership), ownership, cost)
+    assert run.makespan == 1 + 3 * (5 + 5) + 1
+    assert run.bubble == pytest.approx(1 - (3 * 2 + 3 * 10) / (2 * 32))
+
+
+def test_a_transfer_holds_its_receiver_and_its_sender_as_long_as_it_costs() -> None:
+    ownership = one_slot_each(Grid(2, 1))
+    costs = {Op.F: 1.0, Op.B: 2.0, Op.SEND_F: 3.0, Op.RECV_F: 5.0}
+    run = dry_run(build_program("1f1b", ownership), ownership, lambda action: costs.get(action.op, 0.0))
+    assert span_of(run, "0SEND_F0") == (1, 4)
+    assert span_of(run, "1RECV_F0") == (4, 9)
+    assert span_of(run, "1F0") == (9, 10)
+    assert span_of(run, "0RECV_B0") == (12, 12)
+    assert run.bubble == pytest.approx(1 - 6 / (2 * 14))  # only compute counts as busy
+
+
+def test_reductions_begin_together() -> None:
+    ownership = one_slot_each(Grid(2, 2, pipelines=3))
+
+    def cost(action: Action) -> float:
+        if action.op is Op.REDUCE_GRAD:
+            return 4.0
+        return unit_costs(action) * (1 + action.pipeline)  # the last pipeline is the slowest
+
+    run = dry_run(build_program("gpipe", ownership), ownership, cost)
+    last_backward = span_of(run, "0B1@2")[1]
+    assert last_backward == 3 * (2 + 1) * (1 + 2)
+    for pipeline in ("", "@1", "@2"):
+        assert span_of(run, f"0REDUCE_GRAD{pipeline}") == (last_backward, last_backward + 4)
+        assert span_of(run, f"1STEP{pipeline}") == (last_backward + 4, last_backward + 4)
+
+
+def test_commit_waits_for_the_gradient_of_a_tied_stage() -> None:
+    ownership = one_slot_each(Grid(2, 1, ties=((0, 1),)))
+    run = dry_run(build_program("1f1b", ownership), ownership)
+    assert span_of(run, "1REDUCE_GRAD") == (4, 4)
+    assert span_of(run, "1COMMIT") == span_of(run, "0COMMIT") == (6, 6)
+
+
+def test_an_empty_program_takes_no_time() -> None:
+    ownership = one_slot_each(Grid(1, 1))
+    assert dry_run({0: ()}, ownership) == DryRun((), 0.0, 0.0, {0: 0})
+
+
+@pytest.mark.parametrize(
+    ("ownership", "drawing", "cycle"),
+    [
+        (
+            one_slot_each(Grid(2, 1)),
+            """
+            0: 0F0 0RECV_B0 0B0 0SEND_F0
+            1: 1RECV_F0 1F0 1B0 1SEND_B0
+            """,
+            ((0, "0RECV_B0"), (1, "1RECV_F0"), (0, "0RECV_B0")),
+        ),
+        (
+            # Worker 0 waits on the cycle without being part of it.
+            one_slot_each(Grid(3, 1)),
+            """
+            0: 0F0 0SEND_F0 0RECV_B0 0B0
+            1: 1RECV_F0 1F0 1RECV_B0 1B0 1SEND_B0 1SEND_F0
+            2: 2RECV_F0 2F0 2B0 2SEND_B0
+            """,
+            ((1, "1RECV_B0"), (2, "2RECV_F0"), (1, "1RECV_B0")),
+        ),
+        (one_slot_each(Grid(1, 2)), "0: 0F0 0F1 0B1 0B0", ((0, "0B1"), (0, "0B1"))),
+        (
+            Ownership(Grid(2, 1, pipelines=2), (0, 0, 1, 1)),
+            """
+            0: 0F0 1F0 1B0 0B0 0REDUCE_GRAD 1REDUCE_GRAD
+            1: 0F0@1 1F0@1 1B0@1 0B0@1 1REDUCE_GRAD@1 0REDUCE_GRAD@1
+            """,
+            ((0, "0REDUCE_GRAD"), (1, "1REDUCE_GRAD@1"), (0, "0REDUCE_GRAD")),
+        ),
+    ],
+)
+def test_deadlock_is_the_cycle_of_those_that_wait(
+    ownership: Ownership, drawing: str, cycle: tuple[tuple[int, str], ...]
+) -> None:
+    with pytest.raises(DeadlockError) as refused:
+        dry_run(program_of(drawing), ownership)
+    assert refused.value.cycle == cycle
+    path = " -> ".join(f"worker {worker}: {action}" for worker, action in cycle)
+    assert str(refused.value) == f"deadlock: {path}"
+
+
+@pytest.mark.parametrize(
+    ("drawing", "message"),
+    [
+        (
+            "0: 0F0 0SEND_F0\n1: 1RECV_F0 1RECV_F1",
+            "worker 1, position 1: 1RECV_F1 requires 0SEND_F1 on worker 0, which is not in its program",
+        ),
+        ("1: 1RECV_F0", "worker 1, position 0: 1RECV_F0 requires 0SEND_F0 on worker 0, which is not in its program"),
+        ("0: 0B0\n1:", "worker 0, position 0: 0B0 requires 0F0 on worker 0, which is not in its program"),
+    ],
+)
+def test_what_nobody_does_is_named(drawing: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as refused:
+        dry_run(program_of(drawing), one_slot_each(Grid(2, 2)))
+    assert not isinstance(refused.value, DeadlockError)
+    assert str(refused.value) == message
+
+
+def test_a_pipeline_that_does_not_reduce_is_named() -> None:
+    ownership = one_slot_each(Grid(1, 1, pipelines=2))
+    with pytest.raises(ScheduleError) as refused:
+        dry_run(program_of("0: 0F0 0B0 0REDUCE_GRAD\n1: 0F0@1 0B0@1"), ownership)
+    assert str(refused.value) == (
+        "worker 0, position 2: 0REDUCE_GRAD requires 0REDUCE_GRAD@1 on worker 1, which is not in its program"
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[str, Ownership]:
+    """A schedule and an ownership of one slot for each worker, in any order."""
+    num_stages, num_pipelines = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    ties: tuple[tuple[int, ...], ...] = ()
+    if num_stages > 1:
+        group = st.sets(st.integers(0, num_stages - 1), min_size=2, max_size=3).map(sorted).map(tuple)
+        ties = draw(st.lists(group, max_size=2).map(tuple))
+    grid = Grid(num_stages, draw(st.integers(1, 8)), num_pipelines, ties)
+    owners = draw(st.permutations(range(num_stages * num_pipelines)))
+    return draw(st.sampled_from(sorted(SCHEDULES))), Ownership(grid, tuple(owners))
+
+
+OP_COSTS = st.fixed_dictionaries({op: st.integers(0, 9) for op in Op})
+
+
+@given(jobs(), OP_COSTS, st.integers(0, 2**32))
+def test_a_program_executes_as_the_dry_run_says(
+    job: tuple[str, Ownership], costs: dict[Op, int], interleaving: int
+) -> None:
+    schedule, ownership = job
+
+    def cost(action: Action) -> int:
+        return costs[action.op] * (1 + action.stage % 3) + action.pipeline  # slots of different speed
+
+    program = build_program(schedule, ownership)
+    machine = Machine(ownership, cost)
+    assert machine.run(program, drawn_by(interleaving))
+    run = dry_run(program, ownership, cost)
+    for worker, actions in program.items():
+        assert tuple(span.action for span in machine.spans if span.worker == worker) == actions
+        assert tuple(span.action for span in by_worker(run, worker)) == actions
+    assert sorted(map(key_of, machine.spans)) == sorted(map(key_of, run.spans))
+    assert run.makespan == max(span.end for span in machine.spans)
+
+
+def by_worker(run: DryRun, worker: int) -> list[Span]:
+    """Returns the spans of one worker in the order of the dry run."""
+    return [span for span in run.spans if span.worker == worker]
+
+
+def key_of(span: Span) -> tuple[int, str, float, float]:
+    """Returns a span as something to sort by."""
+    return span.worker, str(span.action), span.start, span.end
+
+
+@st.composite
+def shuffled_programs(draw: st.DrawFn) -> tuple[Program, Ownership]:
+    """A program in which some actions have been moved within their worker."""
+    schedule, ownership = draw(jobs())
+    program = {worker: list(actions) for worker, actions in build_program(schedule, ownership).items()}
+    for _ in range(draw(st.integers(1, 4))):
+        actions = program[draw(st.sampled_from(sorted(program)))]
+        moved = actions.pop(draw(st.integers(0, len(actions) - 1)))
+        actions.insert(draw(st.integers(0, len(actions))), moved)
+    return {worker: tuple(actions) for worker, actions in program.items()}, ownership
+
+
+@given(shuffled_programs(), st.integers(0, 2**32))
+def test_a_program_finishes_exactly_if_its_dry_run_does(case: tuple[Program, Ownership], interleaving: int) -> None:
+    program, ownership = case
+    finishes = Machine(ownership, in_order=False).run(program, drawn_by(interleaving))
+    if finishes:
+        dry_run(program, ownership)
+        return
+    with pytest.raises(DeadlockError):
+        dry_run(program, ownership)

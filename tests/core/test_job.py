@@ -1,0 +1,123 @@
+"""The job: its defaults are allowed, each rule between values is held, all broken ones are named at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from engine.core.job import FIELD_HELP, PARTITION_FORMS, Job, check_job
+from engine.core.lr_schedule import LR_SCHEDULES
+from engine.core.schedule import SCHEDULES
+
+
+def problems_of(**values: Any) -> list[str]:
+    """Returns what is wrong with the default job after a change."""
+    return [str(problem) for problem in check_job(replace(Job(), **values))]
+
+
+def test_defaults_are_allowed_and_every_field_says_what_it_is() -> None:
+    assert problems_of() == []
+    assert list(FIELD_HELP) == [each.name for each in fields(Job)]
+    assert all(FIELD_HELP.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        *((name, 1) for name in ("stages", "pipelines", "microbatches", "microbatch_size", "steps", "threads")),
+        ("validation_microbatches", 1),
+        *((name, 0) for name in ("seed", "warmup_steps", "activation_checkpoint", "audit", "validate_every")),
+    ],
+)
+def test_counts_have_a_least_value(name: str, least: int) -> None:
+    assert problems_of(**{name: least}) == []
+    assert problems_of(**{name: least - 1}) == [f"{name}: expected a whole number >= {least}, found {least - 1}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("stages", 4096), ("pipelines", 4096), ("microbatches", 65536), ("threads", 1024)]
+)
+def test_counts_that_start_something_have_a_greatest_value(name: str, most: int) -> None:
+    assert problems_of(**{name: most}) == []
+    assert problems_of(**{name: most + 1}) == [f"{name}: expected a whole number <= {most}, found {most + 1}"]
+
+
+@pytest.mark.parametrize("lr", [0.0, -1e-3, math.inf, math.nan])
+def test_learning_rate_is_finite_and_positive(lr: float) -> None:
+    assert problems_of(lr=lr) == [f"lr: expected a finite number > 0, found {lr!r}"]
+
+
+@pytest.mark.parametrize("clip_norm", [-0.5, math.inf, math.nan])
+def test_clip_norm_is_finite_and_not_negative(clip_norm: float) -> None:
+    assert problems_of(clip_norm=0.0) == []
+    assert problems_of(clip_norm=clip_norm) == [f"clip_norm: expected a finite number >= 0, found {clip_norm!r}"]
+
+
+def test_unknown_names_come_with_the_nearest_known_one() -> None:
+    assert problems_of(schedule="1f1") == [
+        f"schedule: expected one of {', '.join(sorted(SCHEDULES))}, found '1f1' (did you mean '1f1b'?)"
+    ]
+    assert problems_of(lr_schedule="cosin") == [
+        f"lr_schedule: expected one of {', '.join(sorted(LR_SCHEDULES))}, found 'cosin' (did you mean 'cosine'?)"
+    ]
+    assert problems_of(schedule="zzz")[0].endswith("found 'zzz'")
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, *LR_SCHEDULES])
+def test_known_names_are_allowed(name: str) -> None:
+    assert problems_of(**{"schedule" if name in SCHEDULES else "lr_schedule": name}) == []
+
+
+@pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "3", "1,20,3"])
+def test_forms_of_a_partition(form: str) -> None:
+    assert problems_of(partition=form) == []
+
+
+@pytest.mark.parametrize("form", ["", "1,", ",1", "1;2", "-1", "1, 2", "Uniform ", "kind:Conv", "1.5"])
+def test_other_forms_are_refused(form: str) -> None:
+    (problem,) = problems_of(partition=form)
+    assert problem.startswith(f"partition: expected {PARTITION_FORMS}, found {form!r}")
+
+
+def test_a_misspelt_form_is_met_with_the_nearest() -> None:
+    (problem,) = problems_of(partition="unifrom")
+    assert problem.endswith("found 'unifrom' (did you mean 'uniform'?)")
+
+
+def test_one_stage_needs_no_boundaries() -> None:
+    assert problems_of(partition="", stages=1) == []
+
+
+def test_a_broken_pattern_is_explained() -> None:
+    (problem,) = problems_of(partition="type:Conv(")
+    assert problem == (
+        "partition: expected a regular expression after type:, found 'type:Conv(' "
+        "(missing ), unterminated subpattern at position 4)"
+    )
+
+
+@pytest.mark.parametrize("name", ["a", "run-1", "0.1_x", "a" * 40])
+def test_names_that_make_a_folder(name: str) -> None:
+    assert problems_of(name=name) == []
+
+
+@pytest.mark.parametrize("name", ["A", "-a", ".a", "a/b", "a b", "a" * 41, "..", "a\n", "\u00e9"])
+def test_names_that_do_not(name: str) -> None:
+    assert problems_of(name=name) == [
+        f"name: expected up to 40 of a-z 0-9 . _ - (first a letter or digit), found {name!r}"
+    ]
+
+
+def test_all_problems_are_named_at_once() -> None:
+    found = problems_of(stages=0, microbatches=70000, lr=0.0, schedule="x", partition="?", name="?")
+    assert [text.partition(":")[0] for text in found] == [
+        "stages",
+        "microbatches",
+        "lr",
+        "schedule",
+        "partition",
+        "name",
+    ]

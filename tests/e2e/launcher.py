@@ -1,0 +1,141 @@
+"""Starts `bamboo` as a user would and finds everything that belongs to it, whatever became of its parent.
+
+Every process of a launch inherits one variable of its environment, which no other process has: that is how processes
+are told from those of other runs on the same machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+_POLL_S = 0.005
+_GONE_WITHIN_S = 1.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a launch ended. `code` is the exit code, negative if a signal ended it."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening socket of a launch; the inode tells it from a later one with the same port."""
+
+    process: str
+    address: str
+    port: int
+
+
+class Launcher:
+    """One launch of `bamboo` with arguments, in a folder and an environment of its own."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]):
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._mark = uuid.uuid4().hex
+        self._shared_memory = set(_SHARED_MEMORY.iterdir())
+        own = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "TMPDIR": str(self.temporary),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "LAUNCH": self._mark,
+        }
+        with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "bamboo_cli", *arguments],
+                cwd=folder,
+                env={**own, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float = 60.0) -> Done:
+        """Waits for the end of the launcher itself."""
+        code = self.process.wait(timeout_s)
+        return Done(code, (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text())
+
+    def processes(self) -> dict[str, int]:
+        """Returns the live processes of this launch: name -> pid; the launcher's own name is ``launcher``."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes():
+                    pid = int(entry.name)
+                    name = "launcher" if pid == self.process.pid else (entry / "comm").read_text().strip()
+                    found[name if name.startswith(("bamboo-", "launcher")) else f"{name}-{pid}"] = pid
+        return found
+
+    def listeners(self) -> set[Listener]:
+        """Returns the sockets that this launch's processes listen on."""
+        found = set()
+        for name, pid in self.processes().items():
+            with contextlib.suppress(psutil.Error):
+                for each in psutil.Process(pid).net_connections("inet"):
+                    if each.status == psutil.CONN_LISTEN:
+                        found.add(Listener(name, each.laddr.ip, each.laddr.port))
+        return found
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run, by the link to the newest."""
+        return self.folder / "results" / "latest"
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """Returns the events so far, of one kind or all; a line that is still being written is left out."""
+        try:
+            lines = (self.run_folder / "events.jsonl").read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return [event for event in map(json.loads, lines) if kind in ("", event["event"])]
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+        """Waits for a condition; fails when the launcher ends before it holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.wait()}"
+            assert time.monotonic() < deadline_s, f"still waiting after {timeout_s} s"
+            time.sleep(_POLL_S)
+
+    def leftovers(self) -> list[str]:
+        """Returns what is still there a second after the end: processes, shared memory, temporary files."""
+        deadline_s = time.monotonic() + _GONE_WITHIN_S
+        while found := [
+            *map(str, self.processes().items()),
+            *map(str, set(_SHARED_MEMORY.iterdir()) - self._shared_memory),
+            *map(str, self.temporary.iterdir()),
+        ]:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_POLL_S)
+        return found
+
+    def kill_all(self) -> None:
+        """Kills every process of this launch that is still there."""
+        for pid in self.processes().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()

@@ -1,0 +1,204 @@
+"""However a run ends: the right exit code, a message that names the culprit, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.launcher import Done, Launcher, Listener
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+Launch = Callable[..., Launcher]
+
+USER = "tests.e2e.user_models"
+# Sleeps instead of computing: a step takes some 40 ms, the run far longer than any test.
+LONG = (
+    *("run", "--model", "timed", "--stages", "3", "--microbatches", "4", "--steps", "5000"),
+    *("--set", "model_args.forward_ms=2", "--set", "model_args.backward_ms=4", "--validate-every", "0"),
+)
+
+
+def run_user_model(launch: Launch, factory: str, *arguments: str) -> tuple[Launcher, Done]:
+    """Runs a model of `user_models` over three stages, four microbatches a step, to its end."""
+    launcher = launch(
+        *("run", "--model", f"{USER}:{factory}", "--stages", "3", "--microbatches", "4", "--steps", "3"), *arguments
+    )
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    return launcher, done
+
+
+def long_run(launch: Launch, *arguments: str) -> Launcher:
+    """Starts a run that does not end by itself, and waits for its second commit."""
+    launcher = launch(*LONG, *arguments)
+    launcher.wait_until(lambda: len(launcher.events("commit")) >= 2)
+    return launcher
+
+
+def outcome(launcher: Launcher) -> dict[str, object]:
+    result: dict[str, object] = json.loads((launcher.run_folder / "run.json").read_text())["result"]
+    return result
+
+
+def culprit(launcher: Launcher, worker: int) -> str:
+    """Returns how a message names a worker, with the pid that the events know."""
+    (pid,) = (event["child"] for event in launcher.events("started") if event["of"] == worker)
+    return f"worker {worker} (pid {pid})"
+
+
+def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> None:
+    launcher = launch("run", "--stages", "3", "--steps", "6", "--validate-every", "0")
+    seen: set[Listener] = set()
+    names: set[str] = set()
+    while launcher.process.poll() is None:
+        seen |= launcher.listeners()
+        names |= launcher.processes().keys()
+    assert launcher.wait().code == 0
+    assert launcher.leftovers() == []
+    assert {"launcher", "bamboo-fork", "bamboo-store", "bamboo-0", "bamboo-1", "bamboo-2"} <= names
+    assert {each.process for each in seen} >= {"bamboo-store", "bamboo-0", "bamboo-1", "bamboo-2"}
+    assert {each.address for each in seen} == {"127.0.0.1"}
+    assert launcher.listeners() == set()
+    assert sorted(each.name for each in launcher.folder.iterdir()) == ["results", "stderr", "stdout", "tmp"]
+
+
+def test_an_exception_in_a_layer_ends_the_run_with_its_traceback(launch: Launch) -> None:
+    launcher, done = run_user_model(launch, "raises_in_forward")
+    assert done.code == 3
+    assert f"{culprit(launcher, 1)} raised" in done.stderr
+    assert "user_models.py" in done.stderr
+    assert "RuntimeError: planted in a forward" in done.stderr
+    assert "last committed step 0" in done.stdout
+    assert outcome(launcher)["outcome"] == "failed"
+
+
+def test_an_exception_in_a_constructor_ends_the_run_with_its_traceback(launch: Launch) -> None:
+    launcher, done = run_user_model(launch, "raises_when_built")
+    assert done.code == 3
+    assert f"{culprit(launcher, 1)} raised" in done.stderr
+    assert "RuntimeError: planted in a constructor" in done.stderr
+
+
+def test_a_factory_that_raises_is_the_users_mistake(launch: Launch) -> None:
+    _, done = run_user_model(launch, "raises")
+    assert done.code == 2
+    assert f"'{USER}:raises'" in done.stderr
+    assert "RuntimeError: planted in a factory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("stages", ["3", "1"])
+def test_another_shape_names_the_layer_and_both_shapes(launch: Launch, stages: str) -> None:
+    _, done = run_user_model(launch, "another_shape", "--stages", stages)
+    assert done.code == 3
+    assert "layer 1 (middle)" in done.stderr
+    assert "[4, 31]" in done.stderr
+    assert "[4, 32]" in done.stderr
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_with_1(launch: Launch) -> None:
+    launcher, done = run_user_model(launch, "not_a_number")
+    assert done.code == 1
+    assert f"{culprit(launcher, 2)}: the loss is nan at step 1, pipeline 0, microbatch 0" in done.stderr
+
+
+@pytest.mark.parametrize(("factory", "num_commits"), [("dies_when_built", 0), ("dies_in_step", 1)])
+def test_a_worker_that_is_killed_is_named_with_its_signal(launch: Launch, factory: str, num_commits: int) -> None:
+    launcher, done = run_user_model(launch, factory)
+    assert done.code == 3
+    assert f"{culprit(launcher, 1)} was ended by SIGKILL" in done.stderr
+    assert len(launcher.events("commit")) == num_commits
+    assert [event["of"] for event in launcher.events("exit") if not event["expected"]] == [1]
+
+
+def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
+    launcher = long_run(launch)
+    os.kill(launcher.processes()["bamboo-2"], signal.SIGKILL)
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    assert done.code == 3
+    assert f"{culprit(launcher, 2)} was ended by SIGKILL" in done.stderr
+
+
+def test_the_death_of_the_fork_server_ends_the_run(launch: Launch) -> None:
+    launcher = long_run(launch)
+    os.kill(launcher.processes()["bamboo-fork"], signal.SIGKILL)
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    assert done.code == 70
+    assert "fork server" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code: int) -> None:
+    launcher = long_run(launch)
+    if number is signal.SIGINT:
+        os.killpg(launcher.process.pid, number)  # as a terminal does: to all of the foreground group
+    else:
+        launcher.process.send_signal(number)
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    assert done.code == code
+    last = launcher.events("commit")[-1]["step"]
+    assert f"last committed step {last}" in done.stdout
+    assert outcome(launcher)["outcome"] == "interrupted"
+    rows = (launcher.run_folder / "trajectory.csv").read_text().splitlines()[1:]
+    assert [int(row.split(",")[0]) for row in rows] == [step for step in range(last + 1) for _ in range(4)]
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run_at_once(launch: Launch) -> None:
+    launcher = launch(*LONG)
+    launcher.wait_until(lambda: launcher.events("job"))
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    assert done.code == 130
+    assert launcher.events("commit") == []
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(launch: Launch) -> None:
+    launcher = launch(*LONG, "--set", "model_args.backward_ms=2000")  # a step takes 12 s
+    launcher.wait_until(lambda: any(event["step"] == 0 for event in launcher.events("action")))
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_until(lambda: launcher.events("interrupt"))
+    launcher.process.send_signal(signal.SIGINT)
+    done = launcher.wait(timeout_s=8)
+    assert launcher.leftovers() == []
+    assert done.code == 130
+    assert launcher.events("commit") == []
+
+
+@pytest.mark.parametrize("moment", ["job", "started", "partition", "go", "commit"])
+def test_sigkill_of_the_launcher_takes_everything_with_it(launch: Launch, moment: str) -> None:
+    launcher = launch(*LONG)
+    launcher.wait_until(lambda: launcher.events(moment))
+    launcher.process.kill()
+    launcher.process.wait()
+    assert launcher.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--backend", "nccl"), 4, r"nccl needs one GPU per worker: 4 wanted, \d+ found"),
+        (("--stages", "7"), 2, r"stages: expected at most 6, the layers of the model, found 7"),
+        (("--stages", "0"), 2, r"stages: expected a whole number >= 1, found 0"),
+        (("--data", "missing.txt"), 2, r"data: expected a file that can be read, found 'missing.txt'"),
+        (("--results", "stdout"), 74, r"results folder 'stdout' is a file"),
+        (("--results", "/proc/none"), 74, r"results folder '/proc/none' cannot be used"),
+        (("--set", "optimizer_args.epz=1"), 2, r"optimizer_args: expected one of .* \(did you mean 'eps'\?\)"),
+    ],
+)
+def test_what_cannot_be_run_says_why(launch: Launch, arguments: tuple[str, ...], code: int, message: str) -> None:
+    launcher = launch("run", *arguments)
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    assert done.code == code
+    assert re.search(message, done.stderr)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,45 @@
+"""The built-in models learn: a pipeline that only hands numbers around correctly is of no use."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.job import Job
+from engine.models.catalogue import open_data
+from engine.models.text import TokenData
+from engine.runtime.session import Ending
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+def unigram_entropy(data: TokenData) -> float:
+    """Returns the entropy of single bytes of the validation text, in nats: what is reached without any context."""
+    counts = Counter(data.validation_tokens.tolist())
+    return -sum(count / counts.total() * math.log(count / counts.total()) for count in counts.values())
+
+
+def test_the_default_gpt_learns_more_than_how_often_each_byte_occurs(train: Callable[..., Ending]) -> None:
+    job = Job(steps=40, validate_every=40, validation_microbatches=16)
+    data = open_data(job)
+    assert isinstance(data, TokenData)
+    entropy = unigram_entropy(data)
+    assert 3.0 < entropy < 3.3
+    loss, _ = train(job).view.account.validations[39]
+    assert loss < entropy - 0.3
+
+
+def test_resnet18_reads_digits(train: Callable[..., Ending]) -> None:
+    job = Job(
+        model="resnet18", stages=2, microbatches=2, microbatch_size=30, steps=36, lr=1e-3, warmup_steps=3,
+        audit=0, validate_every=36, validation_microbatches=12,
+    )  # fmt: skip
+    start_s = time.monotonic()
+    _, accuracy = train(job).view.account.validations[35]
+    assert accuracy is not None
+    assert accuracy >= 0.9  # of all 360 validation images
+    assert time.monotonic() - start_s < 120

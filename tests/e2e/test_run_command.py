@@ -1,0 +1,207 @@
+"""`bamboo run` as its users and their scripts see it: stdout, stderr, files, precedence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.ownership import Grid, one_slot_each
+from engine.core.program import build_program
+from engine.core.trajectory import trajectory_hash
+from engine.files.trajectory_file import read_trajectory
+from tests.e2e.launcher import ROOT, Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+Launch = Callable[..., Launcher]
+
+SMALL = ("run", "--model", "mlp", "--stages", "2", "--microbatches", "3", "--steps", "4", "--validate-every", "2")
+# Loaded by Python before anything else: whatever starts a process or loads torch or pandas is stopped.
+TRIPWIRE = """
+import sys
+
+def wire(event, arguments):
+    started = event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
+    if started or (event == "import" and arguments[0] in ("torch", "pandas")):
+        print("tripwire", event, arguments[0], file=sys.stderr)
+        raise SystemExit(99)
+
+sys.addaudithook(wire)
+"""
+
+
+@pytest.fixture(name="wired")
+def _wired(tmp_path: Path) -> dict[str, str]:
+    """Returns the environment in which nothing may start a process or load torch or pandas."""
+    (tmp_path / "wire").mkdir()
+    (tmp_path / "wire" / "sitecustomize.py").write_text(TRIPWIRE)
+    return {"PYTHONPATH": f"{tmp_path / 'wire'}{os.pathsep}{ROOT}"}
+
+
+def test_json_is_one_object_on_stdout_and_the_files_say_the_same(launch: Launch) -> None:
+    launcher = launch(*SMALL, "--json")
+    done = launcher.wait()
+    assert done.code == 0
+    assert done.stdout.count("\n") == 1
+    said = json.loads(done.stdout)
+    folder = launcher.folder / said["run_dir"]
+    rows = read_trajectory(folder / "trajectory.csv")
+    assert len(rows) == 4 * 4  # steps, layers
+    assert said["outcome"] == "finished"
+    assert (said["exit_code"], said["steps"], said["recoveries"]) == (0, 4, [])
+    assert said["loss_first"] == rows[0].loss
+    assert said["loss_last"] == rows[-1].loss
+    assert said["trajectory"] == trajectory_hash(rows)
+    assert 0 < said["launch_s"] < said["wall_s"] < 60
+    assert said["peak_stash"] == {"0": 2, "1": 1}
+    assert all(peak > 1 for peak in said["peak_memory_mib"].values())
+    assert json.loads((folder / "run.json").read_text())["result"] == said
+    assert "\x1b" not in done.stderr
+    assert re.search(r"^(starting: \d of 2 workers ready|step )", done.stderr, re.MULTILINE)
+    assert "finished: 4 steps" in done.stderr
+
+
+def test_without_json_the_last_lines_are_the_summary_and_the_folder(launch: Launch) -> None:
+    launcher = launch(*SMALL)
+    done = launcher.wait()
+    summary, folder = done.stdout.splitlines()
+    assert summary.startswith("finished: 4 steps in ")
+    assert (launcher.folder / folder / "trajectory.csv").is_file()
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) -> None:
+    launcher = launch(*SMALL, "--seed", "7", "--name", "small", "--results", "elsewhere/runs")
+    assert launcher.wait().code == 0
+    latest = launcher.folder / "elsewhere" / "runs" / "latest"
+    folder = latest.resolve()
+    assert re.fullmatch(r"\d{8}-\d{6}-small-[0-9a-f]{4}", folder.name)
+    assert latest.readlink() == Path(folder.name)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(each.name for each in folder.iterdir()) == ["events.jsonl", "logs", "run.json", "trajectory.csv"]
+    assert {"worker-0.log", "worker-1.log"} <= {each.name for each in (folder / "logs").iterdir()}
+    facts = json.loads((folder / "run.json").read_text())
+    assert (facts["job"]["seed"], facts["job"]["threads"], facts["job"]["model"]) == (7, 1, "mlp")
+    assert facts["origins"]["seed"] == "--seed"
+    assert {"git_commit", "isa", "torch", "python"} <= facts["host"].keys()
+
+
+def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: Launch) -> None:
+    launcher = launch(*SMALL)
+    assert launcher.wait().code == 0
+    program = build_program("1f1b", one_slot_each(Grid(stages=2, microbatches=3)))
+    actions = launcher.events("action")
+    for worker in (0, 1):
+        mine = [event for event in actions if event["worker"] == worker]
+        expected = [(step, str(action)) for step in range(4) for action in program[worker]]
+        assert [(event["step"], event["action"]) for event in mine] == expected
+        times = [at for event in mine for at in (event["start_ns"], event["end_ns"])]
+        assert times == sorted(times)
+        assert len({event["pid"] for event in mine}) == 1
+    assert [event["step"] for event in launcher.events("commit")] == [0, 1, 2, 3]
+    assert [event["step"] for event in launcher.events("validation")] == [1, 3]
+
+
+def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
+    near, far = os.openpty()
+    command = [sys.executable, "-m", "bamboo_cli", *SMALL, "--steps", "300"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    size = {"COLUMNS": "120", "LINES": "40"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment | size, stdin=far, stdout=subprocess.PIPE, stderr=far
+    ) as process:
+        os.close(far)
+        shown = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal shows
+            while part := os.read(near, 65536):
+                shown += part
+        os.close(near)
+        assert process.wait(30) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert re.search(r"worker +pid +stage +state +step +action +microbatches/s", text)
+    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +1[A-Z_]+\d* +[\d.]+\r\n", text)
+
+
+def test_a_failed_run_is_one_object_too(launch: Launch) -> None:
+    model = ("--model", "tests.e2e.user_models:not_a_number", "--stages", "3", "--microbatches", "4")
+    done = launch("run", *model, "--steps", "3", "--json").wait()
+    said = json.loads(done.stdout)
+    assert (done.code, said["exit_code"], said["outcome"], said["steps"]) == (1, 1, "failed", 1)
+    assert "the loss is nan" in said["error"]
+
+
+def test_a_refused_job_is_one_object_too(launch: Launch) -> None:
+    launcher = launch("run", "--stages", "0", "--json")
+    done = launcher.wait()
+    said = json.loads(done.stdout)
+    assert (done.code, said["exit_code"], said["outcome"], said["run_dir"]) == (2, 2, "refused", None)
+    assert "stages" in said["error"]
+    assert not (launcher.folder / "results").exists()
+
+
+def test_a_job_file_is_run_and_its_mistakes_are_all_named_at_their_place(launch: Launch, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("model: mlp\nstages: 2\nsteps: 2\nmodel_args:\n  width: 16\n")
+    bad.write_text("model: mlp\nstags: 2\nsteps: many\n")
+    done = launch("run", str(good), "--json").wait()
+    assert (done.code, json.loads(done.stdout)["steps"]) == (0, 2)
+    done = launch("run", str(bad)).wait()
+    assert done.code == 2
+    assert re.search(r"bad\.yaml:2:1: .*stags.*did you mean 'stages'", done.stderr)
+    assert re.search(r"bad\.yaml:3:8: steps", done.stderr)
+
+
+def test_each_layer_of_settings_beats_the_one_before(launch: Launch, tmp_path: Path) -> None:
+    """Adds one layer at a time; what `--explain` names as the origin is always the newest."""
+    job = tmp_path / "job.yaml"
+    job.write_text("steps: 3\n")
+    layers: list[tuple[str, tuple[str, ...], dict[str, str]]] = [
+        ("default", (), {}),
+        ("bamboo/job.yaml:1:8", (), {"XDG_CONFIG_HOME": str(tmp_path)}),
+        ("job.yaml:1:8", (str(job),), {}),
+        ("BAMBOO_STEPS", (), {"BAMBOO_STEPS": "4"}),
+        ("--set", ("--set", "steps=5"), {}),
+        ("--steps", ("--steps", "6"), {}),
+    ]
+    (tmp_path / "bamboo").mkdir()
+    (tmp_path / "bamboo" / "job.yaml").write_text("steps: 2\n")
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    for number, (origin, more_arguments, more_environment) in enumerate(layers, start=1):
+        arguments, environment = arguments + more_arguments, environment | more_environment
+        done = launch("run", "--explain", "--json", *arguments, **environment).wait()
+        said: dict[str, Any] = json.loads(done.stdout)["steps"]
+        assert said["value"] == (80 if number == 1 else number)
+        assert said["origin"].endswith(origin)
+
+
+@pytest.mark.parametrize("arguments", [("--dry-run",), ("--dry-run", "--json"), ("--explain",)])
+def test_plans_start_no_process_and_load_neither_torch_nor_pandas(
+    launch: Launch, wired: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    launcher = launch("run", "--stages", "3", "--microbatches", "4", *arguments, **wired)
+    done = launcher.wait()
+    assert (done.code, done.stderr) == (0, "")
+    assert not (launcher.folder / "results").exists()
+    if arguments == ("--dry-run",):
+        assert "bubble 33.3%" in done.stdout  # (P - 1) / (M + P - 1)
+        assert "worker 0: 3, worker 1: 2, worker 2: 1" in done.stdout
+    if "--json" in arguments:
+        plan = json.loads(done.stdout)
+        assert plan["peak_stash"] == {"0": 3, "1": 2, "2": 1}
+        assert plan["actions"]["2"][:3] == ["2RECV_F0", "2F0", "2B0"]
+
+
+def test_the_wire_trips_when_a_run_starts_its_workers(launch: Launch, wired: dict[str, str]) -> None:
+    done = launch(*SMALL, **wired).wait()
+    assert done.code == 99
+    assert "tripwire" in done.stderr

@@ -1,0 +1,98 @@
+"""Peers: functions of test modules, each called in a process of its own that a fork server has forked.
+
+The server is the engine's, run by this module with one more role. A peer gets descriptors and plain values, and
+answers with a plain value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.runtime import forkserver
+from engine.runtime.children import Child, ForkServer
+from engine.runtime.link import Link
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+THIS_MODULE = "tests.runtime.peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A started peer."""
+
+    child: Child
+    link: Link
+    log: Path
+
+    def result(self) -> Any:
+        """Waits for the peer's answer; fails the test with the peer's output if it gives none."""
+        message = self.link.receive()
+        assert message is not None, f"{self.child.name} ended without an answer:\n{self.log.read_text()}"
+        return message["value"]
+
+
+class PeerServer:
+    """Starts peers, and releases what it holds of them when it closes."""
+
+    def __init__(self, server: ForkServer, logs: Path):
+        self.server = server
+        self.logs = logs
+        self.peers: list[Peer] = []
+
+    def start(self, function: Callable[..., Any], *arguments: Any, fds: Sequence[int] = ()) -> Peer:
+        """Has a new process call ``function(*fds, *arguments)``; the function stands at the top of its module."""
+        near, far = Link.pair()
+        log = self.logs / f"peer-{len(self.peers)}.log"
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT)
+        child = self.server.fork("peer", f"peer-{len(self.peers)}", log_fd, [far.fileno(), *fds])
+        os.close(log_fd)
+        far.close()
+        near.send("call", module=function.__module__, function=function.__name__, arguments=arguments)
+        self.peers.append(Peer(child, near, log))
+        return self.peers[-1]
+
+    def close(self) -> None:
+        """Ends every peer."""
+        self.server.close()
+        for peer in self.peers:
+            peer.link.close()
+            os.close(peer.child.pidfd)
+
+
+@contextlib.contextmanager
+def peer_server(logs: Path) -> Iterator[PeerServer]:
+    """Runs a fork server that knows peers."""
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return original([*command[:2], THIS_MODULE, *command[3:]], cwd=ROOT, **options)
+
+    original = subprocess.Popen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", popen)
+        server = ForkServer()
+    with contextlib.closing(PeerServer(server, logs)) as peers:
+        yield peers
+
+
+def be_peer(link_fd: int, *fds: int) -> int:
+    """What a peer does with its life."""
+    link = Link.from_fd(link_fd)
+    call = link.receive()
+    assert call is not None
+    function = getattr(importlib.import_module(call["module"]), call["function"])
+    link.send("result", value=function(*fds, *call["arguments"]))
+    return 0
+
+
+if __name__ == "__main__":
+    forkserver.ROLES["peer"] = (THIS_MODULE, "be_peer")
+    forkserver.main()

@@ -1,0 +1,201 @@
+"""Children of the fork server: what they start with, how their end is told, and that they never outlive anyone."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import EnvironmentLacksError, ExitCode
+from engine.runtime.children import Child, ForkServer
+from engine.runtime.link import Link
+from tests.runtime.peers import PeerServer
+
+
+def has_ended(child: Child, timeout_s: float = 5.0) -> bool:
+    """Waits for the end of a child by its pidfd."""
+    return bool(select.select([child.pidfd], [], [], timeout_s)[0])
+
+
+def code_of(server: ForkServer, child: Child) -> int:
+    """Takes messages of ended children until that of `child` comes."""
+    return codes_of(server, [child])[0]
+
+
+def codes_of(server: ForkServer, children: list[Child]) -> list[int]:
+    """Takes messages of ended children until those of all `children` have come, in whatever order."""
+    codes: dict[int, int] = {}
+    while not all(child.pid in codes for child in children):
+        message = server.next_exit()
+        assert message is not None
+        assert message["kind"] == "exited"
+        assert message["pid"] not in codes
+        codes[message["pid"]] = message["code"]
+    return [codes[child.pid] for child in children]
+
+
+def exits(code: int) -> None:
+    os._exit(code)
+
+
+def raises() -> None:
+    print("on stdout")
+    raise ValueError("planted")
+
+
+def sleeps() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("code", [0, 1, int(ExitCode.FENCED), 255])
+def test_exit_codes_are_told(peers: PeerServer, code: int) -> None:
+    peer = peers.start(exits, code)
+    assert has_ended(peer.child)
+    assert code_of(peers.server, peer.child) == code
+    assert peer.link.receive() is None
+
+
+def test_an_exception_is_code_1_and_its_traceback_is_in_the_log(peers: PeerServer) -> None:
+    peer = peers.start(raises)
+    assert code_of(peers.server, peer.child) == 1
+    log = peer.log.read_text()
+    assert log.startswith("on stdout\nTraceback (most recent call last):\n")
+    assert log.endswith("ValueError: planted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV])
+def test_signals_go_to_the_pidfd_and_their_numbers_are_told(peers: PeerServer, number: signal.Signals) -> None:
+    peer, other = peers.start(sleeps), peers.start(sleeps)
+    peer.child.signal(number)
+    assert has_ended(peer.child)
+    code = code_of(peers.server, peer.child)
+    # Python turns the first SIGINT into an exception.
+    assert code == (1 if number is signal.SIGINT else -number)
+    assert not has_ended(other.child, 0.05)
+    other.child.signal(signal.SIGKILL)
+    assert has_ended(other.child)
+
+
+def test_a_signal_to_a_child_that_has_ended_reaches_nobody(peers: PeerServer) -> None:
+    peer = peers.start(exits, 0)
+    assert code_of(peers.server, peer.child) == 0
+    peer.child.signal(signal.SIGKILL)
+    assert not Path(f"/proc/{peer.child.pid}").exists(), "it was told before it was reaped"
+
+
+def test_children_that_end_at_once_are_told_one_by_one(peers: PeerServer) -> None:
+    started = [peers.start(exits, code) for code in range(40)]
+    assert all(has_ended(peer.child) for peer in started)
+    assert len({peer.child.pidfd for peer in started}) == 40
+    # Some of these messages came while others were being forked.
+    assert codes_of(peers.server, [peer.child for peer in started]) == list(range(40))
+
+
+def describes_itself(*fds: int) -> dict[str, Any]:
+    with open("/proc/self/comm") as comm, open("/proc/self/status") as status:
+        name = comm.read().strip()
+        threads = next(int(line.split()[1]) for line in status if line.startswith("Threads"))
+    open_fds = {
+        int(each): os.readlink(f"/proc/self/fd/{each}")
+        for each in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{each}")
+    }
+    return {
+        "name": name,
+        "pid": os.getpid(),
+        "threads": threads,
+        "session": os.getsid(0),
+        "parent": os.getppid(),
+        "given": fds,
+        "files": sorted(target for target in open_fds.values() if not target.startswith("socket:")),
+        "sockets": sum(target.startswith("socket:") for target in open_fds.values()),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    }
+
+
+def test_a_child_starts_clean(peers: PeerServer, tmp_path: Path) -> None:
+    neighbour = peers.start(sleeps)
+    with open(tmp_path / "given", "w") as given:
+        peer = peers.start(describes_itself, fds=[given.fileno()])
+        found = peer.result()
+    neighbour.child.signal(signal.SIGKILL)
+    assert found["name"] == peer.child.name
+    assert found["pid"] == found["session"] == peer.child.pid
+    assert found["parent"] == peers.server._process.pid
+    assert found["threads"] == 1
+    assert len(found["given"]) == 1
+    assert found["files"] == sorted(["/dev/null", str(tmp_path / "given"), str(peer.log), str(peer.log)])
+    assert found["sockets"] == 1, "it holds a link that is not its own"
+    assert found["blocked"] == []
+    assert found["interrupt"]
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+def start_worker(server: ForkServer, log: Path) -> tuple[Child, Link]:
+    """Starts a real worker, which waits to be told its job."""
+    near, far = Link.pair()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT)
+    child = server.fork("worker", "worker", fd, [far.fileno(), fd, fd])
+    os.close(fd)
+    far.close()
+    return child, near
+
+
+def test_workers_end_by_themselves_or_with_the_server(server: ForkServer, tmp_path: Path) -> None:
+    """One server, whose start takes a second, for all that needs its death."""
+    (told, told_link), (orphan, orphan_link), *rest = (start_worker(server, tmp_path / str(n)) for n in range(4))
+    told_link.send("stop")
+    assert code_of(server, told) == ExitCode.OK
+    # A worker without an agent has nobody who could tell it what to do.
+    orphan_link.close()
+    assert code_of(server, orphan) == ExitCode.INTERNAL
+    assert not any(has_ended(child, 0.02) for child, _ in rest)
+    server._process.kill()
+    assert all(has_ended(child, 2.0) for child, _ in rest)
+    assert all(link.receive() is None for _, link in rest)
+    assert server.next_exit() is None
+    for child, link in ((told, told_link), *rest):
+        os.close(child.pidfd)
+        link.close()
+    os.close(orphan.pidfd)
+
+
+def test_closing_the_server_ends_what_is_left(tmp_path: Path) -> None:
+    server = ForkServer()
+    children = [start_worker(server, tmp_path / str(number)) for number in range(3)]
+    server.close()
+    for child, link in children:
+        assert has_ended(child, 0)
+        assert link.receive() is None
+        link.close()
+        os.close(child.pidfd)
+    assert server._process.returncode == 0
+
+
+def test_a_server_that_cannot_start_is_a_lack_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    false = shutil.which("false")
+    assert false is not None
+    monkeypatch.setattr(sys, "executable", false)
+    with (
+        ForkServer() as server,
+        open(tmp_path / "log", "w") as log,
+        pytest.raises(EnvironmentLacksError) as lacking,
+    ):
+        server.fork("worker", "worker", log.fileno())
+    assert str(lacking.value) == "the fork server ended at start with code 1"

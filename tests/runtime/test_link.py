@@ -1,0 +1,138 @@
+"""Links: whole messages with their descriptors, and what each end learns of the other's end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.runtime.link import Link
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    near, far = Link.pair()
+    yield near, far
+    near.close()
+    far.close()
+
+
+@pytest.fixture
+def unblocked() -> Iterator[tuple[Link, Link]]:
+    near, far = Link.pair(blocking=False)
+    yield near, far
+    near.close()
+    far.close()
+
+
+def test_messages_arrive_whole_and_in_order_both_ways(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    assert near.send("hello", number=1, text="a\nb \u00e9", floats=[0.1, 1e300], nothing=None)
+    assert near.send("second")
+    assert far.send("answer", nested={"a": [1, 2]})
+    assert far.receive() == {
+        "kind": "hello",
+        "number": 1,
+        "text": "a\nb \u00e9",
+        "floats": [0.1, 1e300],
+        "nothing": None,
+        "fds": [],
+    }
+    assert far.receive() == {"kind": "second", "fds": []}
+    assert near.receive() == {"kind": "answer", "nested": {"a": [1, 2]}, "fds": []}
+
+
+def test_floats_keep_their_bits(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    values = [0.1 + 0.2, 5e-324, 1.7976931348623157e308, float("inf"), -0.0]
+    near.send("floats", values=values, nan=float("nan"))
+    message = far.receive()
+    assert message is not None
+    assert [value.hex() for value in message["values"]] == [value.hex() for value in values]
+    assert message["nan"] != message["nan"]
+
+
+def test_a_large_message_is_one_message(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    text = "x" * 150_000
+    near.send("large", text=text)
+    assert far.receive() == {"kind": "large", "text": text, "fds": []}
+
+
+def test_a_message_that_fits_no_packet_is_a_bug(pair: tuple[Link, Link]) -> None:
+    with pytest.raises(AssertionError, match=r"a huge message of \d+ bytes does not fit a packet"):
+        pair[0].send("huge", text="x" * 200_000)
+
+
+def test_descriptors_arrive_as_copies(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    pipes = [os.pipe() for _ in range(4)]
+    near.send("fork", fds=[write_fd for _, write_fd in pipes])
+    message = far.receive()
+    assert message is not None
+    for number, ((read_fd, write_fd), copy) in enumerate(zip(pipes, message["fds"], strict=True)):
+        os.close(write_fd)
+        os.write(copy, b"%d" % number)
+        os.close(copy)
+        assert os.read(read_fd, 9) == b"%d" % number
+        assert os.read(read_fd, 9) == b"", "somebody still holds the other end"
+        os.close(read_fd)
+
+
+def test_the_end_of_the_other_is_none_after_what_it_said(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    near.send("last words")
+    near.close()
+    assert far.receive() == {"kind": "last words", "fds": []}
+    assert far.receive() is None
+    assert far.send("too late") is False
+
+
+def test_a_blocked_receive_ends_with_the_other_end(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    threading.Timer(0.05, near.close).start()
+    assert far.receive() is None
+
+
+def test_unread_messages_do_not_hide_the_end(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    far.send("never read")
+    near.close()  # the kernel reports this as a reset
+    assert far.receive() is None
+
+
+def test_an_end_that_must_not_block_says_that_nothing_is_there(unblocked: tuple[Link, Link]) -> None:
+    near, far = unblocked
+    with pytest.raises(BlockingIOError):
+        near.receive()
+    far.send("now")
+    assert near.receive() == {"kind": "now", "fds": []}
+
+
+def test_an_end_that_must_not_block_takes_one_that_never_reads_for_gone(unblocked: tuple[Link, Link]) -> None:
+    near, far = unblocked
+    sent = 0
+    while near.send("flood", text="x" * 100_000):
+        sent += 1
+        assert sent < 1000
+    received = 0
+    while received < sent:
+        assert far.receive() == {"kind": "flood", "text": "x" * 100_000, "fds": []}
+        received += 1
+
+
+def test_a_link_from_a_descriptor_owns_it() -> None:
+    near, far = Link.pair()
+    fd = os.dup(far.fileno())
+    far.close()
+    with_fd = Link.from_fd(fd)
+    assert with_fd.fileno() == fd
+    near.send("hello")
+    assert with_fd.receive() == {"kind": "hello", "fds": []}
+    with_fd.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert near.receive() is None
+    near.close()

@@ -1,0 +1,361 @@
+"""The data plane between real processes: what arrives, in which order, while what else happens; and how it is left."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.errors import WorkerFailedError
+from engine.runtime.control import Control, Stopped
+from engine.runtime.link import Link
+from engine.runtime.plane import DataPlane
+from engine.runtime.roster import RendezvousStore
+from engine.runtime.store_server import connect
+from engine.runtime.tensor_spec import TensorSpec
+from tests.runtime.peers import PeerServer
+
+ROUNDS = 9
+TIMEOUT_S = 10.0
+# The far end of a control link must outlive its thread: when it closes, the process ends.
+far_ends: list[Link] = []
+
+
+@pytest.fixture(scope="module")
+def port(peers: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    store = RendezvousStore(peers.server, tmp_path_factory.mktemp("store"))
+    yield store.port
+    store.close()
+
+
+def new_control() -> Control:
+    near, far = Link.pair()
+    far_ends.append(far)
+    return Control(near)
+
+
+def plane_of(
+    port: int, prefix: str, worker: int, workers: tuple[int, ...] = (0, 1), timeout_s: float = TIMEOUT_S
+) -> DataPlane:
+    return DataPlane(new_control(), connect(port, prefix), worker, workers, timeout_s)
+
+
+def run_peers(peers: PeerServer, port: int, *functions: Any) -> list[Any]:
+    """Runs one peer per function, worker 0 first, and returns their answers."""
+    prefix = "/".join(each.__name__ for each in functions)
+    started = [peers.start(each, port, prefix) for each in functions]
+    return [peer.result() for peer in started]
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(shape, dtype, False)
+
+
+def sends_out_of_step(port: int, prefix: str) -> None:
+    plane = plane_of(port, prefix, 0)
+    for key in range(40):
+        plane.send(1, key, (torch.full((8, 3), float(key)), torch.full((2,), key, dtype=torch.int64)))
+    plane.post(1, 100, (spec(0),))
+    plane.take(1, 100)
+    plane.reap()
+    plane.close()
+
+
+def takes_all(port: int, prefix: str) -> list[list[Any]]:
+    plane = plane_of(port, prefix, 1)
+    for key in range(40):
+        plane.post(0, key, (spec(8, 3), spec(2, dtype=torch.int64)))
+    # Taken in another order than posted, which is the order of sending.
+    taken = {key: plane.take(0, key) for key in reversed(range(40))}
+    plane.send(0, 100, (torch.empty(0),))
+    plane.reap()
+    plane.close()
+    return [[key, *(sorted(set(tensor.flatten().tolist())) for tensor in taken[key])] for key in sorted(taken)]
+
+
+def test_tuples_arrive_under_their_keys(peers: PeerServer, port: int) -> None:
+    _, taken = run_peers(peers, port, sends_out_of_step, takes_all)
+    assert taken == [[key, [float(key)], [key]] for key in range(40)]
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def samples() -> list[Tensor]:
+    """Returns tensors of every kind: empty ones, numbers without shape, views that are not contiguous."""
+    made = [(torch.arange(12) % 5).reshape(3, 4).to(dtype) for dtype in KINDS]
+    made += [torch.empty(0), torch.empty(3, 0, 2), torch.tensor(1.5), torch.arange(12.0).reshape(3, 4).t()]
+    return [*made, torch.tensor([float("nan"), -0.0, float("inf")])]
+
+
+def sends_samples(port: int, prefix: str) -> None:
+    plane = plane_of(port, prefix, 0)
+    plane.send(1, 0, tuple(samples()))
+    plane.post(1, 1, (spec(1),))
+    plane.take(1, 1)
+    plane.reap()
+    plane.close()
+
+
+def compares_samples(port: int, prefix: str) -> list[bool]:
+    plane = plane_of(port, prefix, 1)
+    plane.post(0, 0, tuple(TensorSpec.of(tensor) for tensor in samples()))
+    taken = plane.take(0, 0)
+    plane.send(0, 1, (torch.ones(1),))
+    plane.reap()
+    plane.close()
+    return [
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and (torch.equal(one, other) or repr(one.tolist()) == repr(other.tolist()))
+        for one, other in zip(taken, samples(), strict=True)
+    ]
+
+
+def test_every_kind_of_tensor_arrives_as_it_was(peers: PeerServer, port: int) -> None:
+    _, same = run_peers(peers, port, sends_samples, compares_samples)
+    assert same == [True] * len(samples())
+
+
+def sends_then_sleeps(port: int, prefix: str) -> None:
+    plane = plane_of(port, prefix, 0)
+    plane.send(1, 0, (torch.ones(1 << 20),))
+    plane.post(1, 1, (spec(1),))
+    plane.take(1, 1)
+    plane.reap()
+    plane.close()
+
+
+def computes_meanwhile(port: int, prefix: str) -> list[bool]:
+    plane = plane_of(port, prefix, 1)
+    plane.post(0, 0, (spec(1 << 20),))
+    deadline_s = time.monotonic() + 10
+    # Nothing here asks for the transfer; it must come on its own.
+    while (0, 0) not in plane._arrived and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    came = (0, 0) in plane._arrived
+    start_s = time.monotonic()
+    plane.take(0, 0)
+    taken_at_once = time.monotonic() - start_s < 0.02
+    plane.send(0, 1, (torch.ones(1),))
+    plane.reap()
+    plane.close()
+    return [came, taken_at_once]
+
+
+def test_transfers_overlap_with_whatever_the_main_thread_does(peers: PeerServer, port: int) -> None:
+    _, found = run_peers(peers, port, sends_then_sleeps, computes_meanwhile)
+    assert found == [True, True]
+
+
+def sends_large(port: int, prefix: str) -> float:
+    plane = plane_of(port, prefix, 0)
+    start_s = time.monotonic()
+    plane.send(1, 0, (torch.ones(1 << 22),))  # far more than sockets hold
+    taken_s = time.monotonic() - start_s
+    plane.post(1, 1, (spec(1),))
+    plane.take(1, 1)
+    plane.reap()
+    plane.close()
+    return taken_s
+
+
+def posts_late(port: int, prefix: str) -> float:
+    plane = plane_of(port, prefix, 1)
+    time.sleep(0.3)
+    plane.post(0, 0, (spec(1 << 22),))
+    (tensor,) = plane.take(0, 0)
+    plane.send(0, 1, (torch.ones(1),))
+    plane.reap()
+    plane.close()
+    return tensor.sum().item()
+
+
+def test_a_send_does_not_wait_for_its_receive(peers: PeerServer, port: int) -> None:
+    taken_s, total = run_peers(peers, port, sends_large, posts_late)
+    assert taken_s < 0.15
+    assert total == 1 << 22
+
+
+def exchanges(port: int, prefix: str, worker: int) -> list[float]:
+    """Three workers, ranked against their numbers: each sends to both others and takes from both."""
+    workers = (7, 2, 5)
+    plane = plane_of(port, prefix, worker, workers)
+    others = [each for each in workers if each != worker]
+    for other in others:
+        for key in (3, 1):
+            plane.post(other, key, (spec(2),))
+    for other in others:
+        for key in (3, 1):
+            plane.send(other, key, (torch.tensor([float(worker), float(other * 10 + key)]),))
+    taken = [value for other in others for key in (1, 3) for value in plane.take(other, key)[0].tolist()]
+    for other in others:
+        plane.post(other, 9, (spec(0),))
+        plane.send(other, 9, (torch.empty(0),))
+    for other in others:
+        plane.take(other, 9)
+    plane.reap()
+    plane.close()
+    return taken
+
+
+def test_workers_are_addressed_by_number_whatever_their_rank(peers: PeerServer, port: int) -> None:
+    started = [peers.start(exchanges, port, "three", worker) for worker in (7, 2, 5)]
+    assert [peer.result() for peer in started] == [
+        [value for other in others for key in (1, 3) for value in (other, worker * 10 + key)]
+        for worker, others in ((7, (2, 5)), (2, (7, 5)), (5, (7, 2)))
+    ]
+
+
+def connected_sockets() -> int:
+    """Returns how many TCP connections of this process still reach someone."""
+    alive = {psutil.CONN_ESTABLISHED, psutil.CONN_SYN_SENT, psutil.CONN_SYN_RECV}
+    return sum(each.status in alive for each in psutil.Process().net_connections("tcp4"))
+
+
+def closes_while_blocked(port: int, prefix: str) -> list[Any]:
+    """Blocks in a receive that nobody serves and leaves, several times over; the other worker stays where it is."""
+    took_s, opened, left, outcomes = [], [], [], []
+    for number in range(ROUNDS):
+        store = connect(port, f"{prefix}/{number}")
+        with_store = connected_sockets()
+        plane = DataPlane(new_control(), store, 0, (0, 1), TIMEOUT_S)
+        opened.append(connected_sockets() - with_store)
+        for key in range(3):
+            plane.post(1, key, (spec(1000),))
+        outcome: list[str] = []
+        blocked = threading.Thread(target=_take_and_tell, args=(plane, 1, outcome))
+        blocked.start()
+        time.sleep(0.02)
+        start_s = time.monotonic()
+        plane.close()
+        took_s.append(time.monotonic() - start_s)
+        left.append(connected_sockets() - with_store)
+        blocked.join(2.0)
+        outcomes += outcome
+    waiters = [each.name for each in threading.enumerate() if each.name.startswith("from-")]
+    return [took_s, opened, left, outcomes, waiters]
+
+
+def is_left_behind(port: int, prefix: str) -> list[str]:
+    """Is blocked in a receive from a worker that leaves, several times over."""
+    outcomes: list[str] = []
+    for number in range(ROUNDS):
+        plane = plane_of(port, f"{prefix}/{number}", 1)
+        plane.post(0, 1, (spec(1000),))
+        _take_and_tell(plane, 0, outcomes)
+        plane.close()
+    return outcomes
+
+
+def _take_and_tell(plane: DataPlane, source: int, outcome: list[str]) -> None:
+    try:
+        plane.take(source, 1)
+    except WorkerFailedError as error:
+        outcome.append(str(error).partition(" failed:")[0])
+
+
+def test_close_ends_a_blocked_receive_at_once(peers: PeerServer, port: int) -> None:
+    (took_s, opened, left, outcomes, waiters), others = run_peers(peers, port, closes_while_blocked, is_left_behind)
+    assert statistics.median(took_s) < 0.1
+    assert min(opened) >= 1
+    assert left == [0] * ROUNDS, "a connection of the plane is still alive"
+    assert waiters == []
+    assert outcomes == ["transfer from worker 1"] * ROUNDS
+    assert others == ["transfer from worker 0"] * ROUNDS
+
+
+def is_stopped_while_blocked(port: int, prefix: str) -> list[float]:
+    """Blocks in a take until its agent says stop; returns the seconds from the word to the main thread."""
+    took_s = []
+    for number in range(ROUNDS):
+        near, far = Link.pair()
+        far_ends.append(far)
+        plane = DataPlane(Control(near), connect(port, f"{prefix}/{number}"), 0, (0, 1), TIMEOUT_S)
+        plane.post(1, 0, (spec(10),))
+        said_s: list[float] = []
+        threading.Timer(0.02, _say_stop, (far, said_s)).start()
+        with pytest.raises(Stopped):
+            plane.take(1, 0)
+        took_s.append(time.monotonic() - said_s[0])
+        plane.close()
+    return took_s
+
+
+def _say_stop(link: Link, said_s: list[float]) -> None:
+    said_s.append(time.monotonic())
+    link.send("stop")
+
+
+def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer, port: int) -> None:
+    took_s, _ = run_peers(peers, port, is_stopped_while_blocked, is_left_behind)
+    assert statistics.median(took_s) < 0.02
+
+
+def dies(port: int, prefix: str) -> None:
+    plane_of(port, prefix, 0)
+    os._exit(0)
+
+
+def is_left(port: int, prefix: str) -> list[str]:
+    plane = plane_of(port, prefix, 1)
+    plane.post(0, 0, (spec(1),))
+    texts = []
+    for _ in range(2):  # the failure stays
+        with pytest.raises(WorkerFailedError) as failed:
+            plane.take(0, 0)
+        texts.append(str(failed.value).partition(" failed: ")[0])
+    with pytest.raises(WorkerFailedError) as failed:
+        _send_and_reap(plane)
+    plane.close()
+    return [*texts, str(failed.value).partition(" failed: ")[0]]
+
+
+def _send_and_reap(plane: DataPlane) -> None:
+    # The first sends after a death may still find the socket open.
+    for key in range(1, 100):
+        plane.send(0, key, (torch.ones(1 << 16),))
+        plane.reap()
+
+
+def test_a_dead_worker_is_suspected_by_name(peers: PeerServer, port: int) -> None:
+    peers.start(dies, port, "death")
+    assert peers.start(is_left, port, "death").result() == [
+        "transfer from worker 0",
+        "transfer from worker 0",
+        "transfer to worker 0",
+    ]
+
+
+def finds_nobody(port: int, prefix: str) -> str:
+    with pytest.raises(WorkerFailedError) as failed:
+        plane_of(port, prefix, 0, timeout_s=0.2)
+    return str(failed.value).partition(" failed: ")[0]
+
+
+def test_a_worker_that_never_joins_is_a_suspicion(peers: PeerServer, port: int) -> None:
+    assert peers.start(finds_nobody, port, "nobody").result() == "joining the others"
+
+
+def lists_listeners(port: int, prefix: str, worker: int) -> list[str]:
+    plane = plane_of(port, prefix, worker)
+    listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    plane.post(1 - worker, 0, (spec(0),))
+    plane.send(1 - worker, 0, (torch.empty(0),))
+    plane.take(1 - worker, 0)
+    plane.reap()
+    plane.close()
+    return sorted(set(listening))
+
+
+def test_the_plane_listens_on_loopback_only(peers: PeerServer, port: int) -> None:
+    started = [peers.start(lists_listeners, port, "listen", worker) for worker in (0, 1)]
+    assert [peer.result() for peer in started] == [["127.0.0.1"], ["127.0.0.1"]]
