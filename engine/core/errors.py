@@ -113,6 +113,18 @@ class WorkerFailedError(BambooError):
     exit_code = ExitCode.NOT_RECOVERED
 
 
+class CoordinatorUnavailableError(BambooError):
+    """The coordinator's store gave no answer within the deadline, or refused; what was asked for may have been done."""
+
+    exit_code = ExitCode.COORDINATOR_UNAVAILABLE
+
+
+class LeaseLostError(BambooError):
+    """A key was to hang on a lease that has expired: whoever held the lease is out."""
+
+    exit_code = ExitCode.FENCED
+
+
 class NothingMatchedError(BambooError):
     """What the user named does not exist."""
 

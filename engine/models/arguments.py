@@ -1,7 +1,7 @@
 """Arguments of factories, as a user writes them (``model_args``, ``data_args``): names, types and ranges.
 
 Rule: the keyword-only parameters of a factory are what a user may set, and the type of a default is the type asked
-for. In the built-in factories whole numbers are counts (>= 1), floats are >= 0, and a dropout is below 1.
+for. In the built-in factories whole numbers are counts (>= 1), floats are >= 0, and shares such as a dropout below 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from engine.core.errors import Problem, UserError, nearest
 from engine.core.job import Args, Scalar
 
 Factory = Callable[..., Any]
+
+_SHARES = frozenset({"dropout", "beta1", "beta2"})
 
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
@@ -63,7 +65,7 @@ def _expected(name: str, default: Scalar) -> str:
         return "true or false"
     if isinstance(default, int):
         return "a whole number >= 1"
-    return "a number >= 0 and < 1" if name == "dropout" else "a finite number >= 0"
+    return "a number >= 0 and < 1" if name in _SHARES else "a finite number >= 0"
 
 
 def _fits(name: str, default: Scalar, value: Scalar) -> bool:
@@ -73,4 +75,4 @@ def _fits(name: str, default: Scalar, value: Scalar) -> bool:
         return isinstance(value, int) and value >= 1
     if isinstance(value, str):
         return False
-    return math.isfinite(value) and 0 <= value < (1 if name == "dropout" else math.inf)
+    return math.isfinite(value) and 0 <= value < (1 if name in _SHARES else math.inf)

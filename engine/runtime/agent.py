@@ -83,10 +83,15 @@ class Agent:
             for member in self.members.values():
                 self._watch(selector, member)
             ticked_s = 0.0
+            while self.server.has_early_exits():
+                self._note_exit()
             while any(member.exit_code is None for member in self.members.values()):
                 now_s = time.monotonic()
                 for key, _ in selector.select(max(0.0, min(_TICK_S, self._deadline_s - now_s))):
-                    key.data()
+                    # What was ready may have been dealt with by what came before it in this round.
+                    if key.fileobj in selector.get_map():
+                        with contextlib.suppress(BlockingIOError):
+                            key.data()
                 now_s = time.monotonic()
                 if now_s >= self._deadline_s:
                     self._overdue()
@@ -98,10 +103,10 @@ class Agent:
     def _watch(self, selector: selectors.BaseSelector, member: Member) -> None:
         def ended() -> None:
             selector.unregister(member.child.pidfd)
-            # What it said before it ended comes first. Something that it started itself may still hold its link open.
-            with contextlib.suppress(BlockingIOError):
-                while selector.get_map().get(member.link) is not None:
-                    spoken()
+            # What it said before it ended comes first. Something that it started itself may still hold its link open:
+            # then nothing is left to receive, which is no end of the link.
+            while member.link in selector.get_map():
+                spoken()
 
         def spoken() -> None:
             message = member.link.receive()

@@ -38,10 +38,12 @@ class ForkServer:
         # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-m", "engine.runtime.forkserver", str(far.fileno()), str(os.getpid())]
-        # A session of its own from its first instruction: Ctrl-C and hang-ups are the launcher's to handle.
+        # Ctrl-C is the launcher's to handle: blocked in the child until it has left the terminal's session for its own.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         self._process = subprocess.Popen(
             command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         far.close()
 
     def __enter__(self) -> ForkServer:
@@ -62,6 +64,10 @@ class ForkServer:
             if reply["kind"] == "forked":
                 return Child(name, reply["pid"], reply["fds"][0])
             self._exits.append(reply)
+
+    def has_early_exits(self) -> bool:
+        """Returns whether children ended while others were being forked: `link` will not become readable for them."""
+        return bool(self._exits)
 
     def next_exit(self) -> Message | None:
         """Returns the next ``exited`` message (pid; code, negative for a signal), or None if the server is gone."""

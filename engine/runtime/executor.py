@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from torch import Tensor
 
@@ -152,7 +153,7 @@ class Executor:
         }
         loss = None
         if stage.is_last:
-            loss = sum(stage.losses) / around.job.microbatches
+            loss = fmean(stage.losses)  # rounds once; `sum` differs between versions of Python
             stage.losses = []
         around.control.send(
             "vote", step=self.step, pipeline=action.pipeline, stage=action.stage, norms=list(norms.items()), loss=loss

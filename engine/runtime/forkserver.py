@@ -106,6 +106,9 @@ def _become(request: Message, parent: Link, selector: selectors.BaseSelector, se
 def main() -> None:
     """Runs the server over the link whose descriptor is the first argument; the second is the parent's pid."""
     die_with_parent(int(sys.argv[2]))
+    # Drops a Ctrl-C that came while this process still was in the terminal's session.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     parent = Link.from_fd(int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
+from engine.core.errors import Problem, UserError
 from engine.core.job import Job
 from engine.models.arguments import check_builtin_args
 
@@ -81,6 +82,8 @@ def adamw(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight
 
 def sgd(*, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> Rule:
     """Stochastic gradient descent with momentum, as torch.optim.SGD defines it."""
+    if nesterov and (momentum == 0 or dampening != 0):
+        raise UserError([Problem("optimizer_args.nesterov", "momentum above 0 and no dampening with it", "True")])
 
     def rule(weights: Tensor, gradient: Tensor, state: Named, learning_rate: float) -> None:
         buffers = [state.get("momentum_buffer")]

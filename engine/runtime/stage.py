@@ -89,11 +89,15 @@ class Stage:
 
     def evaluate(self, inputs: Tensors) -> Tensors:
         """Runs the layers as in use: no dropout, no gradients, buffers unchanged."""
-        self._set_training(False)
+        modules = [module for layer in self.layers.values() for module in layer.modules() if module.training]
+        for module in modules:
+            module.training = False
         with torch.no_grad():
             for index in self.layers:
                 inputs = self._call(index, inputs)
-        self._set_training(True)
+        # A user may have frozen the statistics of a batch norm: what was not training before is not afterwards.
+        for module in modules:
+            module.training = True
         return inputs
 
     def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
@@ -160,10 +164,6 @@ class Stage:
         if self.job.dtype == "bfloat16":
             return torch.autocast("cpu", dtype=torch.bfloat16)
         return contextlib.nullcontext()
-
-    def _set_training(self, training: bool) -> None:
-        for layer in self.layers.values():
-            layer.train(training)
 
     @contextlib.contextmanager
     def _buffers_untouched(self, group: Sequence[int]) -> Iterator[None]:

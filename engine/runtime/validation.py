@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
@@ -49,8 +50,7 @@ class Validation:
         if not results:
             return None
         losses, metrics = zip(*results, strict=True)
-        metric = None if metrics[0] is None else sum(metrics) / len(metrics)
-        return Validated(sum(losses) / len(losses), metric)
+        return Validated(fmean(losses), None if metrics[0] is None else fmean(metrics))
 
     def _forward(self, action: Action, made: Tensors, results: list[tuple[float, float | None]]) -> Tensors:
         around = self.around

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: one server of peers, because its start takes a second."""
+"""What the tests of this folder share, because it takes a second to start: peers, their store, and one etcd."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.runtime.etcd_settings import EtcdSettings
+from engine.runtime.roster import RendezvousStore
 from tests.runtime.peers import PeerServer, peer_server
 
 
@@ -14,3 +17,18 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerServer]:
     """Starts functions of test modules in processes of their own."""
     with peer_server(tmp_path_factory.mktemp("peers")) as server:
         yield server
+
+
+@pytest.fixture(scope="package")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]:
+    """Returns how to reach an etcd that all tests share; each has a root of its own there."""
+    with EmbeddedEtcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.settings()
+
+
+@pytest.fixture(scope="package")
+def port(peers: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Returns the port of a rendezvous store; each test has its own prefix there."""
+    store = RendezvousStore(peers.server, tmp_path_factory.mktemp("store"))
+    yield store.port
+    store.close()

@@ -6,7 +6,6 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -18,7 +17,6 @@ from engine.core.errors import WorkerFailedError
 from engine.runtime.control import Control, Stopped
 from engine.runtime.link import Link
 from engine.runtime.plane import DataPlane
-from engine.runtime.roster import RendezvousStore
 from engine.runtime.store_server import connect
 from engine.runtime.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer
@@ -27,13 +25,6 @@ ROUNDS = 9
 TIMEOUT_S = 10.0
 # The far end of a control link must outlive its thread: when it closes, the process ends.
 far_ends: list[Link] = []
-
-
-@pytest.fixture(scope="module")
-def port(peers: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    store = RendezvousStore(peers.server, tmp_path_factory.mktemp("store"))
-    yield store.port
-    store.close()
 
 
 def new_control() -> Control:

@@ -1,0 +1,132 @@
+"""The reduction over pipelines, between real processes: added in pipeline order, whoever has which rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.ownership import Grid, Ownership
+from engine.runtime.control import Control
+from engine.runtime.link import Link
+from engine.runtime.plane import DataPlane
+from engine.runtime.reduction import mean_over_pipelines
+from engine.runtime.store_server import connect
+from tests.runtime.peers import PeerServer
+
+STAGE = 1
+# The far end of a control link must outlive its thread: when it closes, the process ends.
+far_ends: list[Link] = []
+
+
+def gradients_of(pipeline: int, shapes: list[list[int]]) -> list[Tensor]:
+    """Returns gradients, some of which are not contiguous."""
+    generator = torch.Generator().manual_seed(pipeline)
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [
+        each.transpose(0, -1).contiguous().transpose(0, -1) if number % 2 and each.dim() > 1 else each
+        for number, each in enumerate(made)
+    ]
+
+
+def bits(tensors: list[Tensor]) -> list[list[int]]:
+    return [tensor.contiguous().view(torch.int32).flatten().tolist() for tensor in tensors]
+
+
+def expected(num_pipelines: int, shapes: list[list[int]], order: list[int] | None = None) -> list[list[int]]:
+    """Returns the bits of the mean, added in pipeline order or in another."""
+    means = []
+    for parts in zip(*(gradients_of(each, shapes) for each in order or range(num_pipelines)), strict=True):
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        means.append(total / num_pipelines)
+    return bits(means)
+
+
+def reduces(port: int, prefix: str, pipeline: int, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> Any:
+    """Reduces twice over one plane; returns shapes, bits, and whether the local gradients are intact."""
+    near, far = Link.pair()
+    far_ends.append(far)
+    num_pipelines = len(owners) // 2
+    ownership = Ownership(Grid(2, 1, num_pipelines), tuple(owners))
+    plane = DataPlane(Control(near), connect(port, prefix), ownership.owner(pipeline, STAGE), ranks, 10.0)
+    local = gradients_of(pipeline, shapes)
+    answers = []
+    for _ in range(2):
+        reduced = mean_over_pipelines(plane, ownership, pipeline, STAGE, local)
+        answers.append([[list(each.shape) for each in reduced], bits(reduced)])
+        for each in reduced:
+            each.zero_()  # as an optimizer may; the local ones must not be what was handed out
+    assert answers[0] == answers[1]
+    intact = bits(local) == bits(gradients_of(pipeline, shapes))
+    # A plane is closed when everybody has what they need.
+    plane.reap()
+    mean_over_pipelines(plane, ownership, pipeline, STAGE, [torch.zeros(1)])
+    plane.reap()
+    plane.close()
+    return [*answers[0], intact]
+
+
+def reduced(
+    peers: PeerServer, port: int, owners: list[int], ranks: list[int], shapes: list[list[int]]
+) -> list[list[int]]:
+    """Reduces over as many processes as there are pipelines; they must agree. Returns the bits."""
+    num_pipelines = len(owners) // 2
+    prefix = f"reduce/{owners}/{ranks}/{shapes}"
+    started = [peers.start(reduces, port, prefix, each, owners, ranks, shapes) for each in range(num_pipelines)]
+    answers = [peer.result() for peer in started]
+    for found_shapes, found_bits, intact in answers:
+        assert found_shapes == shapes
+        assert found_bits == answers[0][1]
+        assert intact, "a local gradient has changed"
+    bits_found: list[list[int]] = answers[0][1]
+    return bits_found
+
+
+SHAPES = [[5, 7], [3], [], [2, 3, 4], [1]]
+
+
+@pytest.mark.parametrize("ranks", [[1, 3, 5], [5, 3, 1], [3, 5, 1]])
+def test_three_pipelines_add_in_pipeline_order_whatever_the_ranks(
+    peers: PeerServer, port: int, ranks: list[int]
+) -> None:
+    assert expected(3, SHAPES) != expected(3, SHAPES, order=[2, 1, 0]), "the order of adding does not show"
+    assert expected(3, SHAPES) != expected(3, SHAPES, order=[1, 2, 0]), "the order of adding does not show"
+    assert reduced(peers, port, [0, 1, 2, 3, 4, 5], ranks, SHAPES) == expected(3, SHAPES)
+
+
+def test_it_does_not_matter_which_worker_owns_which_pipeline(peers: PeerServer, port: int) -> None:
+    assert reduced(peers, port, [0, 5, 2, 1, 4, 3], [1, 3, 5], SHAPES) == expected(3, SHAPES)
+
+
+@pytest.mark.parametrize("shapes", [[[1]], [[2]], [[4]], [[3], [0], [2, 0]]])
+def test_gradients_smaller_than_the_number_of_pipelines_or_empty(
+    peers: PeerServer, port: int, shapes: list[list[int]]
+) -> None:
+    assert reduced(peers, port, [0, 1, 2, 3, 4, 5], [1, 3, 5], shapes) == expected(3, shapes)
+
+
+def test_two_pipelines(peers: PeerServer, port: int) -> None:
+    assert reduced(peers, port, [3, 2, 1, 0], [0, 2], SHAPES) == expected(2, SHAPES)
+
+
+class NoPlane:
+    """Fails whoever uses it."""
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(f"used {name}")
+
+
+def test_one_pipeline_sends_nothing_and_copies_nothing() -> None:
+    gradients = gradients_of(0, SHAPES)
+    plane: Any = NoPlane()
+    means = mean_over_pipelines(plane, Ownership(Grid(2, 1), (0, 1)), 0, STAGE, gradients)
+    assert all(mean is gradient for mean, gradient in zip(means, gradients, strict=True))
+
+
+def test_a_stage_without_parameters_sends_nothing() -> None:
+    plane: Any = NoPlane()
+    assert mean_over_pipelines(plane, Ownership(Grid(1, 1, 2), (0, 1)), 0, 0, []) == []
