@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
@@ -16,20 +17,22 @@ from bamboo_cli.bench import bench
 from bamboo_cli.doctor import doctor
 from bamboo_cli.run import run
 from bamboo_cli.schedule import schedule
-from engine.core.errors import BambooError, ExitCode
+from bamboo_cli.status import status
+from engine.core.errors import BambooError, ExitCode, StorageError
 
 app = typer.Typer(
     name="bamboo",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
     help="Train in a pipeline of worker processes, and know what a failure costs before the cloud sends one.",
     epilog="Examples:  bamboo run  |  bamboo run --stages 2 --steps 10 --json  |  bamboo run --dry-run  |  "
     "bamboo schedule show --stages 4  |  bamboo doctor",
 )
 app.command()(run)
 app.command()(doctor)
+app.command()(status)
 app.add_typer(schedule, name="schedule")
 app.add_typer(bench, name="bench")
 
@@ -42,13 +45,23 @@ def main() -> NoReturn:
         app()
     except BambooError as error:
         _refuse(error)
+    except OSError as error:
+        # What a run writes goes to one folder; whatever else may fail has been given a name where it happens.
+        _refuse(StorageError(f"{error.filename or 'the run folder'}: {error.strerror or error}"))
+    except Exception:
+        _refuse(BambooError(f"internal error, please report it\n{traceback.format_exc().rstrip()}"))
     sys.exit(ExitCode.OK)
 
 
 def _refuse(error: BambooError) -> NoReturn:
     """Says what was wrong: one line per problem on stderr, and one object on stdout for those who asked for JSON."""
     if "--json" in sys.argv:
-        refusal = {"run_dir": None, "outcome": "refused", "exit_code": int(error.exit_code), "error": str(error)}
+        refusal = {
+            "run_dir": None,
+            "outcome": "refused",
+            "exit_code": int(error.exit_code),
+            "error": str(error).splitlines()[0],
+        }
         typer.echo(json.dumps(refusal))
     for line in str(error).splitlines():
         typer.echo(f"bamboo: {line}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -42,10 +43,16 @@ class LivePicture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_terminal:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
 
     def show(self, view: View) -> None:
         """Shows one view: redraws the table, or prints a line if the last is some seconds old."""
+        # A terminal that is gone must not end the run; the hang-up signal says what to do.
+        with contextlib.suppress(OSError):
+            self._show(view)
+
+    def _show(self, view: View) -> None:
         now_s = time.monotonic()
         computed = {each.worker: each.progress.num_computed for each in view.workers}
         self._history.append((now_s, computed, len(view.account.losses)))

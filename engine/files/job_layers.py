@@ -17,8 +17,8 @@ from engine.files.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 
 VERSION = 1
-# Variables of the program that are no fields of the job.
-RESERVED_VARIABLES = ("BAMBOO_ETCD",)
+# Variables of the program that are no fields of the job begin like this.
+RESERVED_PREFIX = "BAMBOO_ETCD"
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
     """Returns what the variables ``BAMBOO_STAGES``, ``BAMBOO_MODEL_ARGS__WIDTH`` and so on say."""
     layer = Layer()
     for variable in sorted(environment):
-        if not variable.startswith("BAMBOO_") or variable in RESERVED_VARIABLES:
+        if not variable.startswith("BAMBOO_") or variable.startswith(RESERVED_PREFIX):
             continue
         path = tuple(variable.removeprefix("BAMBOO_").lower().split("__", 1))
         if is_known(path):

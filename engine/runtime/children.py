@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from engine.core.errors import EnvironmentLacksError
+from engine.runtime.interrupts import ctrl_c_held
 from engine.runtime.link import Link, Message
 
 
@@ -38,12 +39,10 @@ class ForkServer:
         # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
         environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-m", "engine.runtime.forkserver", str(far.fileno()), str(os.getpid())]
-        # Ctrl-C is the launcher's to handle: blocked in the child until it has left the terminal's session for its own.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-        self._process = subprocess.Popen(
-            command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with ctrl_c_held():
+            self._process = subprocess.Popen(
+                command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
         far.close()
 
     def __enter__(self) -> ForkServer:

@@ -12,13 +12,12 @@ from statistics import fmean
 
 from torch import Tensor
 
-from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.job import Job
 from engine.core.lr_schedule import learning_rate
 from engine.core.ownership import Ownership
-from engine.core.requires import requires
 from engine.models.data import Data
-from engine.models.layers import Tensors
+from engine.models.layers import Batch, Tensors
 from engine.runtime.control import Control
 from engine.runtime.optimizer import trainable
 from engine.runtime.plane import DataPlane
@@ -57,6 +56,9 @@ class Executor:
         self.around = around
         self.actions = [(action, str(action), getattr(self, _METHODS[action.op])) for action in actions]
         self.receives = receives_of(actions, around.worker, around.ownership, around.borders)
+        self.routes = {action: self._route(action) for action in actions if action.op in SEND_OPS}
+        self.next_forwards = _next_forwards(actions)
+        self.batches: dict[Action, Batch] = {}
         self.uses = uses_of(next(iter(around.stages.values())).model.ties, around.starts)
         self.step = 0
         self.num_computed = 0
@@ -73,30 +75,32 @@ class Executor:
         self.values = {}
         self.receiver = Receiver(around.plane, self.receives)
         committed = False
-        for action, text, run in self.actions:
+        for index, (action, text, run) in enumerate(self.actions, start=1):
             around.control.check()
             if action.op is Op.STEP and not committed:
                 self._await_commit()
                 committed = True
             around.board.write(around.worker, step, self.num_computed, text)
+            around.control.at = (step, index, action.op in _BUSY_OPS)
             start_ns = now_ns()
             run(action)
             around.recorder.action(step, text, start_ns, now_ns())
+            around.control.at = (step, index, False)
             self.num_computed += action.op in COMPUTE_OPS
 
     def _stage(self, action: Action) -> Stage:
         return self.around.stages[action.pipeline, action.stage]
 
     def _forward(self, action: Action) -> None:
-        around, job = self.around, self.around.job
+        stage = self._stage(action)
         inputs = self.values.pop((Op.F, action.pipeline, action.stage - 1, action.microbatch), None)
         targets = None
-        if action.stage == 0 or self._stage(action).is_last:
-            batch = around.data.microbatch(self.step, action.pipeline, action.microbatch, job.microbatch_size)
+        if self._reads_data(action):
+            batch = self.batches.pop(action, None) or self._load(action)
             inputs = batch.inputs if action.stage == 0 else inputs
-            targets = batch.targets if self._stage(action).is_last else None
+            targets = batch.targets if stage.is_last else None
         assert inputs is not None
-        outputs = self._stage(action).forward(self.step, action.microbatch, inputs, targets)
+        outputs = stage.forward(self.step, action.microbatch, inputs, targets)
         self.values[Op.F, action.pipeline, action.stage, action.microbatch] = outputs
 
     def _backward(self, action: Action) -> None:
@@ -105,17 +109,34 @@ class Executor:
         made = self._stage(action).backward(self.step, action.microbatch, gradients)
         self.values[Op.B, action.pipeline, action.stage, action.microbatch] = made
 
+    def _reads_data(self, action: Action) -> bool:
+        return action.stage == 0 or self._stage(action).is_last
+
+    def _load(self, action: Action) -> Batch:
+        around = self.around
+        return around.data.microbatch(self.step, action.pipeline, action.microbatch, around.job.microbatch_size)
+
     def _receive(self, action: Action) -> None:
-        ((_, send),) = requires(action, self.around.worker, self.around.ownership)
-        made_by = Op.F if action.op is Op.RECV_F else Op.B
-        self.values[made_by, send.pipeline, send.stage, send.microbatch] = self.receiver.take()
+        if self.receiver.must_wait() and action in self.next_forwards:
+            self._prepare(self.next_forwards[action])
+        made_by, source = (Op.F, action.stage - 1) if action.op is Op.RECV_F else (Op.B, action.stage + 1)
+        self.values[made_by, action.pipeline, source, action.microbatch] = self.receiver.take()
+
+    def _prepare(self, forward: Action) -> None:
+        """Does for a coming forward what does not depend on its input, in time that would pass in a wait."""
+        self._stage(forward).prepare(self.step, forward.microbatch)
+        if forward not in self.batches and self._reads_data(forward):
+            self.batches[forward] = self._load(forward)
+
+    def _route(self, send: Action) -> tuple[int, int]:
+        """Returns whom a send is for, and the key of its transfer."""
+        ownership, step_to = self.around.ownership, 1 if send.op is Op.SEND_F else -1
+        return ownership.owner(send.pipeline, send.stage + step_to), send_key(ownership.grid, send)
 
     def _send(self, action: Action) -> None:
-        around = self.around
-        made_by, step_to = (Op.F, 1) if action.op is Op.SEND_F else (Op.B, -1)
+        made_by = Op.F if action.op is Op.SEND_F else Op.B
         tensors = self.values.pop((made_by, action.pipeline, action.stage, action.microbatch))
-        target = around.ownership.owner(action.pipeline, action.stage + step_to)
-        around.plane.send(target, send_key(around.ownership.grid, action), tensors)
+        self.around.plane.send(*self.routes[action], tensors)
 
     def _reduce(self, action: Action) -> None:
         around, stage = self.around, self._stage(action)
@@ -194,6 +215,9 @@ class Executor:
             optimizer.step(rate)
 
 
+# While it runs one of these, a worker waits for nobody: one that never ends hangs.
+_BUSY_OPS = COMPUTE_OPS | {Op.STEP}
+
 _METHODS = {
     Op.F: "_forward",
     Op.B: "_backward",
@@ -205,6 +229,18 @@ _METHODS = {
     Op.COMMIT: "_commit",
     Op.STEP: "_optimizer_step",
 }
+
+
+def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:
+    """Returns for each receive the forward that comes next, whatever it is that is received."""
+    found: dict[Action, Action] = {}
+    forward = None
+    for action in reversed(actions):
+        if action.op is Op.F:
+            forward = action
+        elif action.op in RECEIVE_OPS and forward is not None:
+            found[action] = forward
+    return found
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from engine.runtime.interrupts import ignore_ctrl_c
 from engine.runtime.kernel import die_with_parent, name_process
 from engine.runtime.link import Link, Message
 
@@ -106,9 +107,7 @@ def _become(request: Message, parent: Link, selector: selectors.BaseSelector, se
 def main() -> None:
     """Runs the server over the link whose descriptor is the first argument; the second is the parent's pid."""
     die_with_parent(int(sys.argv[2]))
-    # Drops a Ctrl-C that came while this process still was in the terminal's session.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    ignore_ctrl_c()
     parent = Link.from_fd(int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)

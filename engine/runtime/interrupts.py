@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def ctrl_c_held() -> Iterator[None]:
+    """Holds Ctrl-C back while a child is started, which it would end before the child has left the terminal's session.
+
+    The child inherits the block, and calls `ignore_ctrl_c` once it has left.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_ctrl_c() -> None:
+    """Drops a Ctrl-C that came while it was held back, and all that may follow."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 
 class Interrupts:

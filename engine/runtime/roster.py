@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,14 +27,6 @@ class Member:
     exit_code: int | None = None
     peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
     peak_memory_kib: int = 0
-
-    def describe_end(self) -> str:
-        """Returns how this worker ended, in words."""
-        if self.exit_code is None:
-            return "has not ended"
-        if self.exit_code < 0:
-            return f"was ended by {signal.Signals(-self.exit_code).name}"
-        return f"exited with code {self.exit_code}"
 
 
 def start_members(

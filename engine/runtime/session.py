@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.core.errors import BambooError, EnvironmentLacksError, ExitCode
 from engine.core.job import Job
+from engine.core.membership_state import Options, State, begin
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.runtime.agent import AGENT, Account, Agent
+from engine.runtime.account import Account
+from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer
+from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.runtime.etcd_settings import EtcdSettings
 from engine.runtime.interrupts import Interrupts
+from engine.runtime.node import Node
 from engine.runtime.progress_board import Progress, ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns, open_events
 from engine.runtime.roster import Member, RendezvousStore, close_members, start_members
+from engine.runtime.supervisor import supervise
+
+_FORM_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +66,17 @@ def run_session(
     events: Path,
     logs: Path,
     watch: Callable[[View], None] = lambda view: None,
+    *,
+    run_id: str = "",
+    etcd: EtcdSettings | None = None,
     ownership: Ownership | None = None,
     ranks: tuple[int, ...] | None = None,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
-    `ownership` gives slots to other workers than the usual ones, `ranks` orders the workers in the process group:
-    neither may change a bit of the result. Raises EnvironmentLacksError before anything is started.
+    Without `etcd` a private one is started for this run. `ownership` gives slots to other workers than the usual
+    ones, `ranks` orders the workers in the process group: neither may change a bit of the result. Raises
+    EnvironmentLacksError, or CoordinatorUnavailableError, before training has begun.
     """
     _refuse_backend(job)
     started_at_ns = now_ns()
@@ -75,13 +88,15 @@ def run_session(
         recorder = Recorder(events_fd, AGENT)
         recorder.event("job", **asdict(job))
         server = stack.enter_context(ForkServer())
+        node = _join_store(stack, etcd, run_id or secrets.token_hex(4), logs, _first_state(job, ownership), recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
         stack.callback(board.close)
         store = RendezvousStore(server, logs)
         stack.callback(store.close)
         members = start_members(server, ownership, events_fd, board, logs)
         stack.callback(close_members, list(members.values()))
-        agent = Agent(job, members, server, recorder, lambda: watch(_view(agent, board)))
+        node.enrol(members.values())
+        agent = Agent(job, members, recorder, node, lambda: watch(_view(agent, board)))
         for worker, member in members.items():
             recorder.event("started", of=worker, child=member.child.pid, slots=member.slots)
             member.link.send(
@@ -93,10 +108,39 @@ def run_session(
                 num_lines=max(ownership.workers()) + 1,
                 store_port=store.port,
             )
-        agent.run(interrupts)
+        supervise(agent, server, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
         return ending
+
+
+def _first_state(job: Job, ownership: Ownership) -> State:
+    """Returns the protocol's state before anybody has joined; nobody has a shadow yet."""
+    # Building a model or opening its data may take its time; a broken pair that nobody died of cannot be mended.
+    options = Options(stages=job.stages, redundant=False, form_ns=_FORM_S * 1_000_000_000, max_repeats=0)
+    return begin(options, ownership.owners, tuple(() for _ in ownership.owners), job.steps - 1, now_ns())
+
+
+def _join_store(
+    stack: contextlib.ExitStack, etcd: EtcdSettings | None, run_id: str, logs: Path, first: State, recorder: Recorder
+) -> Node:
+    """Connects this host to the store, starting one where none is given; all of it is undone with `stack`."""
+    private = EmbeddedEtcd(logs) if etcd is None else None
+    if private is not None:
+        stack.callback(private.stop)
+        private.start()
+    # gRPC takes a fifth of a second to import; meanwhile etcd starts, and the fork server imports torch.
+    from engine.runtime.etcd_kv import EtcdKV
+
+    settings = etcd if private is None else private.settings()
+    assert settings is not None
+    recorder.event("store", endpoints=[str(each) for each in settings.endpoints], run_id=run_id)
+    kv = EtcdKV(settings, f"/bamboo/{run_id}/")
+    stack.callback(kv.close)
+    node = Node(kv, first, now_ns())
+    if private is None:
+        stack.callback(node.leave)
+    return node
 
 
 def _refuse_backend(job: Job) -> None:
@@ -133,6 +177,6 @@ def _ending(agent: Agent, view: View, started_at_ns: int) -> Ending:
     outcome, code = "finished", int(ExitCode.OK)
     if agent.cause is not None:
         outcome, code = "failed", int(agent.cause.exit_code)
-    elif agent.interrupted is not None and len(agent.account.losses) < agent.job.steps:
+    elif agent.interrupted is not None and len(agent.account.losses) < agent.account.job.steps:
         outcome, code = "interrupted", 128 + agent.interrupted
     return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns())

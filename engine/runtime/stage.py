@@ -56,6 +56,16 @@ class Stage:
         self.border: Border | None = None
         self._first_returned: dict[int, Border] = {}
         self.peak_stash = 0
+        self.keys: dict[tuple[int, int, int], int] = {}
+        self._share: Tensor | None = None
+
+    def prepare(self, step: int, microbatch: int) -> None:
+        """Computes the keys of a coming forward."""
+        for index in self.layers:
+            self.keys[step, index, microbatch] = self._key(step, index, microbatch)
+
+    def _key(self, step: int, index: int, microbatch: int) -> int:
+        return layer_key(self.job.seed, step, self.pipeline, index, microbatch)
 
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
         """Runs the layers on one microbatch and keeps its residual; the last stage also computes the loss."""
@@ -80,7 +90,7 @@ class Stage:
         """
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
-            gradients = _backward(residual.loss, (torch.ones_like(residual.loss.outputs[0]),))
+            gradients = _backward(residual.loss, (self._share_of(residual.loss.outputs[0]),))
         for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, kept) if isinstance(kept, tuple) else kept
             for segment in reversed(segments):
@@ -130,7 +140,8 @@ class Stage:
     def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[_Segment]:
         segments = []
         for index in group:
-            torch.default_generator.manual_seed(layer_key(self.job.seed, step, self.pipeline, index, microbatch))
+            key = self.keys.pop((step, index, microbatch), None)
+            torch.default_generator.manual_seed(self._key(step, index, microbatch) if key is None else key)
             cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
             outputs = self._call(index, cut)
             check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
@@ -140,8 +151,12 @@ class Stage:
 
     def _call(self, index: int, inputs: Tensors) -> Tensors:
         """Calls one layer; strides can decide bits, so what it hands on is contiguous, as a transfer would make it."""
-        with self._autocast():
-            outputs = as_tensors(self.layers[index](*inputs), self.where(index))
+        try:
+            with self._autocast():
+                outputs = as_tensors(self.layers[index](*inputs), self.where(index))
+        except Exception as error:
+            error.add_note(f"in {self.where(index)}")
+            raise
         return tuple(output.contiguous() for output in outputs)
 
     def _redo(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[_Segment]:
@@ -158,7 +173,13 @@ class Stage:
                 f"the loss is {self.losses[-1]} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
                 "a lower lr or a clip_norm often helps"
             )
-        return _Segment(cut, (loss / self.job.microbatches,))
+        return _Segment(cut, (loss,))
+
+    def _share_of(self, loss: Tensor) -> Tensor:
+        """Returns the gradient of a microbatch's loss: the loss of a step is their mean."""
+        if self._share is None:
+            self._share = torch.ones_like(loss) / self.job.microbatches
+        return self._share
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.job.dtype == "bfloat16":

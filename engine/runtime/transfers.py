@@ -46,17 +46,25 @@ class Receive:
 
 
 class Receiver:
-    """Posts the receives of a program ahead, in order, and hands out each when its action comes."""
+    """Posts the receives of a program ahead, in order, and hands out each when its action comes.
+
+    Posting takes a while, so it is done when the worker has nothing else to do: before a wait.
+    """
 
     def __init__(self, plane: DataPlane, receives: Sequence[Receive]):
         self._plane = plane
         self._receives = receives
         self._num_posted = 0
         self._num_taken = 0
-        self._post()
+        self._post(_POSTED_AHEAD)
 
-    def _post(self) -> None:
-        while self._num_posted < min(len(self._receives), self._num_taken + _POSTED_AHEAD):
+    def must_wait(self) -> bool:
+        """Says whether `take` would have to wait."""
+        receive = self._receives[self._num_taken]
+        return not self._plane.has_arrived(receive.source, receive.key)
+
+    def _post(self, num_ahead: int) -> None:
+        while self._num_posted < min(len(self._receives), self._num_taken + num_ahead):
             receive = self._receives[self._num_posted]
             self._plane.post(receive.source, receive.key, receive.border)
             self._num_posted += 1
@@ -64,9 +72,9 @@ class Receiver:
     def take(self) -> Tensors:
         """Waits for the next receive of the program and returns its tensors, ready to be a layer's input."""
         receive = self._receives[self._num_taken]
+        self._post(_POSTED_AHEAD if self.must_wait() else 1)
         tensors = self._plane.take(receive.source, receive.key)
         self._num_taken += 1
-        self._post()
         return tuple(
             tensor.requires_grad_(spec.needs_grad) for tensor, spec in zip(tensors, receive.border, strict=True)
         )

@@ -112,7 +112,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_1(launch: Launch) -> None
 def test_a_worker_that_is_killed_is_named_with_its_signal(launch: Launch, factory: str, num_commits: int) -> None:
     launcher, done = run_user_model(launch, factory)
     assert done.code == 3
-    assert f"{culprit(launcher, 1)} was ended by SIGKILL" in done.stderr
+    assert "worker 1 was ended by SIGKILL" in done.stderr
+    assert f"{culprit(launcher, 1)} wrote " in done.stderr
     assert len(launcher.events("commit")) == num_commits
     assert [event["of"] for event in launcher.events("exit") if not event["expected"]] == [1]
 
@@ -123,7 +124,8 @@ def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
     done = launcher.wait()
     assert launcher.leftovers() == []
     assert done.code == 3
-    assert f"{culprit(launcher, 2)} was ended by SIGKILL" in done.stderr
+    assert "worker 2 was ended by SIGKILL" in done.stderr
+    assert f"{culprit(launcher, 2)} wrote " in done.stderr
 
 
 def test_the_death_of_the_fork_server_ends_the_run(launch: Launch) -> None:

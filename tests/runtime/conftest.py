@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from engine.runtime.embedded_etcd import EmbeddedEtcd
 from engine.runtime.etcd_settings import EtcdSettings
 from engine.runtime.roster import RendezvousStore
+from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
 from tests.runtime.peers import PeerServer, peer_server
 
 
@@ -32,3 +34,23 @@ def port(peers: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     store = RendezvousStore(peers.server, tmp_path_factory.mktemp("store"))
     yield store.port
     store.close()
+
+
+@pytest.fixture(params=["double", "etcd"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """A store that other tests use too."""
+    backend = DoubleBackend() if request.param == "double" else EtcdBackend(request.getfixturevalue("etcd"))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(params=["double", "etcd"])
+def fragile(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+    """A store that the test may stop."""
+    if request.param == "double":
+        yield DoubleBackend()
+        return
+    with EmbeddedEtcd(tmp_path) as server:
+        backend = EtcdBackend(server.settings(), server)
+        yield backend
+        backend.close()

@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -116,7 +117,7 @@ def test_every_kind_of_tensor_arrives_as_it_was(peers: PeerServer, port: int) ->
     assert same == [True] * len(samples())
 
 
-def sends_then_sleeps(port: int, prefix: str) -> None:
+def sends_one(port: int, prefix: str) -> None:
     plane = plane_of(port, prefix, 0)
     plane.send(1, 0, (torch.ones(1 << 20),))
     plane.post(1, 1, (spec(1),))
@@ -125,7 +126,7 @@ def sends_then_sleeps(port: int, prefix: str) -> None:
     plane.close()
 
 
-def computes_meanwhile(port: int, prefix: str) -> list[bool]:
+def computes_meanwhile(port: int, prefix: str) -> bool:
     plane = plane_of(port, prefix, 1)
     plane.post(0, 0, (spec(1 << 20),))
     deadline_s = time.monotonic() + 10
@@ -133,35 +134,31 @@ def computes_meanwhile(port: int, prefix: str) -> list[bool]:
     while (0, 0) not in plane._arrived and time.monotonic() < deadline_s:
         time.sleep(0.001)
     came = (0, 0) in plane._arrived
-    start_s = time.monotonic()
     plane.take(0, 0)
-    taken_at_once = time.monotonic() - start_s < 0.02
     plane.send(0, 1, (torch.ones(1),))
     plane.reap()
     plane.close()
-    return [came, taken_at_once]
+    return came
 
 
 def test_transfers_overlap_with_whatever_the_main_thread_does(peers: PeerServer, port: int) -> None:
-    _, found = run_peers(peers, port, sends_then_sleeps, computes_meanwhile)
-    assert found == [True, True]
+    _, found = run_peers(peers, port, sends_one, computes_meanwhile)
+    assert found
 
 
-def sends_large(port: int, prefix: str) -> float:
+def sends_large(port: int, prefix: str) -> None:
     plane = plane_of(port, prefix, 0)
-    start_s = time.monotonic()
     plane.send(1, 0, (torch.ones(1 << 22),))  # far more than sockets hold
-    taken_s = time.monotonic() - start_s
+    connect(port, prefix).set("sent", "yes")
     plane.post(1, 1, (spec(1),))
     plane.take(1, 1)
     plane.reap()
     plane.close()
-    return taken_s
 
 
-def posts_late(port: int, prefix: str) -> float:
+def posts_when_it_was_sent(port: int, prefix: str) -> float:
     plane = plane_of(port, prefix, 1)
-    time.sleep(0.3)
+    connect(port, prefix).wait(["sent"], timedelta(seconds=TIMEOUT_S))
     plane.post(0, 0, (spec(1 << 22),))
     (tensor,) = plane.take(0, 0)
     plane.send(0, 1, (torch.ones(1),))
@@ -171,8 +168,7 @@ def posts_late(port: int, prefix: str) -> float:
 
 
 def test_a_send_does_not_wait_for_its_receive(peers: PeerServer, port: int) -> None:
-    taken_s, total = run_peers(peers, port, sends_large, posts_late)
-    assert taken_s < 0.15
+    _, total = run_peers(peers, port, sends_large, posts_when_it_was_sent)
     assert total == 1 << 22
 
 
@@ -180,6 +176,7 @@ def exchanges(port: int, prefix: str, worker: int) -> list[float]:
     """Three workers, ranked against their numbers: each sends to both others and takes from both."""
     workers = (7, 2, 5)
     plane = plane_of(port, prefix, worker, workers)
+    assert plane._group.rank() == workers.index(worker)
     others = [each for each in workers if each != worker]
     for other in others:
         for key in (3, 1):

@@ -80,7 +80,8 @@ def test_the_file_is_its_owners_alone_and_not_inherited(events: int, tmp_path: P
     assert not os.get_inheritable(events)
 
 
-def writes(fd: int, worker: int, path: str) -> int:
+def writes(fd: int, gate: int, worker: int, path: str) -> int:
+    os.read(gate, 1)  # until all are there
     # Some share a descriptor, some have their own.
     recorder = Recorder(fd if worker % 2 else open_events(path), worker)
     for number in range(NUM_LINES):
@@ -93,12 +94,15 @@ def writes(fd: int, worker: int, path: str) -> int:
 
 def test_processes_that_append_at_once_tear_no_line(peers: PeerServer, events: int, tmp_path: Path) -> None:
     path = str(tmp_path / "events.jsonl")
-    started = [peers.start(writes, worker, path, fds=[events]) for worker in range(NUM_WRITERS)]
+    gate, opener = os.pipe()
+    started = [peers.start(writes, worker, path, fds=[events, gate]) for worker in range(NUM_WRITERS)]
+    os.write(opener, bytes(NUM_WRITERS))
     pids = [peer.result() for peer in started]
+    os.close(gate)
+    os.close(opener)
     lines = lines_of(tmp_path)
     assert Counter(line["worker"] for line in lines) == dict.fromkeys(range(NUM_WRITERS), NUM_LINES)
     for worker, pid in enumerate(pids):
         own = [line for line in lines if line["worker"] == worker]
         assert [line["step"] for line in own] == list(range(NUM_LINES))
         assert {line["pid"] for line in own} == {pid}
-    assert [line["worker"] for line in lines] != sorted(line["worker"] for line in lines), "they took turns"

@@ -264,6 +264,7 @@ def test_a_residual_is_freed_by_its_backward_and_the_peak_is_kept() -> None:
     for microbatch in range(M):
         stage.backward(STEP, microbatch, ())
     assert stage.residuals == {}
+    stage.forward(STEP, 0, inputs_of(0), TARGETS)
     assert stage.peak_stash == 3
 
 

@@ -1,0 +1,87 @@
+"""`bamboo status`: who owns what in a run, how far it is, and what was decided."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from engine.core.run_status import RunStatus
+
+_EVERY_S = 1.0
+
+
+def status(
+    run: Annotated[
+        str | None, typer.Argument(help="A run's folder name, or its beginning; the latest by default.")
+    ] = None,
+    *,
+    results: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("results"),
+    watch: Annotated[bool, typer.Option("--watch", help="Say it again every second until the run ends.")] = False,
+    plain_http: Annotated[
+        bool, typer.Option("--etcd-plain-http", help="Allow clear text to an etcd that is not on this host.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object (with --watch, one per line).")
+    ] = False,
+) -> None:
+    """Say who owns what in a run, its step, heartbeats and verdicts: from etcd while it lives, else from its events."""
+    while True:
+        found, live = _find(results, run, plain_http)
+        typer.echo(json.dumps(asdict(found) | {"live": live}) if as_json else "\n".join(_lines(found, live)))
+        if not (watch and live):
+            return
+        time.sleep(_EVERY_S)
+
+
+def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool]:
+    from engine.core.run_status import status_of_events
+    from engine.files.events_file import read_events
+    from engine.files.run_folder import find_run
+
+    folder = find_run(results, run)
+    events = list(read_events(folder.events))
+    store: dict[str, Any] = next((event for event in events if event["event"] == "store"), {})
+    if store and not any(event["event"] == "ended" for event in events):
+        found = _from_store(store, plain_http)
+        if found is not None:
+            return found, True
+    return status_of_events(folder.path.name, events), False
+
+
+def _from_store(store: dict[str, Any], plain_http: bool) -> RunStatus | None:
+    """Asks the store of a run; None when it is gone, or has forgotten the run."""
+    from bamboo_cli.etcd_options import etcd_settings
+    from engine.core.errors import CoordinatorUnavailableError
+    from engine.core.run_status import status_of_keys
+    from engine.runtime.etcd_kv import EtcdKV
+
+    settings = etcd_settings(",".join(store["endpoints"]), plain_http)
+    assert settings is not None
+    kv = EtcdKV(settings, f"/bamboo/{store['run_id']}/", deadline_s=2.0)
+    try:
+        keys = {item.key: item.value for item in kv.read_prefix("").items}
+        return status_of_keys(store["run_id"], keys) if keys else None
+    except CoordinatorUnavailableError:
+        return None
+    finally:
+        kv.close()
+
+
+def _lines(found: RunStatus, live: bool) -> list[str]:
+    steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
+    lines = [f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}" + ("" if live else " (from events)")]
+    for each in found.workers:
+        heard = "" if each.heard_s_ago is None else f"  heard {each.heard_s_ago:.1f} s ago"
+        before = f"  before {_slots(each.before)}" if each.before else ""
+        lines.append(f"  worker {each.worker}  pid {each.pid}  stage {_slots(each.now)}{before}  {each.state}{heard}")
+    return lines + [f"  epoch {epoch}: {reason}" for epoch, reason in found.verdicts]
+
+
+def _slots(slots: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"{pipeline}.{stage}" for pipeline, stage in slots) or "-"

@@ -1,0 +1,143 @@
+"""Verdicts: who is out, who inherits their slots, and when a job must halt.
+
+Rules: a verdict makes the next epoch, an empty one too, and every epoch begins with nothing gathered. A slot goes to
+the first of its shadows that is in and stays; only if nobody who stays has it, to one who is leaving. What moves with
+a hand-over moves at a step boundary; what the dead leave behind moves at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from engine.core.errors import ExitCode
+from engine.core.membership_state import Phase, State
+
+
+class Heirs(NamedTuple):
+    """The owners and shadows of each slot as they shall be, and the slots that nobody can take over."""
+
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...]
+
+
+def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs:
+    """Returns what becomes of every slot without `dead`, and with a hand-over without those who are leaving."""
+    owners, shadows, lost = [], [], []
+    for slot, (owner, line) in enumerate(zip(state.owners, state.shadows, strict=True)):
+        live = [worker for worker in line if worker in state.members and worker not in dead]
+        staying = [worker for worker in live if worker not in state.leaving]
+        heir = owner
+        if owner in dead:
+            heir = next(iter(staying + live), owner)
+        elif hand_over and owner in state.leaving:
+            heir = next(iter(staying), owner)
+            live.append(owner)  # it holds the slot still, until it leaves
+        if heir in dead:
+            lost.append(slot)
+        owners.append(heir)
+        shadows.append(tuple(worker for worker in live if worker != heir))
+    return Heirs(tuple(owners), tuple(shadows), tuple(lost))
+
+
+def new_epoch(
+    state: State, now_ns: int, out: Mapping[int, str], reason: str = "", phase: Phase = Phase.FAILING_OVER
+) -> State:
+    """Returns the next epoch without those who are `out`, who and why in words; halted if a slot is lost with them."""
+    finished = {worker: "had finished and left" for worker in state.members if worker in state.exited}
+    out = {**finished, **out}
+    inherited = heirs(state, out, hand_over=phase is Phase.RECONFIGURING)
+    new = state._replace(
+        phase=phase,
+        epoch=state.epoch + 1,
+        members=tuple(worker for worker in state.members if worker not in out),
+        owners=inherited.owners,
+        shadows=inherited.shadows,
+        verdict=tuple(out.items()),
+        reason=reason or in_words(out),
+        out={**state.out, **out},
+        inventories={},
+        digests={},
+        done=(),
+        look=(),
+        moved_ns=now_ns,
+    )
+    if not inherited.lost:
+        return new
+    if not state.options.redundant:
+        return halted(new, ExitCode.NOT_RECOVERED, f"training did not recover: {new.reason}")
+    return state_lost(new, tuple(sorted({slot % state.options.stages for slot in inherited.lost})))
+
+
+def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str) -> State:
+    """Returns the next epoch with the same members; when that did not help, without one of the suspects.
+
+    The rule is fixed: the one with the highest number whose slots others can take over.
+    """
+    count = state.repeats.get(cause, 0) + 1
+    if count <= state.options.max_repeats:
+        new = state._replace(repeats={**state.repeats, cause: count})
+        return new_epoch(new, now_ns, {}, f"{cause}, but nobody has died")
+    told = cause if count == 1 else f"{cause}, {count} times in a row"
+    if not suspects:
+        return halted(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
+    highest_first = sorted(suspects, reverse=True)
+    victim = next((worker for worker in highest_first if not heirs(state, (worker,)).lost), highest_first[0])
+    return new_epoch(state, now_ns, {victim: f"is given up: {told}"})
+
+
+def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
+    """Returns the next epoch at a step boundary: `moving` hand over their slots; whom nobody needs has left."""
+    gone = dict.fromkeys(departing(state), f"has left after step {state.committed}")
+    told = [f"{workers_in_words(moving)} handed over after step {state.committed}"] if moving else []
+    told += [in_words(gone)] if gone else []
+    state = state._replace(exited=(*state.exited, *gone))
+    return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING)
+
+
+def leavers(state: State) -> tuple[int, ...]:
+    """Returns those who are leaving and whose slots others can take over at the next step boundary."""
+    if not state.leaving:
+        return ()
+    after = heirs(state, (), hand_over=True).owners
+    moving = {before for before, heir in zip(state.owners, after, strict=True) if before != heir}
+    return tuple(sorted(moving))
+
+
+def departing(state: State) -> tuple[int, ...]:
+    """Returns those who are leaving and no longer needed: every slot lives without them as well as it can."""
+    return tuple(worker for worker in state.leaving if worker in state.members and not _is_needed(state, worker))
+
+
+def _is_needed(state: State, worker: int) -> bool:
+    staying = [member for member in state.members if member not in state.leaving]
+    for owner, line in zip(state.owners, state.shadows, strict=True):
+        if owner == worker:
+            return True
+        replaced = any(shadow in staying for shadow in line)
+        if worker in line and not replaced and any(member != owner for member in staying):
+            return True
+    return False
+
+
+def state_lost(state: State, stages: tuple[int, ...]) -> State:
+    """Returns the state halted because nobody holds some stages any more."""
+    named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    text = f"the state of {named} is lost in epoch {state.epoch}; last committed step {state.committed}; {state.reason}"
+    return halted(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+
+
+def halted(state: State, exit_code: ExitCode, reason: str) -> State:
+    """Returns the state halted; `reason` is what the user reads."""
+    return state._replace(phase=Phase.HALTED, exit_code=int(exit_code), reason=reason, look=())
+
+
+def in_words(out: Mapping[int, str]) -> str:
+    """Returns who is out and why."""
+    return "; ".join(f"worker {worker} {why}" for worker, why in out.items())
+
+
+def workers_in_words(workers: tuple[int, ...]) -> str:
+    """Returns ``worker 1``, ``workers 1 and 2``."""
+    return ("worker " if len(workers) == 1 else "workers ") + " and ".join(map(str, workers))

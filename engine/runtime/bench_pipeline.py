@@ -1,0 +1,157 @@
+"""One worker of the pipeline benchmark: it runs our executor and torch's schedule in turns, on the same layers.
+
+Both sides share process, modules, microbatches and the threads of this worker. Each accumulates gradients as in a
+training step; dropping them again, and releasing what was sent, is not timed. All workers of an iteration start at one
+agreed moment, so that nobody's way out of a barrier is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Protocol
+
+import torch
+from torch import distributed
+
+from engine.core.bench_rows import Stamps
+from engine.core.job import Job
+
+from engine.core.program import on_owners, with_transfers
+from engine.core.schedule import SCHEDULES
+from engine.models import timed
+from engine.models.catalogue import build_model, open_data
+from engine.models.data import Data, DataFacts
+from engine.models.layers import Batch
+from engine.runtime.control import Control
+from engine.runtime.executor import Executor, Surroundings
+from engine.runtime.kernel import sleep_exactly
+from engine.runtime.link import Link
+from engine.runtime.progress_board import ProgressBoard
+from engine.runtime.recorder import Recorder, now_ns
+from engine.runtime.store_server import connect
+from engine.runtime.worker import join
+
+_LEAD_NS = 5_000_000  # from the agreement on a moment to that moment
+_NUM_WARM_UP = 2
+_LOOPBACK_INTERFACE = "lo"
+
+
+class Side(Protocol):
+    """One of the two that are compared."""
+
+    def run(self, iteration: int) -> None:
+        """Runs forwards and backwards of all microbatches."""
+
+    def tidy(self) -> None:
+        """Does what is not timed after an iteration."""
+
+
+class PremadeData:
+    """Microbatches that were made before: neither side is timed at making them."""
+
+    def __init__(self, data: Data, num_microbatches: int, size: int):
+        self.facts: DataFacts = data.facts
+        self.batches = [data.microbatch(0, 0, index, size) for index in range(num_microbatches)]
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns the same microbatch at every step."""
+        return self.batches[microbatch]
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns training samples: nothing is learned here."""
+        return self.batches[index]
+
+
+class OurSide:
+    """The executor over the data plane, with events, board and control thread as in a run."""
+
+    def __init__(self, around: Surroundings):
+        self.around = around
+        grid = around.ownership.grid
+        lists = SCHEDULES[around.job.schedule](grid.stages, grid.microbatches)
+        program = with_transfers(on_owners(lists, around.ownership), around.ownership)
+        self.executor = Executor(around, program[around.worker])
+
+    def run(self, iteration: int) -> None:
+        """Runs the program once."""
+        self.executor.run_step(iteration)
+
+    def tidy(self) -> None:
+        """Drops what was sent, and the losses."""
+        self.around.plane.reap()
+        for stage in self.around.stages.values():
+            stage.losses = []
+
+
+def main(control_fd: int, events_fd: int, board_fd: int) -> int:
+    """Runs one worker of one case over the descriptors that the launcher handed to it."""
+    sleep_exactly()
+    control = Control(Link.from_fd(control_fd))
+    welcome = control.take("welcome")
+    job = Job(**welcome["job"])
+    torch.set_num_threads(job.threads)
+    worker, num_workers = welcome["worker"], len(welcome["owners"])
+    data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
+    around = join(
+        control,
+        welcome,
+        job,
+        data,
+        build_model(job, data.facts),
+        Recorder(events_fd, worker),
+        ProgressBoard(board_fd, welcome["num_lines"]),
+    )
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
+    store = connect(welcome["store_port"], "torch")
+    distributed.init_process_group("gloo", store=store, rank=worker, world_size=num_workers)
+    # Its import takes a second, which only this role owes.
+    from engine.runtime.bench_torch_side import TorchSide
+
+    sides = {"ours": OurSide(around), "peer": TorchSide(around)}
+    _measure(around, sides, welcome["iterations"])
+    control.send("finished")
+    control.take("bye")
+    return 0
+
+
+def _measure(around: Surroundings, sides: dict[str, Side], num_iterations: int) -> None:
+    """Runs the sides in turns, first one first and then the other; tells the launcher when all is done."""
+    taken: list[tuple[str, Stamps]] = []
+    names = list(sides)
+    for iteration in range(_NUM_WARM_UP + num_iterations):
+        for name in names:
+            stamps = _run_once(around, sides[name], iteration)
+            if iteration >= _NUM_WARM_UP:
+                taken.append((name, stamps))
+        names.reverse()
+    for name, stamps in taken:
+        around.control.send(
+            "timed",
+            side=name,
+            start_ns=stamps.start_ns,
+            end_ns=stamps.end_ns,
+            forwards_ns=stamps.forwards_ns,
+            backwards_ns=stamps.backwards_ns,
+        )
+
+
+def _run_once(around: Surroundings, side: Side, iteration: int) -> Stamps:
+    for stage in around.stages.values():
+        for layer in stage.layers.values():
+            layer.zero_grad()
+    timed.forwards_ns.clear()
+    timed.backwards_ns.clear()
+    start_ns = _common_start()
+    side.run(iteration)
+    end_ns = now_ns()
+    side.tidy()
+    return Stamps(start_ns, end_ns, tuple(timed.forwards_ns), tuple(timed.backwards_ns))
+
+
+def _common_start() -> int:
+    """Waits until a moment that all workers agree on, a little after the last of them has come; returns the time."""
+    moment = torch.tensor(now_ns() + _LEAD_NS)
+    distributed.all_reduce(moment, distributed.ReduceOp.MAX)
+    time.sleep(max(0, moment.item() - now_ns()) / 1e9)
+    return now_ns()

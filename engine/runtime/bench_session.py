@@ -1,0 +1,115 @@
+"""The launcher's side of the pipeline benchmark: starts the workers of a case and gathers their stamps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.core.bench_rows import Row, Stamps, pipeline_rows
+from engine.core.errors import WorkerFailedError
+from engine.core.job import Args, Job
+from engine.core.ownership import Grid, one_slot_each
+from engine.runtime.children import ForkServer
+from engine.runtime.link import Message
+from engine.runtime.progress_board import ProgressBoard
+from engine.runtime.recorder import open_events
+from engine.runtime.roster import Member, RendezvousStore, close_members, start_members
+
+SIDES = ("ours", "peer")
+_BLOCKS: Args = {"width": 256, "depth": 6}
+_WIDTH = 256  # inputs as wide as the timed layers, so that the first need not widen them
+
+
+def pipeline_jobs() -> dict[str, Job]:
+    """Returns the cases: name -> job. C0, deeper, longer, and real compute, each under both schedules."""
+    jobs = {}
+    for schedule in ("1f1b", "gpipe"):
+        for stages, microbatches in ((4, 8), (8, 16), (4, 32)):
+            jobs[f"{schedule} timed P={stages} M={microbatches}"] = Job(
+                model="timed",
+                model_args={"layers": stages, "width": _WIDTH},
+                data_args={"features": _WIDTH},
+                stages=stages,
+                microbatches=microbatches,
+                schedule=schedule,
+            )
+        jobs[f"{schedule} gpt P=2 M=8"] = Job(model="gpt", model_args=_BLOCKS, stages=2, schedule=schedule)
+    return jobs
+
+
+def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> list[Row]:
+    """Measures one case and returns its rows; what the workers write meanwhile lies in `folder` until the end.
+
+    Raises:
+        WorkerFailedError: a worker ended before it had finished.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        stamps = _measure(job, num_iterations, Path(name))
+    return pipeline_rows(case, stamps["ours"], stamps["peer"])
+
+
+def _measure(job: Job, num_iterations: int, folder: Path) -> dict[str, list[list[Stamps]]]:
+    """Returns for each side the stamps of all workers, iteration by iteration."""
+    ownership = one_slot_each(Grid(job.stages, job.microbatches))
+    with contextlib.ExitStack() as stack:
+        events_fd = open_events(folder / "events.jsonl")
+        stack.callback(os.close, events_fd)
+        server = stack.enter_context(ForkServer())
+        board = ProgressBoard.create(job.stages)
+        stack.callback(board.close)
+        store = RendezvousStore(server, folder)
+        stack.callback(store.close)
+        members = start_members(server, ownership, events_fd, board, folder, role="bench-pipeline")
+        stack.callback(close_members, list(members.values()))
+        _send_all(
+            members,
+            "welcome",
+            job=asdict(job),
+            owners=ownership.owners,
+            ranks=ownership.workers(),
+            num_lines=job.stages,
+            store_port=store.port,
+            iterations=num_iterations,
+        )
+        taken = _gather(members)
+        _send_all(members, "bye")
+    return {
+        side: [list(workers) for workers in zip(*(taken[side, worker] for worker in members), strict=True)]
+        for side in SIDES
+    }
+
+
+def _send_all(members: dict[int, Member], kind: str, **fields: object) -> None:
+    for worker, member in members.items():
+        member.link.send(kind, **fields, **({"worker": worker} if kind == "welcome" else {}))
+
+
+def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
+    """Serves the workers as the agent would, until all have told their stamps: (side, worker) -> stamps."""
+    taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
+    working = set(members)
+    with selectors.DefaultSelector() as selector:
+        for member in members.values():
+            selector.register(member.link, selectors.EVENT_READ, member)
+        while working:
+            for key, _ in selector.select():
+                member = key.data
+                message = member.link.receive()
+                if message is None:
+                    raise WorkerFailedError(f"worker {member.worker} of the benchmark ended:\n{member.log.read_text()}")
+                if message["kind"] == "timed":
+                    taken[message["side"], member.worker].append(_stamps(message))
+                elif message["kind"] == "finished":
+                    working.remove(member.worker)
+                else:
+                    _send_all(members, **{name: value for name, value in message.items() if name != "fds"})
+    return taken
+
+
+def _stamps(message: Message) -> Stamps:
+    sleeps = (tuple(message[name]) for name in ("forwards_ns", "backwards_ns"))
+    return Stamps(message["start_ns"], message["end_ns"], *sleeps)

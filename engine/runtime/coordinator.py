@@ -1,0 +1,85 @@
+"""The coordinator's role: runs the membership protocol of one job, with all that it knows in the store.
+
+Rules: the new state is in the store, by compare-and-swap on the old one, before any effect is carried out; whoever
+finds another state there than it wrote has been replaced, and does nothing more. Keys, under the run's own root:
+
+``coordinator`` who holds the role, on a lease; ``state`` the protocol's state; ``epoch``, ``commit``, ``status`` and
+``reconfigured`` what of it others want to read, ``verdicts`` the latest epochs and why they were made; ``plan`` the
+input of the latest plan; ``members/N`` worker N, on its node's lease, with its slots now and before; ``heartbeats``
+when each was last heard of. Their number depends on the workers only, not on the steps.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from engine.core.errors import CoordinatorUnavailableError
+from engine.core.kv import KV, Change, Put, Txn, absent, equal
+from engine.core.membership import step
+from engine.core.membership_effects import Effect, PublishPlanInput
+from engine.core.membership_events import Event
+from engine.core.membership_state import Phase, State, resume, to_json
+from engine.runtime.election import Election
+
+ROLE, STATE = "coordinator", "state"
+_MAX_VERDICTS = 64
+
+
+class Coordinator:
+    """Whoever holds the role, once `election` is won: goes on with the state in the store, or begins with `first`.
+
+    Raises InvariantError when what stands in the store is no state, CoordinatorUnavailableError when it was too slow.
+    """
+
+    def __init__(self, kv: KV, election: Election, first: State, now_ns: int):
+        self._kv = kv
+        self._election = election
+        found = kv.get(STATE)
+        self.state = first if found is None else resume(found.value.decode(errors="replace"), now_ns)
+        self._written = to_json(self.state).encode()
+        told = kv.get("verdicts")
+        self._verdicts: list[tuple[int, str]] = json.loads(told.value) if told is not None else []
+        unchanged = absent(STATE) if found is None else equal(STATE, found.value)
+        changes: list[Change] = [Put(STATE, self._written), Put("status", self.state.phase.encode())]
+        self._transact(Txn((election.fence, unchanged), tuple(changes)))
+
+    def handle(self, event: Event) -> tuple[Effect, ...]:
+        """Takes one event in and returns what is to be done.
+
+        Raises CoordinatorUnavailableError when the store cannot be reached, or when another coordinator has written.
+        """
+        new, effects = step(self.state, event)
+        if new.epoch != self.state.epoch:
+            self._verdicts = [*self._verdicts, (new.epoch, new.reason)][-_MAX_VERDICTS:]
+        changes = _changes(self.state, new, self._verdicts) + [
+            Put("plan", json.dumps(asdict(effect)).encode())
+            for effect in effects
+            if isinstance(effect, PublishPlanInput)
+        ]
+        if changes:
+            written = to_json(new).encode()
+            conditions = (self._election.fence, equal(STATE, self._written))
+            self._transact(Txn(conditions, (Put(STATE, written), *changes)))
+            self._written = written
+        self.state = new
+        return effects
+
+    def _transact(self, txn: Txn) -> None:
+        if not self._kv.transact(txn).succeeded:
+            raise CoordinatorUnavailableError("another coordinator has taken this run over, or its keys were changed")
+
+
+def _changes(old: State, new: State, verdicts: list[tuple[int, str]]) -> list[Change]:
+    """Returns what of the state has changed for readers; nothing if only its clocks have."""
+    if new.decided() == old.decided():
+        return []
+    changes: list[Change] = [Put("status", new.phase.encode())]
+    if new.epoch != old.epoch:
+        changes.append(Put("epoch", str(new.epoch).encode()))
+        changes.append(Put("verdicts", json.dumps(verdicts).encode()))
+    if new.committed != old.committed:
+        changes.append(Put("commit", str(new.committed).encode()))
+    if new.phase is Phase.RECONFIGURING and new.epoch != old.epoch:
+        changes.append(Put("reconfigured", json.dumps({"epoch": new.epoch, "reason": new.reason}).encode()))
+    return changes

@@ -1,0 +1,176 @@
+"""Where the coordinator's store is and how to be let in: endpoints, TLS, user and password, all checked together.
+
+Rules: a password is a `Secret`, which shows itself to nobody who prints it. Names and passwords do not travel in clear
+text, nor does anything leave this host in clear text, unless the user has said so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.core.errors import Problem, UserError
+
+ENDPOINTS = "BAMBOO_ETCD"
+CA_FILE = "BAMBOO_ETCD_CA"
+CERT_FILE = "BAMBOO_ETCD_CERT"
+KEY_FILE = "BAMBOO_ETCD_KEY"
+USER = "BAMBOO_ETCD_USER"
+PASSWORD = "BAMBOO_ETCD_PASSWORD"  # noqa: S105 the name of the variable, not the word itself
+PASSWORD_FILE = "BAMBOO_ETCD_PASSWORD_FILE"  # noqa: S105
+VARIABLES = (ENDPOINTS, CA_FILE, CERT_FILE, KEY_FILE, USER, PASSWORD, PASSWORD_FILE)
+
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
+_FORM = "host:port[,host:port]"
+
+
+class Secret:
+    """A text that only `reveal` gives away."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def reveal(self) -> str:
+        """Returns the text."""
+        return self._text
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __repr__(self) -> str:
+        return "Secret(***)" if self._text else "Secret()"
+
+
+_NO_SECRET = Secret("")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host, by name or address, and a port."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it surely is this host."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSettings:
+    """How to reach etcd. With a `ca_file` it is spoken to over TLS; certificate and key are the client's own."""
+
+    endpoints: tuple[Endpoint, ...]
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    user: str = ""
+    password: Secret = _NO_SECRET
+
+
+def read_settings(
+    endpoints: str, environment: Mapping[str, str], *, allow_plain_http: bool = False, source: str = "--etcd"
+) -> EtcdSettings:
+    """Returns the settings for `endpoints`, a text that `source` gave, with the rest taken from the environment.
+
+    Raises UserError with every problem.
+    """
+    problems: list[Problem] = []
+    values = {name: environment.get(name, "") for name in VARIABLES}
+    parsed = _parse_endpoints(endpoints, source, problems)
+    for name in (CA_FILE, CERT_FILE, KEY_FILE):
+        if values[name]:
+            _read(name, values[name], problems)
+    password = _find_password(values, problems)
+    problems += _lonely(values)
+    remote = [str(each) for each in parsed if not each.is_loopback]
+    if remote and not values[CA_FILE] and not allow_plain_http:
+        hint = f"set {CA_FILE} for TLS, or pass --etcd-plain-http to send everything in clear text"
+        problems.append(Problem(source, "TLS, as the endpoint is not on this host", ", ".join(remote), hint))
+    if problems:
+        raise UserError(problems)
+    files = (values[CA_FILE], values[CERT_FILE], values[KEY_FILE])
+    return EtcdSettings(tuple(parsed), *files, values[USER], password)
+
+
+def _parse_endpoints(text: str, source: str, problems: list[Problem]) -> list[Endpoint]:
+    endpoints: list[Endpoint] = []
+    for part in text.split(","):
+        endpoint = _parse_endpoint(part)
+        if endpoint is None:
+            hint = "user and password go into the environment" if "@" in part else "without http://" * ("/" in part)
+            # Whatever stands before an @ may be a password.
+            problems.append(Problem(source, _FORM, repr(part.rpartition("@")[2]), hint))
+        elif endpoint in endpoints:
+            problems.append(Problem(source, "each endpoint once", repr(part)))
+        else:
+            endpoints.append(endpoint)
+    return endpoints
+
+
+def _parse_endpoint(text: str) -> Endpoint | None:
+    host, _, port = text.rpartition(":")
+    if not (re.fullmatch(r"[0-9]{1,5}", port) and 1 <= int(port) <= 65535):
+        return None
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return Endpoint(str(ipaddress.IPv6Address(host[1:-1])), int(port))
+        except ValueError:
+            return None
+    if re.fullmatch(r"[0-9.]+", host):
+        try:
+            return Endpoint(str(ipaddress.IPv4Address(host)), int(port))
+        except ValueError:
+            return None
+    return Endpoint(host.lower(), int(port)) if _HOST_NAME.fullmatch(host) else None
+
+
+def _read(name: str, path: str, problems: list[Problem]) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = str(error.strerror).lower() if isinstance(error, OSError) else "it is no text"
+        problems.append(Problem(name, "a file that can be read", repr(path), reason))
+        return ""
+
+
+def _find_password(values: Mapping[str, str], problems: list[Problem]) -> Secret:
+    path = values[PASSWORD_FILE]
+    if not path:
+        return Secret(values[PASSWORD])
+    if values[PASSWORD]:
+        problems.append(Problem(PASSWORD_FILE, f"only one of it and {PASSWORD}", "both"))
+    num_before = len(problems)
+    password = Secret(_read(PASSWORD_FILE, path, problems).rstrip("\r\n"))
+    if not password and len(problems) == num_before:
+        problems.append(Problem(PASSWORD_FILE, "a file that holds the password", repr(path), "it is empty"))
+    return password
+
+
+def _lonely(values: Mapping[str, str]) -> list[Problem]:
+    """Returns a problem for each variable that says nothing without another one that is not set."""
+    password = PASSWORD_FILE if values[PASSWORD_FILE] else PASSWORD
+    needs = (
+        (USER, password, f"{PASSWORD} or {PASSWORD_FILE}"),
+        (password, USER, USER),
+        (CERT_FILE, KEY_FILE, KEY_FILE),
+        (KEY_FILE, CERT_FILE, CERT_FILE),
+        (CERT_FILE, CA_FILE, CA_FILE),
+    )
+    return [
+        Problem(given, f"{wanted} beside it", "nothing")
+        for given, needed, wanted in needs
+        if values[given] and not values[needed]
+    ]

@@ -1,0 +1,75 @@
+"""The loop of the launcher: waits on the workers' links, their pidfds, the fork server, signals and the clock at once."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import time
+
+from engine.core.errors import InvariantError
+from engine.runtime.agent import Agent
+from engine.runtime.children import ForkServer
+from engine.runtime.interrupts import Interrupts
+from engine.runtime.roster import Member
+
+_TICK_S = 0.25
+
+
+def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
+    """Serves until every worker has ended; afterwards the agent says how it went."""
+    members = list(agent.members.values())
+    with selectors.DefaultSelector() as selector:
+        selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
+        selector.register(server.link, selectors.EVENT_READ, lambda: _note_exit(agent, server))
+        for member in members:
+            _watch(selector, agent, member)
+        while server.has_early_exits():
+            _note_exit(agent, server)
+        ticked_s = 0.0
+        while any(member.exit_code is None for member in members):
+            wait_s = min(_TICK_S, agent.deadline_s - time.monotonic())
+            for key, _ in selector.select(max(0.0, wait_s)):
+                # What was ready may have been dealt with by what came before it in this round.
+                if key.fileobj in selector.get_map():
+                    with contextlib.suppress(BlockingIOError):
+                        key.data()
+            now_s = time.monotonic()
+            if now_s >= agent.deadline_s:
+                agent.overdue()
+            if now_s - ticked_s >= _TICK_S:
+                ticked_s = now_s
+                agent.look_at_clock()
+    agent.close()
+
+
+def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> None:
+    def ended() -> None:
+        selector.unregister(member.child.pidfd)
+        # What it said before it ended comes first. Something that it started itself may still hold its link open:
+        # then nothing is left to receive, which is no end of the link.
+        while member.link in selector.get_map():
+            spoken()
+
+    def spoken() -> None:
+        message = member.link.receive()
+        if message is None:
+            selector.unregister(member.link)
+        else:
+            agent.hear(member, message)
+
+    selector.register(member.child.pidfd, selectors.EVENT_READ, ended)
+    selector.register(member.link, selectors.EVENT_READ, spoken)
+
+
+def _note_exit(agent: Agent, server: ForkServer) -> None:
+    """The fork server reports how a child ended."""
+    message = server.next_exit()
+    if message is None:
+        for member in agent.members.values():
+            member.exit_code = -signal.SIGKILL if member.exit_code is None else member.exit_code
+        agent.fail(InvariantError("the fork server has ended, and with it every worker"))
+        return
+    for member in agent.members.values():
+        if member.child.pid == message["pid"]:
+            agent.exited(member, message["code"])

@@ -1,0 +1,340 @@
+"""A world in which the membership protocol lives through faults: workers, a bus and a coordinator, all in one seed.
+
+The workers obey orders as real ones must; the bus reorders, repeats and delays what is said to the coordinator; what
+the coordinator orders may be lost, told twice or told late, and the coordinator may be replaced at any moment. The
+world knows what it did to whom, and so what the protocol may never say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from random import Random
+from typing import Any
+
+from engine.core import membership_effects as effects
+from engine.core import membership_events as events
+from engine.core.membership import step
+from engine.core.membership_effects import Effect
+from engine.core.membership_orders import orders
+from engine.core.membership_state import GATHERING, Options, Phase, State, begin, resume, to_json
+
+ROUND = 10  # time between two rounds of heartbeats
+FENCED, FROZEN, PLANNED, TRAINING, DONE = range(5)  # what a worker has come to in its epoch; it only goes up
+EVICTED_AFTER = 2  # repeats
+_ONCE = (effects.PublishEpoch, effects.GatherInventories, effects.PublishPlanInput)  # one of a kind in an epoch
+_CODES = {event: code for code, event in enumerate(events.EVENTS)}
+_ANSWERS = (events.Suspicion, events.Inventory, events.PlanAcknowledged, events.Done)
+_TIMES = {"form": 300, "answer": 60, "stall": 120, "silence": 50, "hang": 80, "look": 15, "repeat": 10}
+
+
+class Violation(Exception):
+    """The protocol broke a promise."""
+
+
+class Worker:
+    """A process: what it has heard, what it has come to, and what was done to it."""
+
+    __slots__ = ("alive", "committed", "epoch", "inbox", "joined", "mode", "number", "spins", "stopped")
+
+    def __init__(self, number: int):
+        self.number = number
+        self.inbox: list[tuple[Effect, ...]] = []
+        self.epoch = 0
+        self.mode = FENCED
+        self.committed = -1
+        self.joined = False
+        self.alive = True
+        self.stopped = False  # does not run, and says nothing
+        self.spins = False  # does not run, but its heart beats
+
+
+@cache
+def _options(stages: int, redundant: bool) -> Options:
+    times = {f"{name}_ns": time for name, time in _TIMES.items()}
+    return Options(stages=stages, redundant=redundant, max_repeats=EVICTED_AFTER, hang_factor=2, **times)
+
+
+class World:
+    """One job of `Random(seed)` and its coordinator."""
+
+    def __init__(self, rng: Random, tell: Callable[[str], None] | None = None):
+        self.pick = rng.random
+        self.tell = tell
+        count = 2 + int(self.pick() * 3)
+        self.redundant = self.pick() < 0.85
+        self.workers = [Worker(number) for number in range(count)]
+        level = 1 + (count > 2 and self.pick() < 0.3) if self.redundant else 0
+        shadows = tuple(tuple((slot - 1 - k) % count for k in range(level)) for slot in range(count))
+        self.now = 0
+        self.state = begin(_options(count, self.redundant), tuple(range(count)), shadows, int(self.pick() * 3), 0)
+        self.bus: list[tuple[type, tuple[Any, ...]]] = []
+        self.echoes: list[tuple[type, tuple[Any, ...]]] = []
+        self.late: list[tuple[Effect, ...]] = []
+        self.calm = False
+        self.trace = 0
+        self.votes: dict[tuple[int, int], int] = {}
+        self.broken: tuple[int, int] | None = None  # these two cannot talk
+        # What the world knows better than the protocol.
+        self.struck: set[int] = set()
+        self.noticed: set[int] = set()
+        self.complaints: list[set[int]] = [set() for _ in self.workers]  # the epochs in which a transfer failed at each
+        self.holders = [{slot, *line} for slot, line in enumerate(shadows)]
+        self.published: dict[tuple[type, int], Effect] = {}
+        self.arrows: set[tuple[Phase, type, Phase]] = set()
+        for worker in self.workers:
+            if self.pick() < 0.95:
+                self.join(worker)
+
+    # The coordinator
+
+    def say(self, kind: type, *words: Any) -> None:
+        """Somebody says something to the coordinator; when it arrives is another matter."""
+        self.bus.append((kind, words))
+
+    def join(self, worker: Worker) -> None:
+        """A worker is ready; two share a node."""
+        worker.joined = True
+        self.say(events.Joined, worker.number, f"node-{worker.number // 2}")
+
+    def deliver(self, kind: type, words: tuple[Any, ...]) -> None:
+        """One event arrives, and perhaps once more at any later time."""
+        old = self.state
+        if self.pick() < 0.06:
+            self.echoes.append((kind, words))
+        new, found = step(old, kind(self.now, *words))
+        self.trace = (self.trace * 1000003 + _CODES[kind] * 8191 + new.epoch * 131 + len(found)) & 0xFFFFFFFFFFFF
+        if self.tell:
+            told = ", ".join(type(effect).__name__ for effect in found)
+            self.tell(f"{self.now:5} {kind.__name__} {words}: {new.phase} in epoch {new.epoch} {told}")
+        if new is not old:
+            self.state = new
+            self.check_words(old, kind, words)
+            if new.epoch != old.epoch:
+                self.check_epoch(old)
+            if new.phase is not old.phase:
+                self.arrows.add((old.phase, kind, new.phase))
+                self.check_phase(old)
+        if kind is events.ExitSeen and words[0] in new.members and words[0] not in new.exited and not self.has_ended():
+            raise Violation(f"worker {words[0]} has ended and stays a member")
+        if found:
+            self.emit(found)
+
+    def emit(self, found: tuple[Effect, ...]) -> None:
+        """Tells everybody, once or as it happens."""
+        for effect in found:
+            kind = type(effect)
+            if kind in _ONCE and self.published.setdefault((kind, effect.epoch), effect) != effect:
+                raise Violation(f"two different {kind.__name__} in epoch {effect.epoch}")
+        chance = 1.0 if self.calm else self.pick()
+        if chance < 0.06:
+            return  # the coordinator ended before it could tell
+        if chance < 0.12:
+            self.late.append(found)
+            return
+        for worker in self.workers:
+            if worker.alive:
+                worker.inbox.append(found)
+                if chance < 0.18:
+                    worker.inbox.append(found)
+
+    def replace_coordinator(self) -> None:
+        """Another coordinator goes on from what the first one wrote; what the first had not read is lost."""
+        if self.tell:
+            self.tell(f"{self.now:5} another coordinator")
+        self.state = resume(to_json(self.state), self.now)
+        self.votes.clear()
+        kept = int(self.pick() * 3)
+        self.bus = self.bus[:kept]
+        for worker in self.workers:  # it reads the keys of the members
+            if worker.joined and worker.alive:
+                self.join(worker)
+            elif not worker.alive:
+                self.say(events.ExitSeen, worker.number, -9)
+        self.emit(orders(self.state))
+
+    def has_ended(self) -> bool:
+        """Whether the job is over."""
+        return self.state.phase in (Phase.FINISHED, Phase.HALTED)
+
+    # What may never happen
+
+    def check_words(self, old: State, kind: type, words: tuple[Any, ...]) -> None:
+        """Old words count for nothing, and steps are committed one by one, each by a full ballot of its epoch."""
+        new = self.state
+        if kind in _ANSWERS and words[1] != old.epoch and new.decided() != old.decided():
+            raise Violation(f"{kind.__name__} of epoch {words[1]} counts in epoch {old.epoch}")
+        if new.committed != old.committed:
+            epoch, number, shadows = words
+            if epoch != old.epoch or old.phase is not Phase.RUNNING or number != old.committed + 1:
+                raise Violation(f"step {number} of epoch {epoch} is committed after step {old.committed}")
+            if shadows:
+                self.holders = [{owner, *line} for owner, line in zip(old.owners, shadows, strict=True)]
+
+    def check_epoch(self, old: State) -> None:
+        """An epoch follows the one before; the dead have died, the owners live and hold what they own."""
+        new = self.state
+        if new.epoch <= old.epoch:
+            raise Violation(f"epoch {new.epoch} after {old.epoch}")
+        if set(new.members) | {worker for worker, _ in new.verdict} != set(old.members):
+            raise Violation("members changed without a verdict")
+        for worker, why in new.verdict:
+            if why.startswith("has left"):
+                guilty = worker in self.noticed and worker not in old.owners and not self.is_missed(worker, old)
+            elif why.startswith("had finished"):
+                guilty = worker in old.done
+            else:
+                guilty = worker in self.struck or len(self.complaints[worker]) > EVICTED_AFTER
+            if not guilty:
+                raise Violation(f"worker {worker} {why}, but nothing was done to it")
+        for owner, holders in zip(new.owners, self.holders, strict=True):
+            if new.phase is not Phase.HALTED and (owner not in new.members or owner not in holders):
+                raise Violation(f"worker {owner} owns what it does not hold")
+
+    def is_missed(self, worker: int, old: State) -> bool:
+        """Whether a slot could have another shadow, and has none without `worker`."""
+        staying = [each for each in old.members if each not in old.leaving]
+        return any(
+            worker in holders and staying not in ([], [owner]) and holders.isdisjoint(set(staying) - {owner})
+            for owner, holders in zip(old.owners, self.holders, strict=True)
+        )
+
+    def check_phase(self, old: State) -> None:
+        """Training goes on with a plan, a job finishes when its last step is committed, and halts for a reason."""
+        state = self.state
+        if old.phase in GATHERING and state.phase in (Phase.RUNNING, Phase.DRAINING):
+            for number in state.members:
+                if self.workers[number].epoch < state.epoch or self.workers[number].mode < PLANNED:
+                    raise Violation(f"training goes on, but worker {number} has not made the plan")
+        if state.phase is Phase.FINISHED:
+            busy = [worker for worker in state.members if self.workers[worker].mode != DONE]
+            if busy or state.committed != state.last_step:
+                raise Violation(f"finished after step {state.committed} of {state.last_step}, with {busy} not done")
+        if state.phase is Phase.HALTED:
+            lost = [stage for stage in state.lost_stages if self.holders[stage] <= set(state.out)]
+            legal = {
+                3: not self.redundant and state.out,
+                80: self.redundant and state.lost_stages and lost == list(state.lost_stages),
+                143: state.committed == -1,
+            }
+            if not legal.get(state.exit_code):
+                raise Violation(f"halted with {state.exit_code}: {state.reason}")
+
+    # The workers
+
+    def turn(self, worker: Worker) -> None:
+        """A worker reads what it was told, in order; of another epoch it takes the news, and what ends it."""
+        batches, worker.inbox = worker.inbox, []
+        for batch in batches:
+            for effect in batch:
+                kind = type(effect)
+                if worker.alive and (effect.epoch == worker.epoch or kind in _ALWAYS):
+                    _OBEY[kind](self, worker, effect)
+
+    def leave(self, worker: Worker, code: int) -> None:
+        """A process ends, and its agent sees it."""
+        worker.alive = False
+        if not self.has_ended():
+            self.say(events.ExitSeen, worker.number, code)
+
+    def vote(self, worker: Worker) -> None:
+        """A worker holds all that its next step needs; the ballot may be full with it."""
+        if self.broken and worker.number in self.broken and self.workers[sum(self.broken) - worker.number].alive:
+            self.complain(worker, sum(self.broken) - worker.number)
+            return
+        key = (worker.epoch, worker.committed + 1)
+        votes = self.votes[key] = self.votes.get(key, 0) | 1 << worker.number
+        published = self.published.get((effects.PublishEpoch, worker.epoch))
+        assert isinstance(published, effects.PublishEpoch)
+        if all(votes >> owner & 1 for owner in published.owners):
+            heals = self.redundant and (self.calm or self.pick() < 0.7)
+            self.say(events.StepCommitted, *key, self.healed(published) if heals else ())
+
+    def healed(self, published: effects.PublishEpoch) -> tuple[tuple[int, ...], ...]:
+        """Returns one shadow for each slot, which stays if anybody does."""
+        found = []
+        for owner in published.owners:
+            others = [each for each in published.members if each != owner]
+            staying = [each for each in others if each not in self.noticed]
+            found.append(tuple((staying or others)[:1]))
+        return tuple(found)
+
+    def complain(self, worker: Worker, peer: int | None) -> None:
+        """A transfer failed."""
+        for end in (worker.number, worker.number if peer is None else peer):
+            self.complaints[end].add(worker.epoch)
+        self.say(events.Suspicion, worker.number, worker.epoch, peer)
+
+    def obey_epoch(self, worker: Worker, effect: effects.PublishEpoch) -> None:
+        """Leaves the old epoch for good; and the job, if it is no longer a member."""
+        if effect.epoch > worker.epoch:
+            worker.epoch, worker.mode = effect.epoch, FENCED
+            if worker.number not in effect.members:
+                self.leave(worker, 86 if worker.number in self.noticed else 85)
+
+    def obey_gather(self, worker: Worker, effect: Effect) -> None:
+        """Freezes, and says so as often as it is asked."""
+        if worker.mode <= FROZEN:
+            worker.mode = FROZEN
+            self.say(events.Inventory, worker.number, worker.epoch, "")
+
+    def obey_plan(self, worker: Worker, effect: effects.PublishPlanInput) -> None:
+        """Makes the plan."""
+        if worker.mode == FENCED or len(effect.inventories) != len(effect.members):
+            raise Violation("a plan without every inventory")
+        if worker.mode <= PLANNED:
+            worker.mode = PLANNED
+            self.say(events.PlanAcknowledged, worker.number, worker.epoch, str(effect.epoch))
+
+    def obey_start(self, worker: Worker, effect: Effect) -> None:
+        """Trains; told again, it votes again."""
+        if worker.mode <= TRAINING:
+            worker.mode = TRAINING
+            self.vote(worker)
+
+    def obey_commit(self, worker: Worker, effect: effects.Commit) -> None:
+        """Goes on to the next step, is done, or waits; told again, it votes or is done again."""
+        if worker.mode == FROZEN:
+            raise Violation("a commit after the inventory")
+        if effect.step > worker.committed + 1:
+            raise Violation(f"commit of step {effect.step} after step {worker.committed}")
+        if effect.step >= worker.committed:
+            worker.committed = effect.step
+            if effect.then == "end":
+                worker.mode = DONE
+                self.say(events.Done, worker.number, worker.epoch)
+            elif effect.then == "step" and worker.mode == TRAINING:
+                self.vote(worker)
+
+    def obey_fence(self, worker: Worker, effect: effects.Fence) -> None:
+        if effect.worker == worker.number and worker.number not in self.state.members:
+            self.leave(worker, 85)
+
+    def obey_evict(self, worker: Worker, effect: effects.Evict) -> None:
+        if effect.worker == worker.number:
+            if worker.number not in self.state.out:
+                raise Violation(f"worker {worker.number} is killed, but it is not out")
+            self.leave(worker, -9)
+
+    def obey_end(self, worker: Worker, effect: Effect) -> None:
+        self.leave(worker, 0)
+
+    def obey_nothing(self, worker: Worker, effect: Effect) -> None:
+        pass
+
+
+# Obeyed in whatever epoch a worker is.
+_ALWAYS = frozenset({effects.PublishEpoch, effects.Finish, effects.Halt, effects.Evict, effects.Fence})
+_OBEY: dict[type, Any] = {
+    effects.PublishEpoch: World.obey_epoch,
+    effects.GatherInventories: World.obey_gather,
+    effects.PublishPlanInput: World.obey_plan,
+    effects.StartTraining: World.obey_start,
+    effects.Commit: World.obey_commit,
+    effects.OrderHandOver: World.obey_nothing,
+    effects.Look: World.obey_nothing,
+    effects.Evict: World.obey_evict,
+    effects.Fence: World.obey_fence,
+    effects.Finish: World.obey_end,
+    effects.Halt: World.obey_end,
+}

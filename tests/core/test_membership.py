@@ -1,0 +1,380 @@
+"""The membership protocol: the table pair by pair, and the life of a job, effect by effect."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from engine.core.errors import ExitCode, InvariantError
+from engine.core.membership import TABLE, Impossible, step
+from engine.core.membership_effects import (
+    Commit,
+    Effect,
+    Evict,
+    Fence,
+    Finish,
+    GatherInventories,
+    Halt,
+    Look,
+    OrderHandOver,
+    PublishEpoch,
+    PublishPlanInput,
+    StartTraining,
+)
+from engine.core.membership_events import (
+    EVENTS,
+    Done,
+    Event,
+    ExitSeen,
+    Heartbeat,
+    Inventory,
+    LeaseExpired,
+    Notice,
+    PlanAcknowledged,
+    StepCommitted,
+    Suspicion,
+    Tick,
+)
+from engine.core.membership_orders import orders
+from engine.core.membership_state import Phase, State
+from tests.core.membership_cases import (
+    JOINED,
+    S,
+    committed,
+    forming,
+    heard,
+    in_phase,
+    recovered,
+    running,
+    sample,
+    told,
+)
+
+PAIRS = [(phase, kind) for phase in Phase for kind in EVENTS]
+IMPOSSIBLE = {
+    *((Phase.FORMING, kind) for kind in (Inventory, PlanAcknowledged, StepCommitted, Done)),
+    *((phase, Done) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
+}
+
+
+def halt(state: State) -> Halt:
+    """Returns how a job has halted."""
+    (found,) = orders(state)
+    assert isinstance(found, Halt)
+    return found
+
+
+def test_every_pair_is_listed() -> None:
+    assert set(TABLE) == set(PAIRS)
+    assert {pair for pair, rule in TABLE.items() if isinstance(rule, Impossible)} == IMPOSSIBLE
+
+
+@pytest.mark.parametrize(("phase", "kind"), PAIRS)
+def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event]) -> None:
+    state = in_phase(phase)
+    assert state.phase is phase
+    event = sample(kind, state)
+    rule = TABLE[phase, kind]
+    if isinstance(rule, Impossible):
+        with pytest.raises(InvariantError, match=re.escape(f"while {phase}: {rule.reason}")):
+            step(state, event)
+        return
+    new, _ = step(state, event)
+    assert new.phase in (phase, *rule.leads_to)
+    again, effects = step(new, event)
+    assert again.decided() == new.decided(), "an event that is repeated decides nothing"
+    assert not [effect for effect in effects if not isinstance(effect, Fence)]
+
+
+@pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
+@pytest.mark.parametrize("kind", EVENTS)
+def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event]) -> None:
+    state = in_phase(phase)
+    assert step(state, sample(kind, state)) == (state, ())
+
+
+def test_the_last_to_join_starts_the_first_epoch() -> None:
+    assert heard(forming(), *JOINED[:2]) == ()
+    assert heard(forming(), *JOINED) == (
+        PublishEpoch(1, (0, 1, 2), (0, 1, 2), (), "every worker has joined"),
+        StartTraining(1),
+    )
+
+
+def test_a_job_without_a_fault() -> None:
+    state, effects = step(running(last_step=1), StepCommitted(5, 1, 0))
+    assert effects == (Commit(1, 0, "step"),)
+    state, effects = step(state, StepCommitted(6, 1, 1))
+    assert (state.phase, effects) == (Phase.DRAINING, (Commit(1, 1, "end"),))
+    state = told(state, Done(7, 0, 1), Done(7, 1, 1))
+    assert state.phase is Phase.DRAINING
+    assert heard(state, Done(8, 2, 1)) == (Finish(1, 1),)
+
+
+def test_a_death_is_gathered_planned_and_resumed() -> None:
+    state = committed(told(running(), Heartbeat(3, 1, 1, 0, 7, inside=True)))
+    state, effects = step(state, ExitSeen(30, 1, -9))
+    why = "was ended by SIGKILL, inside action 7 of step 0"
+    assert effects == (PublishEpoch(2, (0, 2), (0, 0, 2), ((1, why),), f"worker 1 {why}"), GatherInventories(2))
+    assert heard(state, Inventory(31, 2, 2, "two")) == ()
+    state = told(state, Inventory(31, 2, 2, "two"))
+    state, effects = step(state, Inventory(32, 0, 2, "none"))
+    inventories = ((0, "none"), (2, "two"))
+    document = PublishPlanInput(2, 0, (0, 2), (0, 0, 2), ((2,), (), ()), ((1, why),), inventories)
+    assert effects == (document,)
+    state = told(state, PlanAcknowledged(33, 0, 2, "same"))
+    state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
+    assert (state.phase, effects) == (Phase.RUNNING, (StartTraining(2), Commit(2, 0, "step")))
+
+
+def test_a_death_while_gathering_begins_again() -> None:
+    state = running()._replace(shadows=((2, 1), (0, 2), (1, 0)))
+    state = told(state, ExitSeen(30, 1, -9), Inventory(31, 0, 2, "held"), Inventory(31, 2, 2, "held"))
+    state, effects = step(told(state, PlanAcknowledged(32, 0, 2, "plan")), ExitSeen(33, 0, -9))
+    assert (state.phase, state.epoch, state.owners) == (Phase.FAILING_OVER, 3, (2, 2, 2))
+    assert [type(effect) for effect in effects] == [PublishEpoch, GatherInventories]
+    assert recovered(state).phase is Phase.RUNNING
+
+
+def test_an_inventory_freezes() -> None:
+    state = told(running(), ExitSeen(30, 1, -9))
+    assert step(state, StepCommitted(31, 2, 0)) == (state, ())
+
+
+def test_only_the_next_step_is_committed() -> None:
+    state = running()
+    for number in (-1, 1):
+        assert step(state, StepCommitted(5, 1, number)) == (state, ())
+
+
+def test_whoever_ends_before_it_is_done_has_died() -> None:
+    state = told(in_phase(Phase.DRAINING), Done(30, 0, 1))
+    assert told(state, ExitSeen(31, 0, 0)).phase is Phase.DRAINING
+    state, effects = step(told(state, ExitSeen(31, 0, 0)), ExitSeen(32, 1, 0))
+    assert state.phase is Phase.HALTED, "worker 0, the shadow of stage 1, has left too"
+    assert "worker 0 had finished and left; worker 1 exited with code 0" in halt(state).reason
+    assert [type(effect) for effect in effects] == [Halt]
+
+
+def test_a_death_after_the_last_commit_is_failed_over() -> None:
+    state = told(in_phase(Phase.DRAINING), Done(30, 0, 1), ExitSeen(31, 1, -15))
+    assert state.phase is Phase.FAILING_OVER
+    state = recovered(state)
+    assert state.phase is Phase.DRAINING
+    assert Commit(2, 0, "end") in orders(state)
+    assert told(state, Done(40, 0, 2), Done(40, 2, 2)).phase is Phase.FINISHED
+
+
+def test_a_lost_stage_ends_the_job() -> None:
+    state = told(committed(running()), ExitSeen(30, 1, -9), ExitSeen(31, 2, -9))
+    assert halt(state) == Halt(
+        3,
+        0,
+        ExitCode.STATE_LOST,
+        (2,),
+        "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was ended by SIGKILL",
+    )
+
+
+def test_without_redundancy_every_death_ends_the_job() -> None:
+    end = halt(told(running(redundant=False), ExitSeen(30, 1, 1)))
+    assert (end.exit_code, end.reason) == (
+        ExitCode.NOT_RECOVERED,
+        "training did not recover: worker 1 exited with code 1",
+    )
+
+
+def test_a_plan_that_lacks_a_stage_ends_the_job() -> None:
+    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    lacking = [PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)]
+    assert told(state, lacking[0]).phase is Phase.FAILING_OVER
+    end = halt(told(state, *lacking))
+    assert (end.exit_code, end.lost_stages) == (ExitCode.STATE_LOST, (1,))
+
+
+def test_different_plans_end_the_job() -> None:
+    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    end = halt(told(state, PlanAcknowledged(32, 2, 2, "a"), PlanAcknowledged(33, 0, 2, "b")))
+    assert (end.exit_code, end.reason) == (ExitCode.INTERNAL, "workers 0 and 2 made different plans for epoch 2")
+
+
+def test_a_plan_before_the_inventories_counts_for_nothing() -> None:
+    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""))
+    assert step(state, PlanAcknowledged(32, 0, 2, "plan")) == (state, ())
+
+
+def test_a_suspicion_is_looked_into() -> None:
+    state, effects = step(running(), Suspicion(5, 2, 1, peer=1))
+    assert effects == (Look(1, (1, 2)),)
+    assert step(state, Suspicion(6, 0, 1, peer=2)) == (state, ()), "the first one is looked into"
+    dead = told(state, ExitSeen(6, 0, -9))
+    assert dead.verdict == ((0, "was ended by SIGKILL"),)
+    look_ns = state.options.look_ns
+    assert told(state, Tick(4 + look_ns)).epoch == 1
+    state = told(state, Tick(5 + look_ns))
+    assert (state.epoch, state.members, state.verdict) == (2, (0, 1, 2), ())
+    assert state.reason == "a transfer failed at workers 1 and 2, but nobody has died"
+
+
+def suspected(state: State) -> State:
+    """Returns a job after an empty verdict on workers 1 and 2, and the recovery from it."""
+    look_ns, now_ns = state.options.look_ns, state.ticked_ns
+    state = told(state, Suspicion(now_ns, 1, state.epoch, 2), Tick(now_ns + look_ns))
+    return recovered(state, now_ns + look_ns) if state.phase is Phase.FAILING_OVER else state
+
+
+def test_a_pair_that_fails_again_and_again_loses_one() -> None:
+    state = suspected(suspected(running()))
+    assert (state.epoch, state.members) == (3, (0, 1, 2))
+    given_up = suspected(state)
+    assert given_up.verdict == ((2, "is given up: a transfer failed at workers 1 and 2, 3 times in a row"),)
+    assert [order for order in orders(given_up) if isinstance(order, Evict)] == [Evict(4, *given_up.verdict[0])]
+    forgiven = suspected(committed(state, now_ns=state.ticked_ns))
+    assert forgiven.members == (0, 1, 2), "a commit proves that they can talk"
+
+
+def test_of_a_pair_the_one_is_given_up_whose_slots_others_have() -> None:
+    state = suspected(suspected(running()))._replace(shadows=((2,), (0,), ()))
+    assert suspected(state).members == (0, 2)
+
+
+def test_where_nothing_can_be_repeated_the_first_empty_verdict_ends_the_job() -> None:
+    end = halt(suspected(running(redundant=False, max_repeats=0)))
+    assert end.exit_code == ExitCode.NOT_RECOVERED
+    assert end.reason.endswith("worker 2 is given up: a transfer failed at workers 1 and 2")
+
+
+def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
+    state = running()._replace(sightings={})
+    for epoch in (2, 3):
+        state = told(state._replace(ticked_ns=(epoch - 1) * 61 * S), Tick((epoch - 1) * 61 * S))
+        assert (state.epoch, state.members) == (epoch, (0, 1, 2))
+        state = recovered(state, state.moved_ns)
+    end = halt(told(state._replace(ticked_ns=3 * 61 * S), Tick(3 * 61 * S)))
+    assert end.reason == "training did not recover: nobody moved within 60.0 s, 3 times in a row"
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (told(forming(), *JOINED[:2]), "did not join within 60.0 s"),
+        (told(running(), ExitSeen(5, 1, -9), Inventory(6, 0, 2, "")), "did not say what it holds within 10.0 s"),
+        (
+            told(
+                running()._replace(shadows=((2,), (0,), (1, 0))),
+                ExitSeen(5, 1, -9),
+                Inventory(6, 0, 2, ""),
+                Inventory(6, 2, 2, ""),
+                PlanAcknowledged(6, 0, 2, ""),
+            ),
+            "did not make the plan within 10.0 s",
+        ),
+    ],
+)
+def test_whoever_owes_an_answer_at_the_deadline_is_out(state: State, why: str) -> None:
+    late_ns = 61 * S
+    state = told(state._replace(ticked_ns=late_ns, sightings={}), Tick(late_ns))
+    assert state.verdict == ((2, why),)
+
+
+def test_a_worker_that_is_out_is_evicted_until_its_exit_is_seen() -> None:
+    state = told(running()._replace(ticked_ns=6 * S), *(Heartbeat(6 * S, each, 1, 0, 1, False) for each in (0, 1)))
+    state = told(state, Tick(6 * S))
+    why = "has been silent for 6.0 s"
+    assert Evict(2, 2, why) in orders(state)
+    assert Evict(2, 2, why) not in orders(told(state, ExitSeen(6 * S, 2, -9)))
+
+
+def test_nobody_listens_to_whoever_is_out_or_speaks_of_an_old_epoch() -> None:
+    state = told(running(), ExitSeen(5, 1, -9))
+    for word in (JOINED[1], Heartbeat(6, 1, 9, 9, 9, True), Inventory(6, 1, 2, ""), Done(6, 1, 1)):
+        assert step(state, word) == (state, (Fence(2, 1, "was ended by SIGKILL"),))
+    assert step(state, Done(6, 0, 1)) == (state, (Fence(2, 0, "speaks of epoch 1"),))
+    assert step(state, StepCommitted(6, 1, 0)) == (state, ())
+    assert step(state, Heartbeat(6, 7, 1, 0, 0, True))[1] == (Fence(2, 7, "does not belong to this job"),)
+
+
+def test_a_coordinator_that_was_replaced_ignores_what_it_does_not_know() -> None:
+    for word in (Inventory(6, 1, 2, ""), Done(6, 1, 2), StepCommitted(6, 2, 0)):
+        assert step(running(), word) == (running(), ())
+
+
+def test_a_node_takes_all_its_workers_with_it() -> None:
+    state = running()._replace(shadows=((2,), (2,), (1,)))
+    state = told(state, LeaseExpired(5, "node-0"))
+    assert (state.members, state.owners) == ((2,), (2, 2, 2))
+    assert state.reason == (
+        "worker 0 was on node node-0, whose lease has expired; worker 1 was on node node-0, whose lease has expired"
+    )
+    assert not [order for order in orders(state) if isinstance(order, Evict)], "nobody is left there to do it"
+    assert step(state, LeaseExpired(6, "node-0")) == (state, ())
+
+
+def test_a_hand_over_is_made_before_the_break() -> None:
+    state, effects = step(running(), Notice(5, 2, 120 * S))
+    assert effects == (OrderHandOver(1, 0, (2,)),)
+    state, effects = step(state, StepCommitted(6, 1, 0))
+    assert effects == (
+        Commit(1, 0, "epoch"),
+        PublishEpoch(2, (0, 1, 2), (0, 1, 1), (), "worker 2 handed over after step 0"),
+        GatherInventories(2),
+    )
+    state = recovered(state)
+    state = committed(state)
+    assert (state.phase, state.members) == (Phase.RUNNING, (0, 1, 2)), "it is the only shadow of stages 0 and 2"
+    state, effects = step(state, StepCommitted(7, 2, 2, shadows=((1,), (0,), (0,))))
+    assert effects == (
+        Commit(2, 2, "epoch"),
+        PublishEpoch(3, (0, 1), (0, 1, 1), ((2, "has left after step 2"),), "worker 2 has left after step 2"),
+        GatherInventories(3),
+    )
+    assert recovered(state).phase is Phase.RUNNING
+
+
+def test_with_too_little_grace_a_hand_over_is_a_kill() -> None:
+    state = told(running(), Notice(5, 2, 1), ExitSeen(6, 2, -9))
+    assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 1, 1))
+
+
+def test_without_a_shadow_there_is_no_hand_over() -> None:
+    state, effects = step(running(redundant=False), Notice(5, 2, 120 * S))
+    assert effects == ()
+    assert committed(state).phase is Phase.RUNNING
+
+
+def test_a_notice_during_a_recovery_is_taken_up_after_it() -> None:
+    state = told(running()._replace(shadows=((2,), (0,), (1, 0))), ExitSeen(5, 1, -9), Notice(6, 2, S))
+    assert OrderHandOver(2, 0, (2,)) in orders(recovered(state))
+
+
+@pytest.mark.parametrize(
+    ("phase", "last_step"), [(Phase.RUNNING, 0), (Phase.FAILING_OVER, 0), (Phase.RECONFIGURING, 0)]
+)
+def test_a_job_that_is_stopped_finishes_its_step(phase: Phase, last_step: int) -> None:
+    state = told(in_phase(phase), Notice(40, None, S))
+    assert state.last_step == last_step
+    if phase is Phase.RECONFIGURING:
+        assert recovered(state).phase is Phase.DRAINING, "at a boundary there is no step to finish"
+
+
+def test_a_job_that_is_stopped_before_its_first_step_halts() -> None:
+    assert halt(told(forming(), Notice(5, None, S))).exit_code == ExitCode.TERMINATED
+
+
+def test_orders_are_repeated_when_nothing_moves() -> None:
+    state = running()
+    repeat_ns = state.options.repeat_ns
+    assert heard(state, Tick(repeat_ns)) == ()
+    late = 2 + repeat_ns
+    assert heard(state, Tick(late)) == orders(state)
+    assert heard(state, Tick(late), Tick(late + 1)) == ()
+    assert heard(state, Tick(late), Tick(late + repeat_ns)) == orders(state)
+    assert heard(state, Heartbeat(3 + late, 0, 1, 0, 1, True), Tick(late + repeat_ns)) == ()
+
+
+@pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
+def test_the_end_is_repeated_too(phase: Phase) -> None:
+    state = in_phase(phase)
+    effects: tuple[Effect, ...] = heard(state, Tick(S))
+    assert effects == orders(state) != ()

@@ -1,0 +1,56 @@
+"""The state of the membership protocol outlives its coordinator, as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.core.errors import InvariantError
+from engine.core.membership_events import ExitSeen, Inventory, Notice, PlanAcknowledged, Suspicion
+from engine.core.membership_state import Phase, State, resume, to_json
+from tests.core.membership_cases import S, in_phase, running, told
+
+GATHERED = told(in_phase(Phase.FAILING_OVER), *(Inventory(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
+STATES = [
+    *(in_phase(phase) for phase in Phase),
+    told(GATHERED, PlanAcknowledged(7, 0, 2, "0" * 64)),
+    told(running(), Suspicion(7, 0, 1, 2), Notice(8, 1, S)),
+    told(running(redundant=False), ExitSeen(9, 1, -9)),
+    running()._replace(repeats={"a transfer failed at workers 1 and 2": 2}),
+]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_next_coordinator_goes_on_from_what_was_decided(state: State) -> None:
+    text = to_json(state)
+    again = resume(text, 77 * S)
+    assert again.decided() == state.decided()
+    assert to_json(again) == text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_times_begin_afresh(state: State) -> None:
+    again = resume(to_json(state), 77 * S)
+    assert {again.moved_ns, again.repeated_ns, again.looked_ns, again.ticked_ns} == {77 * S}
+    assert {seen.heard_ns for seen in again.sightings.values()} <= {77 * S}
+    assert set(again.sightings) == set(state.members) & set(state.nodes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "garbage",
+        "null",
+        "[]",
+        "{}",
+        to_json(running()).replace("running", "walking"),
+        json.dumps({**json.loads(to_json(running())), "more": 1}),
+        to_json(running()).replace('"epoch"', '"age"'),
+    ],
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(InvariantError, match="no state of the membership protocol"):
+        resume(text, 0)

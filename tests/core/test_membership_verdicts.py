@@ -1,0 +1,72 @@
+"""Who inherits the slots of the dead and of those who leave, and who of the leaving is still needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.membership_events import Notice
+from engine.core.membership_state import State
+from engine.core.membership_verdicts import departing, heirs, leavers
+from tests.core.membership_cases import S, running, told
+
+Shadows = tuple[tuple[int, ...], ...]
+
+
+def leaving(*workers: int) -> State:
+    """Returns a running job of which some workers have given notice."""
+    return told(running(), *(Notice(5, worker, S) for worker in workers))
+
+
+@pytest.mark.parametrize(
+    ("shadows", "dead", "owners", "left", "lost"),
+    [
+        (((2,), (0,), (1,)), (), (0, 1, 2), ((2,), (0,), (1,)), ()),
+        (((2,), (0,), (1,)), (1,), (0, 0, 2), ((2,), (), ()), ()),
+        (((2, 1), (0, 2), (1, 0)), (1,), (0, 0, 2), ((2,), (2,), (0,)), ()),
+        (((2, 1), (0, 2), (1, 0)), (0, 1), (2, 2, 2), ((), (), ()), ()),
+        (((2,), (0,), (1,)), (1, 2), (0, 0, 2), ((), (), ()), (2,)),
+        (((2,), (0,), (1,)), (0, 1), (2, 1, 2), ((), (), ()), (1,)),
+        (((), (), ()), (1,), (0, 1, 2), ((), (), ()), (1,)),
+        (((7,), (7,), (7,)), (1,), (0, 1, 2), ((), (), ()), (1,)),
+    ],
+)
+def test_the_first_live_shadow_inherits(
+    shadows: Shadows, dead: tuple[int, ...], owners: tuple[int, ...], left: Shadows, lost: tuple[int, ...]
+) -> None:
+    assert heirs(running()._replace(shadows=shadows), dead) == (owners, left, lost)
+
+
+def test_whoever_stays_inherits_before_whoever_leaves() -> None:
+    state = leaving(0)._replace(shadows=((1,), (0, 2), (0,)))
+    assert heirs(state, (1,)).owners == (0, 2, 2)
+    assert heirs(state, (2,)).owners == (0, 1, 0), "better than losing the slot"
+
+
+def test_a_hand_over_keeps_the_replica_of_the_leaver() -> None:
+    assert heirs(leaving(2), (), hand_over=True) == ((0, 1, 1), ((2,), (0,), (2,)), ())
+    assert heirs(leaving(2), ()) == ((0, 1, 2), ((2,), (0,), (1,)), ()), "in the middle of a step nothing moves"
+
+
+def test_nothing_is_handed_over_to_another_leaver() -> None:
+    state = leaving(1, 2)
+    assert heirs(state, (), hand_over=True).owners == (0, 0, 2)
+    assert leavers(state) == (1,)
+    assert leavers(leaving(0, 1, 2)) == ()
+
+
+@pytest.mark.parametrize(
+    ("members", "owners", "shadows", "gone"),
+    [
+        ((0, 1, 2), (0, 1, 2), ((1,), (0,), (0,)), ()),  # it owns a slot
+        ((0, 1, 2), (0, 1, 1), ((2,), (0,), (0,)), ()),  # it is the only shadow, and another could be
+        ((0, 1, 2), (0, 1, 1), ((2, 1), (0,), (2, 0)), (2,)),
+        ((0, 1, 2), (0, 1, 1), ((1,), (0,), (0,)), (2,)),
+        ((0, 2), (0, 0, 0), ((2,), (2,), (2,)), (2,)),  # nobody else could be a shadow
+        ((0, 1), (0, 1, 1), ((1,), (0,), (0,)), ()),  # it has gone already
+    ],
+)
+def test_a_leaver_goes_when_every_slot_lives_without_it(
+    members: tuple[int, ...], owners: tuple[int, ...], shadows: Shadows, gone: tuple[int, ...]
+) -> None:
+    state = leaving(2)._replace(members=members, owners=owners, shadows=shadows)
+    assert departing(state) == gone

@@ -1,0 +1,77 @@
+"""What the clock says of workers: silence and endless actions convict, waiting does not."""
+
+from __future__ import annotations
+
+from engine.core.membership_events import Done, Heartbeat, Tick
+from engine.core.membership_state import State
+from engine.core.membership_watch import unresponsive, where
+from tests.core.membership_cases import S, committed, running, told
+
+
+def beating(state: State, until_s: int, *still: Heartbeat) -> State:
+    """Returns a job after ticks and heartbeats every second: `still` repeat themselves, the others wait."""
+    stuck = {beat.worker: beat for beat in still}
+    for now_ns in range(state.ticked_ns + S, until_s * S + 1, S):
+        for worker in state.members:
+            beat = stuck.get(worker, Heartbeat(0, worker, state.epoch, 0, 3, inside=False))
+            state = told(state, Heartbeat(now_ns, worker, beat.epoch, beat.step, beat.index, beat.inside))
+        state = told(state, Tick(now_ns))
+    return state
+
+
+def test_a_waiting_worker_is_never_suspected() -> None:
+    state = beating(running(), 59)
+    assert (state.epoch, unresponsive(state, 59 * S)) == (1, {})
+
+
+def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
+    inside = Heartbeat(0, 1, 1, 0, 4, inside=True)
+    assert beating(running(), 31, inside).epoch == 1
+    state = beating(running(), 32, inside)
+    assert state.verdict == ((1, "hangs for 31.0 s, longer than 30.0 s, inside action 4 of step 0"),)
+
+
+def test_the_deadline_adapts_to_slow_actions_and_back() -> None:
+    """A worker spends 20 s inside action 1 of step 0 and is quick in all others."""
+    quick = [Heartbeat(20 * S + index, 0, 1, 0, index, inside=True) for index in range(2, 40)]
+    state = told(running(), Heartbeat(2, 0, 1, 0, 1, inside=True), *quick)
+    for step in (1, 2, 3):
+        state = told(state, Heartbeat((20 + step) * S, 0, 1, step, 0, inside=True))
+        allowed_s = 199 if step == 1 else 30  # the slowest counts in its own step and the next
+        awake = state._replace(sightings={0: state.sightings[0]._replace(heard_ns=(20 + step + allowed_s) * S)})
+        assert unresponsive(awake, (20 + step + allowed_s) * S) == {}
+        assert 0 in unresponsive(awake, (20 + step + allowed_s + 2) * S)
+
+
+def test_time_spent_waiting_is_no_slow_action() -> None:
+    state = told(running(), Heartbeat(S, 0, 1, 0, 1, True), Heartbeat(2 * S, 0, 1, 0, 1, False))
+    state = told(state, Heartbeat(50 * S, 0, 1, 0, 2, True))
+    assert state.sightings[0].slowest_ns == S
+
+
+def test_a_silent_worker_is_out() -> None:
+    state = told(running(), Heartbeat(S, 1, 1, 0, 4, inside=False))
+    assert unresponsive(state, 6 * S) == {
+        0: "has been silent for 6.0 s",
+        2: "has been silent for 6.0 s",
+    }
+    assert unresponsive(state, 7 * S)[1] == "has been silent for 6.0 s, after action 4 of step 0"
+
+
+def test_whoever_is_done_may_be_silent() -> None:
+    state = told(committed(running(last_step=0)), Done(30, 1, 1))
+    assert set(unresponsive(state, 60 * S)) == {0, 2}
+
+
+def test_a_heartbeat_that_comes_late_is_a_sign_of_life_and_no_more() -> None:
+    state = told(running(), Heartbeat(S, 0, 1, 2, 5, inside=True), Heartbeat(2 * S, 0, 1, 2, 4, inside=False))
+    seen = state.sightings[0]
+    assert (seen.heard_ns, seen.since_ns, seen.at) == (2 * S, S, (1, 2, 5, False))
+    assert where(state, 0) == ", inside action 5 of step 2"
+
+
+def test_a_coordinator_that_slept_judges_nobody() -> None:
+    state = beating(running(), 3)
+    state = told(state, Tick(500 * S))
+    assert (state.epoch, unresponsive(state, 500 * S)) == (1, {})
+    assert beating(state, 520).epoch == 1

@@ -1,0 +1,221 @@
+"""The back ends of the coordinator's store as a test drives them: the double, and a real etcd."""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from engine.core.kv import KV, Lease, Watch, WatchEvent
+from engine.core.kv_double import Fault, StoreDouble
+from engine.core.kv_double_client import WATCH_DEADLINE_S, ClientDouble
+from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.runtime.etcd_calls import DEADLINE_S, etcd3
+from engine.runtime.etcd_kv import EtcdKV
+from engine.runtime.etcd_settings import EtcdSettings
+from engine.runtime.etcd_watch import EtcdWatch
+
+WAIT_S = 10.0
+
+
+class Backend(ABC):
+    """A store with clients under one root of its own."""
+
+    def __init__(self) -> None:
+        self.root = f"/bamboo/test-{uuid.uuid4().hex}/"
+        self.deadline_s = DEADLINE_S  # of clients made later; the double counts calls instead
+        self.clients: list[KV] = []
+
+    def client(self, root: str = "") -> KV:
+        """Returns one more client, under the back end's root or another."""
+        self.clients.append(self.new_client(root or self.root))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        """Closes all clients."""
+        for client in self.clients:
+            client.close()
+
+    @abstractmethod
+    def new_client(self, root: str) -> KV:
+        """Makes a client."""
+
+    @abstractmethod
+    def all_keys(self) -> set[str]:
+        """Returns every key of the store, absolute."""
+
+    @abstractmethod
+    def write_foreign(self, key: bytes, value: bytes) -> None:
+        """Writes an absolute key as somebody else would."""
+
+    @abstractmethod
+    def take(self, watch: Watch, num_events: int) -> list[WatchEvent]:
+        """Waits for events; there may be more, and are if there are too many."""
+
+    @abstractmethod
+    def lose(self, client: KV, *faults: Fault) -> None:
+        """Has the next calls of a client suffer faults, one each, and none after them."""
+
+    @abstractmethod
+    def outlast(self, lease: Lease) -> None:
+        """Lets enough time pass for a lease to expire."""
+
+    @abstractmethod
+    def compact(self, revision: int) -> None:
+        """Forgets the changes up to a revision."""
+
+    @abstractmethod
+    def go_down(self) -> None:
+        """Stops answering."""
+
+    @abstractmethod
+    def stay_down(self) -> None:
+        """Lets so much time pass that watches give up."""
+
+    @abstractmethod
+    def come_back(self, *, empty: bool = False) -> None:
+        """Answers again."""
+
+
+class DoubleBackend(Backend):
+    """The double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = StoreDouble()
+
+    def new_client(self, root: str) -> KV:
+        return ClientDouble(self.store, root, uuid.uuid4().hex)
+
+    def all_keys(self) -> set[str]:
+        return set(self.store.items)
+
+    def write_foreign(self, key: bytes, value: bytes) -> None:
+        ClientDouble(self.store, "", "foreign").put(key.decode("utf-8", "surrogateescape"), value)
+
+    def take(self, watch: Watch, num_events: int) -> list[WatchEvent]:
+        return list(watch.take())
+
+    def lose(self, client: KV, *faults: Fault) -> None:
+        self.store.inject(*faults)
+
+    def outlast(self, lease: Lease) -> None:
+        self.store.advance(lease.ttl_s)
+
+    def compact(self, revision: int) -> None:
+        self.store.compact(revision)
+
+    def go_down(self) -> None:
+        self.store.go_down()
+
+    def stay_down(self) -> None:
+        self.store.advance(WATCH_DEADLINE_S)
+
+    def come_back(self, *, empty: bool = False) -> None:
+        self.store.come_back(empty=empty)
+
+
+class LostCall(grpc.RpcError):  # type: ignore[misc]
+    """What gRPC raises when a connection breaks before the reply is there."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "the connection broke"
+
+
+def suffering(method: Callable[..., Any], due: deque[Fault]) -> Callable[..., Any]:
+    """Returns a method of a stub that suffers what is due."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        fault = due.popleft() if due else None
+        if fault is Fault.LOSE_REQUEST:
+            raise LostCall
+        reply = method(*arguments, **options)
+        if fault is Fault.LOSE_REPLY:
+            raise LostCall
+        return reply
+
+    return call
+
+
+class EtcdBackend(Backend):
+    """A real etcd; `server` is given where a test may stop it."""
+
+    def __init__(self, settings: EtcdSettings, server: EmbeddedEtcd | None = None):
+        super().__init__()
+        self.settings = settings
+        self._server = server
+        self._due: dict[EtcdKV, deque[Fault]] = {}
+        endpoint = settings.endpoints[0]
+        self.bare = etcd3.client(endpoint.host, endpoint.port, timeout=5)
+
+    def close(self) -> None:
+        super().close()
+        self.bare.close()
+
+    def new_client(self, root: str) -> KV:
+        return EtcdKV(self.settings, root, self.deadline_s)
+
+    def all_keys(self) -> set[str]:
+        return {meta.key.decode("utf-8", "surrogateescape") for _, meta in self.bare.get_all()}
+
+    def write_foreign(self, key: bytes, value: bytes) -> None:
+        self.bare.put(key, value)
+
+    def take(self, watch: Watch, num_events: int) -> list[WatchEvent]:
+        assert isinstance(watch, EtcdWatch)
+        events: list[WatchEvent] = []
+        until_s = time.monotonic() + WAIT_S
+        while len(events) < num_events:
+            assert select.select([watch], [], [], max(0, until_s - time.monotonic()))[0], f"only {events}"
+            events += watch.take()
+        return events
+
+    def lose(self, client: KV, *faults: Fault) -> None:
+        assert isinstance(client, EtcdKV)
+        if client not in self._due:
+            self._due[client] = deque()
+            methods = client._calls._connect(self.settings.endpoints[0]).methods
+            for name in [name for name in methods if name != "Watch"]:
+                methods[name] = suffering(methods[name], self._due[client])
+        self._due[client].clear()
+        self._due[client].extend(faults)
+
+    def outlast(self, lease: Lease) -> None:
+        until_s = time.monotonic() + lease.ttl_s + WAIT_S
+        while self.bare.get_lease_info(lease.lease_id).TTL != -1:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+    def compact(self, revision: int) -> None:
+        self.bare.compact(revision)
+
+    def go_down(self) -> None:
+        assert self._server is not None
+        signal.pidfd_send_signal(self._server.pidfd, signal.SIGKILL)
+        select.select([self._server.pidfd], [], [])
+
+    def stay_down(self) -> None:
+        time.sleep(self.deadline_s)
+
+    def come_back(self, *, empty: bool = False) -> None:
+        assert self._server is not None
+        if empty:
+            self._server.stop()
+        self._server.start()
+        assert self._server.settings() == self.settings
+        EtcdKV(self.settings, self.root).close()  # waits until it serves
+
+
+def by_revision(events: Sequence[WatchEvent]) -> list[tuple[int, str, str, bytes]]:
+    """Returns events as plain tuples."""
+    return [(each.revision, each.kind.value, each.key, each.value) for each in events]

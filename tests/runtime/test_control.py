@@ -1,0 +1,103 @@
+"""The control thread: what the agent says reaches the main thread, whatever that waits for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import pytest
+
+from engine.core.errors import ExitCode
+from engine.runtime.control import Control, Stopped
+from engine.runtime.link import Link
+
+# The thread ends by an exception where it would end the process.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+exit_codes: list[int] = []
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Control, Link]]:
+    """A control and the agent's end; when that closes, the thread ends here instead of the process."""
+
+    def leave(code: int) -> NoReturn:
+        exit_codes.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    exit_codes.clear()
+    near, far = Link.pair()
+    control = Control(near)
+    (thread,) = (each for each in threading.enumerate() if each.name == "control")
+    yield control, far
+    far.close()
+    thread.join(5.0)
+    near.close()
+    assert exit_codes == [ExitCode.INTERNAL], "a worker without an agent ends"
+
+
+def later(act: Callable[[], object]) -> None:
+    threading.Timer(0.02, act).start()
+
+
+def test_messages_wait_by_kind_until_they_are_taken(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    for number in range(3):
+        agent.send("commit", step=number)
+        agent.send("border", stage=number)
+    assert [control.take("border")["stage"] for _ in range(3)] == [0, 1, 2]
+    assert [control.take("commit")["step"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_take_waits_for_a_message_of_its_kind(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    agent.send("other")
+    later(lambda: agent.send("go", number=1))
+    assert control.take("go")["number"] == 1
+
+
+def test_what_it_says_reaches_the_agent(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    control.send("vote", step=3, norms=[[0, 0.5]])
+    message = agent.receive()
+    assert message is not None
+    assert message.items() >= {"kind": "vote", "step": 3}.items()
+    assert message["norms"] == [[0, 0.5]]
+
+
+def test_stop_ends_a_wait_and_every_later_one(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    control.check()
+    later(lambda: agent.send("stop"))
+    with pytest.raises(Stopped):
+        control.take("never")
+    with pytest.raises(Stopped):
+        control.check()
+    agent.send("never")
+    with pytest.raises(Stopped):
+        control.take("never")
+
+
+def test_a_wait_ends_when_what_it_looks_for_is_found(pair: tuple[Control, Link]) -> None:
+    control, _ = pair
+    found: list[str] = []
+
+    def arrive() -> None:
+        found.append("transfer")
+        control.wake()
+
+    later(arrive)
+    assert control.wait_until(lambda: found[0] if found else None) == "transfer"
+
+
+def test_what_a_look_raises_comes_through(pair: tuple[Control, Link]) -> None:
+    control, _ = pair
+
+    def look() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        control.wait_until(look)
+    assert control.wait_until(lambda: 1) == 1

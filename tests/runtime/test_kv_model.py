@@ -1,0 +1,202 @@
+"""Random sequences of calls, with faults, done to the double and to a real etcd: whatever they say must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+
+from engine.core.errors import LeaseLostError
+from engine.core.kv import Condition, Delete, KeyValue, Lease, Put, Txn, Watch, absent, equal, present
+from engine.core.kv_double import Fault
+from engine.runtime import etcd_calls, etcd_kv
+from engine.runtime.etcd_settings import EtcdSettings
+from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
+
+KEYS = st.sampled_from(["m/1", "m/2", "m/3", "m", "n/1"])
+PREFIXES = st.sampled_from(["", "m", "m/", "n/", "x"])
+VALUES = st.sampled_from([b"", b"1", b"2"])
+CONDITIONS = st.lists(st.one_of(KEYS.map(absent), KEYS.map(present), st.builds(equal, KEYS, VALUES)), max_size=3)
+LEASE_PLACES = st.integers(-1, 1)
+FAULTS = st.lists(st.sampled_from(Fault), max_size=3)
+
+
+class Twin:
+    """One of the two stores, with what the machine has made there; revisions count from its start."""
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.clients = [backend.client(), backend.client()]
+        self.base = self.clients[0].put("start", b"")
+        self.leases: list[Lease] = []
+        self.watches: list[Watch] = []
+
+    def item(self, item: KeyValue | None) -> KeyValue | None:
+        """Returns an item as it would be if the store had been empty, with the number of its lease."""
+        if item is None:
+            return None
+        lease = next((place for place, each in enumerate(self.leases) if each.lease_id == item.lease_id), -1)
+        created, revision = item.create_revision - self.base, item.revision - self.base
+        return replace(item, create_revision=created, revision=revision, lease_id=lease)
+
+
+class SameAnswers(RuleBasedStateMachine):
+    """Does each call to both."""
+
+    make_etcd: Callable[[], Backend]
+    leases: Bundle[int] = Bundle("leases")
+    watches: Bundle[int] = Bundle("watches")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins = [Twin(DoubleBackend()), Twin(type(self).make_etcd())]
+
+    def teardown(self) -> None:
+        for twin in self.twins:
+            twin.clients[0].delete_prefix("")
+            twin.backend.close()
+
+    def both(self, call: Callable[[Twin], Any]) -> Any:
+        """Makes a call to both, and returns the answer that they share."""
+        answers = []
+        for twin in self.twins:
+            try:
+                answers.append(call(twin))
+            except LeaseLostError:
+                answers.append("lease lost")
+        assert answers[0] == answers[1]
+        return answers[0]
+
+    @rule(client=st.integers(0, 1), key=KEYS, value=VALUES, lease=LEASE_PLACES)
+    def put(self, client: int, key: str, value: bytes, lease: int) -> None:
+        """Writes a key, perhaps with a lease."""
+        self.both(lambda twin: twin.clients[client].put(key, value, chosen(twin, lease)) - twin.base)
+
+    @rule(
+        client=st.integers(0, 1),
+        conditions=CONDITIONS,
+        puts=st.dictionaries(KEYS, VALUES, max_size=3),
+        deletes=st.sets(KEYS, max_size=2),
+        lease=LEASE_PLACES,
+        faults=FAULTS,
+    )
+    def transact(
+        self,
+        client: int,
+        conditions: list[Condition],
+        puts: dict[str, bytes],
+        deletes: set[str],
+        lease: int,
+        faults: list[Fault],
+    ) -> None:
+        """Runs a transaction whose first calls suffer faults."""
+
+        def call(twin: Twin) -> Any:
+            changes = [Put(key, value, chosen(twin, lease)) for key, value in puts.items()]
+            twin.backend.lose(twin.clients[client], *faults)
+            outcome = twin.clients[client].transact(
+                Txn(tuple(conditions), (*changes, *(Delete(key) for key in sorted(deletes - puts.keys()))))
+            )
+            found = [twin.item(item) for item in outcome.found]
+            return outcome.succeeded, outcome.revision - twin.base, found
+
+        self.both(call)
+        for twin in self.twins:
+            twin.backend.lose(twin.clients[client])
+
+    @rule(client=st.integers(0, 1), key=KEYS)
+    def get(self, client: int, key: str) -> None:
+        """Reads a key."""
+        self.both(lambda twin: twin.item(twin.clients[client].get(key)))
+
+    @rule(client=st.integers(0, 1), prefix=PREFIXES)
+    def read_prefix(self, client: int, prefix: str) -> None:
+        """Reads a prefix."""
+
+        def call(twin: Twin) -> Any:
+            snapshot = twin.clients[client].read_prefix(prefix)
+            return [twin.item(item) for item in snapshot.items], snapshot.revision - twin.base
+
+        self.both(call)
+
+    @rule(client=st.integers(0, 1), prefix=PREFIXES)
+    def delete_prefix(self, client: int, prefix: str) -> None:
+        """Deletes a prefix."""
+        self.both(lambda twin: twin.clients[client].delete_prefix(prefix))
+
+    @rule(target=leases)
+    def grant(self) -> int:
+        """Makes a lease."""
+        for twin in self.twins:
+            twin.leases.append(twin.clients[0].grant(60))
+        return len(self.twins[0].leases) - 1
+
+    @rule(lease=leases)
+    def keep_alive(self, lease: int) -> None:
+        """Renews a lease, which may have been revoked."""
+        self.both(lambda twin: twin.clients[1].keep_alive(twin.leases[lease]))
+
+    @rule(lease=leases)
+    def revoke(self, lease: int) -> None:
+        """Ends a lease, perhaps again."""
+        self.both(lambda twin: twin.clients[1].revoke(twin.leases[lease]))
+
+    @rule(target=watches, prefix=PREFIXES, back=st.integers(-1, 20))
+    def watch(self, prefix: str, back: int) -> int:
+        """Watches a prefix from now on, or from some revisions back."""
+        for twin in self.twins:
+            now = twin.clients[0].read_prefix("").revision
+            twin.watches.append(twin.clients[0].watch(prefix, max(twin.base, now - back)))
+        return len(self.twins[0].watches) - 1
+
+    @rule(watch=consumes(watches))
+    def unwatch(self, watch: int) -> None:
+        """Ends a watch."""
+        for twin in self.twins:
+            twin.watches[watch].close()
+            twin.watches[watch] = EndedWatch()
+
+    @rule(back=st.integers(0, 5))
+    def compact(self, back: int) -> None:
+        """Forgets what is older; the watches have taken in all that happened before."""
+        revision = self.twins[0].clients[0].read_prefix("").revision - self.twins[0].base - back
+        if revision > getattr(self, "compacted", 0):
+            self.compacted = revision
+            for twin in self.twins:
+                twin.backend.compact(twin.base + revision)
+
+    @invariant()
+    def watches_bring_the_same(self) -> None:
+        """What a watch of the double brings is waited for at the real one."""
+        double, real = self.twins
+        for ours, theirs in zip(double.watches, real.watches, strict=True):
+            expected = [(each.kind, each.key, each.revision - double.base, each.value) for each in ours.take()]
+            arrived = [] if isinstance(theirs, EndedWatch) else real.backend.take(theirs, len(expected))
+            assert expected == [(each.kind, each.key, each.revision - real.base, each.value) for each in arrived]
+
+
+class EndedWatch:
+    """Stands for a watch that was closed."""
+
+    def take(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def chosen(twin: Twin, place: int) -> Lease | None:
+    """Returns the lease at a place, if there is one."""
+    return twin.leases[place] if 0 <= place < len(twin.leases) else None
+
+
+def test_the_double_answers_as_etcd_does(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_calls, "PAUSE_S", 0.0)  # between attempts
+    monkeypatch.setattr(etcd_kv, "PAGE_LENGTH", 2)
+    machine = type("Machine", (SameAnswers,), {"make_etcd": lambda: EtcdBackend(etcd)})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
