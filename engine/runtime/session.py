@@ -97,21 +97,28 @@ def run_session(
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
         agent = Agent(job, members, recorder, node, lambda: watch(_view(agent, board)))
-        for worker, member in members.items():
-            recorder.event("started", of=worker, child=member.child.pid, slots=member.slots)
-            member.link.send(
-                "welcome",
-                worker=worker,
-                job=asdict(job),
-                owners=ownership.owners,
-                ranks=ranks or ownership.workers(),
-                num_lines=max(ownership.workers()) + 1,
-                store_port=store.port,
-            )
+        for member in members.values():
+            _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port)
         supervise(agent, server, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
         return ending
+
+
+def _welcome(
+    member: Member, recorder: Recorder, job: Job, ownership: Ownership, ranks: tuple[int, ...], store_port: int
+) -> None:
+    """Tells a worker all that it needs to join."""
+    recorder.event("started", of=member.worker, child=member.child.pid, slots=member.slots)
+    member.link.send(
+        "welcome",
+        worker=member.worker,
+        job=asdict(job),
+        owners=ownership.owners,
+        ranks=ranks,
+        num_lines=max(ownership.workers()) + 1,
+        store_port=store_port,
+    )
 
 
 def _first_state(job: Job, ownership: Ownership) -> State:
