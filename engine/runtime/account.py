@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from engine.core.audit import AuditBook
 from engine.core.commit import Ballot, Commit, Vote
+from engine.core.errors import DivergedError
 from engine.core.job import Job
 from engine.core.trajectory import Row
 from engine.runtime.link import Message
@@ -37,13 +39,17 @@ class Account:
     def vote(self, message: Message) -> Commit | None:
         """Takes in a vote; returns what everybody learns if it was the last one missing.
 
-        Raises InvariantError when pipelines disagree on the step before.
+        Raises InvariantError when pipelines disagree on the step before, DivergedError for a norm that is not finite.
         """
         norms = dict(message["norms"])
         commit = self._ballot.add(Vote(message["step"], message["pipeline"], message["stage"], norms, message["loss"]))
         if commit is not None:
             # Everyone who voted for this step has told the hashes of the one before.
             self.close_book()
+            if not math.isfinite(commit.grad_norm):
+                raise DivergedError(
+                    f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps"
+                )
             self.losses.append(commit.loss)
         return commit
 

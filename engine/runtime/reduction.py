@@ -20,9 +20,22 @@ def mean_over_pipelines(
     plane: DataPlane, ownership: Ownership, pipeline: int, stage: int, gradients: list[Tensor]
 ) -> list[Tensor]:
     """Returns the mean of the pipelines' gradients of a stage; every owner of the stage must call it."""
-    num_pipelines = ownership.grid.pipelines
-    if num_pipelines == 1 or not gradients:
+    if ownership.grid.pipelines == 1:
         return gradients
+    reduced = list(gradients)
+    dtypes = list(dict.fromkeys(gradient.dtype for gradient in gradients if gradient.numel()))
+    for index, dtype in enumerate(dtypes):
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        means = _mean_of_one_dtype(plane, ownership, pipeline, stage, index, [gradients[place] for place in places])
+        for place, mean in zip(places, means, strict=True):
+            reduced[place] = mean
+    return reduced
+
+
+def _mean_of_one_dtype(
+    plane: DataPlane, ownership: Ownership, pipeline: int, stage: int, index: int, gradients: list[Tensor]
+) -> list[Tensor]:
+    num_pipelines = ownership.grid.pipelines
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     chunk_size = -(-flat.numel() // num_pipelines)
     padded = torch.nn.functional.pad(flat, (0, chunk_size * num_pipelines - flat.numel()))
@@ -31,7 +44,7 @@ def mean_over_pipelines(
     border = (TensorSpec((chunk_size,), flat.dtype, False),)
 
     def key(kind: Kind, sender: int) -> int:
-        return transfer_key(ownership.grid, kind, sender, stage)
+        return transfer_key(ownership.grid, kind, sender, stage, index)
 
     for other, worker in others.items():
         plane.post(worker, key(Kind.SCATTER, other), border)

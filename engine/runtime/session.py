@@ -99,7 +99,7 @@ def run_session(
         agent = Agent(job, members, recorder, node, lambda: watch(_view(agent, board)))
         for member in members.values():
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port)
-        supervise(agent, server, interrupts)
+        supervise(agent, server, store, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
         return ending

@@ -24,6 +24,9 @@ from engine.runtime.optimizer import LayerOptimizer
 from engine.runtime.tensor_spec import Border, border_of, check_border
 
 
+Buffers = list[dict[str, Tensor | None]]  # of each module of some layers, in order
+
+
 @dataclass(slots=True)
 class _Segment:
     """What one layer keeps for its backward: the inputs it was cut off at, and its outputs."""
@@ -33,10 +36,18 @@ class _Segment:
 
 
 @dataclass(slots=True)
-class Residual:
-    """What a stage keeps of one microbatch: per group of layers either all segments, or only the inputs to redo it."""
+class _Checkpoint:
+    """What it takes to redo the forward of a group of layers: its inputs, and its buffers as they were before."""
 
-    groups: list[list[_Segment] | Tensors]
+    inputs: Tensors
+    buffers: Buffers
+
+
+@dataclass(slots=True)
+class Residual:
+    """What a stage keeps of one microbatch: per group of layers either all segments, or what it takes to redo it."""
+
+    groups: list[list[_Segment] | _Checkpoint]
     outputs: Tensors
     loss: _Segment | None = None
 
@@ -71,10 +82,12 @@ class Stage:
         """Runs the layers on one microbatch and keeps its residual; the last stage also computes the loss."""
         residual = Residual([], inputs)
         for group in self._groups():
-            entry = residual.outputs
-            segments = self._run(group, step, microbatch, entry)
+            checkpoint = None
+            if self.job.activation_checkpoint:
+                checkpoint = _Checkpoint(residual.outputs, self._copy_buffers(group))
+            segments = self._run(group, step, microbatch, residual.outputs)
             residual.outputs = segments[-1].outputs
-            residual.groups.append(entry if self.job.activation_checkpoint else segments)
+            residual.groups.append(checkpoint or segments)
         if self.border is not None:
             check_border(self.border, residual.outputs, self.where(max(self.layers)))
         if targets is not None:
@@ -92,7 +105,7 @@ class Stage:
         if residual.loss is not None:
             gradients = _backward(residual.loss, (self._share_of(residual.loss.outputs[0]),))
         for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
-            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, tuple) else kept
+            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, _Checkpoint) else kept
             for segment in reversed(segments):
                 gradients = _backward(segment, gradients)
         return gradients
@@ -119,8 +132,9 @@ class Stage:
 
     def probe(self, inputs: Tensors) -> Border:
         """Runs the layers once on `inputs` to learn the border behind them; leaves no trace in buffers or gradients."""
-        with self._buffers_untouched(list(self.layers)):
-            self.border = border_of(self._run(list(self.layers), 0, 0, inputs)[-1].outputs)
+        layers = list(self.layers)
+        with self._lending(layers, self._copy_buffers(layers)):
+            self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
         return self.border
 
     def where(self, index: int) -> str:
@@ -159,10 +173,10 @@ class Stage:
             raise
         return tuple(output.contiguous() for output in outputs)
 
-    def _redo(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[_Segment]:
+    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: _Checkpoint) -> list[_Segment]:
         """Runs forwards again that have counted already: pure, with the same bits."""
-        with self._buffers_untouched(group):
-            return self._run(group, step, microbatch, inputs)
+        with self._lending(group, kept.buffers):
+            return self._run(group, step, microbatch, kept.inputs)
 
     def _run_loss(self, step: int, microbatch: int, outputs: Tensors, targets: Tensors) -> _Segment:
         cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
@@ -186,28 +200,40 @@ class Stage:
             return torch.autocast("cpu", dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
+    def _modules(self, group: Sequence[int]) -> list[nn.Module]:
+        return [module for index in group for module in self.layers[index].modules()]
+
+    def _copy_buffers(self, group: Sequence[int]) -> Buffers:
+        return [
+            {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+            for module in self._modules(group)
+        ]
+
     @contextlib.contextmanager
-    def _buffers_untouched(self, group: Sequence[int]) -> Iterator[None]:
-        """Lends copies of the buffers: a forward that is redone must not count twice (BatchNorm).
+    def _lending(self, group: Sequence[int], buffers: Buffers) -> Iterator[None]:
+        """Lends these buffers to the layers for a forward that must leave no trace in their own (BatchNorm).
 
         The tensors themselves are swapped, because autograd may have saved the lent ones for the backward.
         """
-        modules = [module for index in group for module in self.layers[index].modules()]
+        modules = self._modules(group)
         kept = [dict(module._buffers) for module in modules]
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.clone()
+        for module, lent in zip(modules, buffers, strict=True):
+            module._buffers.update(lent)
         try:
             yield
         finally:
-            for module, buffers in zip(modules, kept, strict=True):
-                module._buffers.update(buffers)
+            for module, own in zip(modules, kept, strict=True):
+                module._buffers.update(own)
 
 
 def build_layer(job: Job, model: Model, index: int) -> nn.Module:
     """Builds one layer with the weights of its own key; a later use of a tied parameter starts as the first."""
     torch.default_generator.manual_seed(weights_key(job.seed, index))
     layer = model.layers[index].build()
+    for module in layer.modules():
+        # The input of a layer is a leaf for autograd, which nothing may overwrite; out of place gives the same bits.
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
     for tie in model.ties:
         (first, first_name), *later = tie.uses
         for use, name in later:

@@ -11,17 +11,18 @@ from engine.core.errors import InvariantError
 from engine.runtime.agent import Agent
 from engine.runtime.children import ForkServer
 from engine.runtime.interrupts import Interrupts
-from engine.runtime.roster import Member
+from engine.runtime.roster import Member, RendezvousStore
 
 _TICK_S = 0.25
 
 
-def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
+def supervise(agent: Agent, server: ForkServer, store: RendezvousStore, interrupts: Interrupts) -> None:
     """Serves until every worker has ended; afterwards the agent says how it went."""
     members = list(agent.members.values())
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
         selector.register(server.link, selectors.EVENT_READ, lambda: _note_exit(agent, server))
+        selector.register(store.child.pidfd, selectors.EVENT_READ, lambda: _lose_store(selector, agent, store))
         for member in members:
             _watch(selector, agent, member)
         while server.has_early_exits():
@@ -60,6 +61,11 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> No
 
     selector.register(member.child.pidfd, selectors.EVENT_READ, ended)
     selector.register(member.link, selectors.EVENT_READ, spoken)
+
+
+def _lose_store(selector: selectors.BaseSelector, agent: Agent, store: RendezvousStore) -> None:
+    selector.unregister(store.child.pidfd)
+    agent.fail(InvariantError(f"the rendezvous store (pid {store.child.pid}) has ended"))
 
 
 def _note_exit(agent: Agent, server: ForkServer) -> None:

@@ -35,6 +35,7 @@ from engine.runtime.validation import Validation
 from engine.runtime.weigh_layers import weigh_layers
 
 _MAX_TRACEBACK = 20_000  # characters that still fit one message
+_ROWS_PER_MESSAGE = 500
 
 
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
@@ -153,7 +154,9 @@ def _audit(around: Surroundings, step: int) -> None:
             [index, hash_tensors(stage.optimizers[index].state_tensors()), hash_tensors(layer.named_buffers())]
             for index, layer in stage.layers.items()
         ]
-        around.control.send("audit", step=step, pipeline=pipeline, rows=rows)
+        for first in range(0, len(rows), _ROWS_PER_MESSAGE):
+            part = rows[first : first + _ROWS_PER_MESSAGE]
+            around.control.send("audit", step=step, pipeline=pipeline, rows=part)
 
 
 def _peak_memory_kib() -> int:

@@ -63,6 +63,13 @@ def test_whoever_is_done_may_be_silent() -> None:
     assert set(unresponsive(state, 60 * S)) == {0, 2}
 
 
+def test_whoever_is_done_moves_nothing() -> None:
+    """A history found this: a worker that spun after it was done kept the others' standstill from being seen."""
+    state = told(committed(running(last_step=0)), Done(30, 1, 1))
+    assert told(state, Heartbeat(40, 1, 1, 1, 0, inside=True)).moved_ns == 30
+    assert told(state, Heartbeat(40, 0, 1, 1, 0, inside=True)).moved_ns == 40
+
+
 def test_a_heartbeat_that_comes_late_is_a_sign_of_life_and_no_more() -> None:
     state = told(running(), Heartbeat(S, 0, 1, 2, 5, inside=True), Heartbeat(2 * S, 0, 1, 2, 4, inside=False))
     seen = state.sightings[0]

@@ -215,6 +215,17 @@ def test_a_watch_from_a_forgotten_revision_says_that_there_is_a_gap(backend: Bac
     assert by_revision(backend.take(watch, 2)) == [(second, "gap", "m/", b""), (third, "put", "m/2", b"3")]
 
 
+def test_a_watch_from_the_last_forgotten_revision_has_a_gap_too(backend: Backend, kv: KV) -> None:
+    kv.put("m/1", b"1")
+    deleted = kv.transact(Txn((), (Delete("m/1"),))).revision
+    backend.compact(deleted)
+    later = kv.put("m/2", b"2")
+    watch = kv.watch("m/", deleted)
+    assert by_revision(backend.take(watch, 2)) == [(deleted, "gap", "m/", b""), (later, "put", "m/2", b"2")]
+    watch = kv.watch("m/", deleted + 1)
+    assert by_revision(backend.take(watch, 1)) == [(later, "put", "m/2", b"2")]
+
+
 FAULTS = [faults for length in (1, 2, 3) for faults in itertools.product((LOSE_REQUEST, LOSE_REPLY), repeat=length)]
 
 

@@ -131,9 +131,9 @@ def computes_meanwhile(port: int, prefix: str) -> bool:
     plane.post(0, 0, (spec(1 << 20),))
     deadline_s = time.monotonic() + 10
     # Nothing here asks for the transfer; it must come on its own.
-    while (0, 0) not in plane._arrived and time.monotonic() < deadline_s:
+    while not plane.has_arrived(0, 0) and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    came = (0, 0) in plane._arrived
+    came = plane.has_arrived(0, 0)
     plane.take(0, 0)
     plane.send(0, 1, (torch.ones(1),))
     plane.reap()

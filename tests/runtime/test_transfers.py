@@ -77,35 +77,54 @@ def test_validation_has_keys_of_its_own() -> None:
 
 
 class Plane:
-    """Notes what is posted and hands out zeros."""
+    """Notes what is posted and hands out zeros; of what is posted, `arrived` says what need not be waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: bool) -> None:
+        self.arrived = arrived
         self.posted: list[tuple[int, int]] = []
         self.taken: list[tuple[int, int]] = []
 
     def post(self, source: int, key: int, border: Border) -> None:
         self.posted.append((source, key))
 
+    def has_arrived(self, source: int, key: int) -> bool:
+        return self.arrived and (source, key) in self.posted
+
     def take(self, source: int, key: int) -> Tensors:
+        assert (source, key) in self.posted
         self.taken.append((source, key))
         return tuple(torch.zeros(1) for _ in range(2))
 
 
+RECEIVES = [Receive(key % 2, key, (spec(1), spec(1, grad=False))) for key in range(9)]
+
+
 def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
-    receives = [Receive(key % 2, key, (spec(1), spec(1, grad=False))) for key in range(9)]
-    plane: Any = Plane()
-    receiver = Receiver(plane, receives)
+    plane: Any = Plane(arrived=False)
+    receiver = Receiver(plane, RECEIVES)
     num_ahead = len(plane.posted)
     assert 1 < num_ahead < 9
     for number in range(9):
-        assert plane.posted == [(each.source, each.key) for each in receives[: number + num_ahead]]
         tensors = receiver.take()
+        assert plane.posted == [(each.source, each.key) for each in RECEIVES[: number + num_ahead]]
         assert plane.taken[-1] == (number % 2, number)
         assert [tensor.requires_grad for tensor in tensors] == [True, False]
     assert len(plane.posted) == 9
 
 
+def test_nothing_is_posted_while_there_is_no_time_for_it() -> None:
+    plane: Any = Plane(arrived=True)
+    receiver = Receiver(plane, RECEIVES)
+    num_ahead = len(plane.posted)
+    for _ in range(num_ahead):
+        receiver.take()
+        assert len(plane.posted) == num_ahead
+    assert receiver.must_wait()
+    receiver.take()
+    assert len(plane.posted) == min(9, 2 * num_ahead)
+
+
 def test_a_program_without_receives_posts_nothing() -> None:
-    plane: Any = Plane()
+    plane: Any = Plane(arrived=False)
     Receiver(plane, [])
     assert plane.posted == []
