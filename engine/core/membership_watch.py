@@ -28,7 +28,8 @@ def heard(state: State, beat: Heartbeat) -> State:
         seen = Sighting(
             now_ns, now_ns, at, slowest_ns if same_step else 0, was.slowest_before_ns if same_step else slowest_ns
         )
-    moved_ns = now_ns if at > was.at or _is_inside(seen) else state.moved_ns
+    moves = beat.worker not in state.done and (at > was.at or _is_inside(seen))
+    moved_ns = now_ns if moves else state.moved_ns
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
 
 
