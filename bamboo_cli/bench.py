@@ -1,7 +1,131 @@
-"""`bamboo bench NAME`: measures ours and a peer, interleaved in one run."""
+"""`bamboo bench NAME`: measures ours and a peer, interleaved in one run.
+
+Rules: rows go to stdout and progress to stderr; a goal that is not met is a finding, not an error of the program.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+if TYPE_CHECKING:
+    from engine.core.bench_rows import Row
+
 bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers, interleaved in one run.")
+
+Quick = Annotated[bool, typer.Option("--quick", help="Measure just enough to see that it works.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
+Results = Annotated[Path, typer.Option(help="Folder that receives bench/NAME-TIME.csv.")]
+Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this.")]
+
+_DEFAULT_RESULTS = Path("results")
+
+
+@bench.command()
+def pipeline(
+    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
+) -> None:
+    """Time of a step's forwards and backwards, against torch.distributed.pipelining and the ideal time."""
+    from engine.core.errors import NothingMatchedError, nearest
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_session import bench_pipeline, pipeline_jobs
+
+    jobs = {name: job for name, job in pipeline_jobs().items() if case in name}
+    if not jobs:
+        hint = nearest(case, pipeline_jobs())
+        raise NothingMatchedError(f"no case {case!r}" + (f" ({hint})" if hint else ""))
+    _end_by_exception()
+    folder = bench_folder(results)
+    rows: list[Row] = []
+    for name, job in jobs.items():
+        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+        rows += bench_pipeline(name, job, 3 if quick else 20, folder)
+    _show("pipeline", rows, as_json, folder)
+
+
+@bench.command()
+def launch(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+    """Time from the command to the end of the first optimizer step with 4 workers, against torchrun."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_runs import bench_launch
+
+    _end_by_exception()
+    folder = bench_folder(results)
+    _show("launch", bench_launch(1 if quick else 7, folder), as_json, folder)
+
+
+@bench.command()
+def audit(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+    """Time of a step with an audit of each, against steps without any."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_runs import bench_audit
+
+    _end_by_exception()
+    folder = bench_folder(results)
+    rows = bench_audit(1, 4, folder) if quick else bench_audit(5, 80, folder)
+    _show("audit", rows, as_json, folder)
+
+
+@bench.command()
+def kv(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+    """Time of a call to the coordinator's store and of a watch's news, against the bare etcd3 client."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_kv import bench_kv
+
+    _end_by_exception()
+    folder = bench_folder(results)
+    _show("kv", bench_kv(50 if quick else 2000, folder), as_json, folder)
+
+
+@bench.command()
+def coordination(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+    """Time from an exit to everybody's knowing of it, to form a group, and to start a private etcd: against limits."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_relay import bench_etcd_start, bench_forming, bench_relay
+
+    _end_by_exception()
+    folder = bench_folder(results)
+    rows = bench_relay(5 if quick else 200, folder)
+    rows += bench_forming(3 if quick else 20, folder) + bench_etcd_start(1 if quick else 20, folder)
+    _show("coordination", rows, as_json, folder)
+
+
+def _end_by_exception() -> None:
+    """Has Ctrl-C and SIGTERM end the program by way of every `finally`, so that nothing is left behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
+def _show(name: str, rows: Sequence[Row], as_json: bool, folder: Path) -> None:
+    """Writes the CSV and prints the rows: as a table, or as JSON."""
+    from engine.files.bench_file import write_bench
+
+    path = write_bench(folder, name, datetime.now(), rows)
+    if as_json:
+        typer.echo(json.dumps([row.as_dict() for row in rows]))
+    else:
+        _print_table(rows)
+    typer.echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    lines: list[tuple[str, ...]] = [("case", "metric", "ours", "peer", "ratio", "goal", "met", "n")]
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.goal:.4g}"
+        met = {True: "yes", False: "no", None: ""}[row.met]
+        figures = (f"{value:.4g}" for value in (row.ours, row.peer, row.ratio))
+        lines.append((row.case, row.metric, *figures, goal, met, str(row.n)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    colours = {"yes": typer.colors.GREEN, "no": typer.colors.RED}
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        cells[6] = typer.style(cells[6], fg=colours.get(line[6]))
+        typer.echo("  ".join(cells).rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,9 +32,11 @@ PlainHttp = Annotated[
 ]
 
 
-def etcd_settings(endpoints: str, plain_http: bool) -> EtcdSettings | None:
+def etcd_settings(
+    endpoints: str, plain_http: bool, environment: Mapping[str, str] = os.environ
+) -> EtcdSettings | None:
     """Returns how to reach the kept cluster that the user named, or None; raises UserError with every problem."""
     from engine.runtime.etcd_settings import read_settings
 
-    source = "--etcd" if os.environ.get("BAMBOO_ETCD") != endpoints else "BAMBOO_ETCD"
-    return read_settings(endpoints, os.environ, allow_plain_http=plain_http, source=source) if endpoints else None
+    source = "--etcd" if environment.get("BAMBOO_ETCD") != endpoints else "BAMBOO_ETCD"
+    return read_settings(endpoints, environment, allow_plain_http=plain_http, source=source) if endpoints else None

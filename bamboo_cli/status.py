@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,26 +49,36 @@ def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, 
     folder = find_run(results, run)
     events = list(read_events(folder.events))
     store: dict[str, Any] = next((event for event in events if event["event"] == "store"), {})
-    if store and not any(event["event"] == "ended" for event in events):
-        found = _from_store(store, plain_http)
-        if found is not None:
-            return found, True
-    return status_of_events(folder.path.name, events), False
+    if not store or _has_ended(events):
+        return status_of_events(folder.path.name, events), False
+    live = _from_store(store, plain_http)
+    if live is not None:
+        return live, True
+    # A run says that it has ended before its store goes away.
+    events = list(read_events(folder.events))
+    found = status_of_events(folder.path.name, events)
+    return found if _has_ended(events) else replace(found, phase="ended without a word"), False
+
+
+def _has_ended(events: Sequence[dict[str, Any]]) -> bool:
+    return any(event["event"] == "ended" for event in events)
 
 
 def _from_store(store: dict[str, Any], plain_http: bool) -> RunStatus | None:
-    """Asks the store of a run; None when it is gone, or has forgotten the run."""
+    """Asks the store of a run; None when the store is gone, or nobody holds the run any more."""
     from bamboo_cli.etcd_options import etcd_settings
     from engine.core.errors import CoordinatorUnavailableError
     from engine.core.run_status import status_of_keys
+    from engine.runtime.coordinator import ROLE
     from engine.runtime.etcd_kv import EtcdKV
 
-    settings = etcd_settings(",".join(store["endpoints"]), plain_http)
+    # What the environment says is about a kept cluster, not about a run's own etcd.
+    settings = etcd_settings(",".join(store["endpoints"]), plain_http, {} if store["private"] else os.environ)
     assert settings is not None
     kv = EtcdKV(settings, f"/bamboo/{store['run_id']}/", deadline_s=2.0)
     try:
         keys = {item.key: item.value for item in kv.read_prefix("").items}
-        return status_of_keys(store["run_id"], keys) if keys else None
+        return status_of_keys(store["run_id"], keys) if ROLE in keys else None
     except CoordinatorUnavailableError:
         return None
     finally:

@@ -8,6 +8,7 @@ agreed moment, so that nobody's way out of a barrier is timed.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from typing import Protocol
 
@@ -16,17 +17,16 @@ from torch import distributed
 
 from engine.core.bench_rows import Stamps
 from engine.core.job import Job
-
 from engine.core.program import on_owners, with_transfers
 from engine.core.schedule import SCHEDULES
 from engine.models import timed
 from engine.models.catalogue import build_model, open_data
-from engine.models.data import Data, DataFacts
+from engine.models.data import Data
 from engine.models.layers import Batch
 from engine.runtime.control import Control
 from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.kernel import sleep_exactly
-from engine.runtime.link import Link
+from engine.runtime.link import Link, Message
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.store_server import connect
@@ -34,7 +34,6 @@ from engine.runtime.worker import join
 
 _LEAD_NS = 5_000_000  # from the agreement on a moment to that moment
 _NUM_WARM_UP = 2
-_LOOPBACK_INTERFACE = "lo"
 
 
 class Side(Protocol):
@@ -51,7 +50,7 @@ class PremadeData:
     """Microbatches that were made before: neither side is timed at making them."""
 
     def __init__(self, data: Data, num_microbatches: int, size: int):
-        self.facts: DataFacts = data.facts
+        self.facts = data.facts
         self.batches = [data.microbatch(0, 0, index, size) for index in range(num_microbatches)]
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
@@ -89,43 +88,35 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     welcome = control.take("welcome")
-    job = Job(**welcome["job"])
-    torch.set_num_threads(job.threads)
-    worker, num_workers = welcome["worker"], len(welcome["owners"])
-    data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
-    around = join(
-        control,
-        welcome,
-        job,
-        data,
-        build_model(job, data.facts),
-        Recorder(events_fd, worker),
-        ProgressBoard(board_fd, welcome["num_lines"]),
-    )
-    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
-    store = connect(welcome["store_port"], "torch")
-    distributed.init_process_group("gloo", store=store, rank=worker, world_size=num_workers)
-    # Its import takes a second, which only this role owes.
-    from engine.runtime.bench_torch_side import TorchSide
+    recorder = Recorder(events_fd, welcome["worker"])
+    around = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))
+    # Its import takes a second, which only this role owes, and makes temporary files that stay.
+    tempfile.tempdir = welcome["temporary"]
+    from engine.runtime.bench_torch_side import TorchSide, join_default_group
 
-    sides = {"ours": OurSide(around), "peer": TorchSide(around)}
-    _measure(around, sides, welcome["iterations"])
+    join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["owners"]))
+    _measure(around, {"ours": OurSide(around), "peer": TorchSide(around)}, welcome["iterations"])
     control.send("finished")
     control.take("bye")
-    return 0
+    return os.EX_OK
+
+
+def _form(control: Control, welcome: Message, recorder: Recorder, board: ProgressBoard) -> Surroundings:
+    job = Job(**welcome["job"])
+    torch.set_num_threads(job.threads)
+    data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
+    return join(control, welcome, job, data, build_model(job, data.facts), recorder, board)
 
 
 def _measure(around: Surroundings, sides: dict[str, Side], num_iterations: int) -> None:
-    """Runs the sides in turns, first one first and then the other; tells the launcher when all is done."""
+    """Runs the sides in turns, now one first and now the other; tells the launcher when all is done."""
     taken: list[tuple[str, Stamps]] = []
     names = list(sides)
     for iteration in range(_NUM_WARM_UP + num_iterations):
         for name in names:
-            stamps = _run_once(around, sides[name], iteration)
-            if iteration >= _NUM_WARM_UP:
-                taken.append((name, stamps))
+            taken.append((name, _run_once(around, sides[name], iteration)))
         names.reverse()
-    for name, stamps in taken:
+    for name, stamps in taken[_NUM_WARM_UP * len(sides) :]:
         around.control.send(
             "timed",
             side=name,
@@ -153,5 +144,5 @@ def _common_start() -> int:
     """Waits until a moment that all workers agree on, a little after the last of them has come; returns the time."""
     moment = torch.tensor(now_ns() + _LEAD_NS)
     distributed.all_reduce(moment, distributed.ReduceOp.MAX)
-    time.sleep(max(0, moment.item() - now_ns()) / 1e9)
+    time.sleep(max(0, int(moment) - now_ns()) / 1e9)
     return now_ns()

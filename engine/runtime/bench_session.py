@@ -8,6 +8,7 @@ import selectors
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from engine.core.bench_rows import Row, Stamps, pipeline_rows
 from engine.core.errors import WorkerFailedError
@@ -20,15 +21,18 @@ from engine.runtime.recorder import open_events
 from engine.runtime.roster import Member, RendezvousStore, close_members, start_members
 
 SIDES = ("ours", "peer")
+_SHAPES = ((4, 8), (8, 16), (4, 32))  # P, M
+_WIDTH = 256  # of the timed layers and of what enters them, so that nothing need be widened
 _BLOCKS: Args = {"width": 256, "depth": 6}
-_WIDTH = 256  # inputs as wide as the timed layers, so that the first need not widen them
+
+Taken = dict[tuple[str, int], list[Stamps]]  # (side, worker) -> its iterations
 
 
 def pipeline_jobs() -> dict[str, Job]:
-    """Returns the cases: name -> job. C0, deeper, longer, and real compute, each under both schedules."""
+    """Returns the cases, name -> job: timed stages in several shapes and real compute, each under both schedules."""
     jobs = {}
     for schedule in ("1f1b", "gpipe"):
-        for stages, microbatches in ((4, 8), (8, 16), (4, 32)):
+        for stages, microbatches in _SHAPES:
             jobs[f"{schedule} timed P={stages} M={microbatches}"] = Job(
                 model="timed",
                 model_args={"layers": stages, "width": _WIDTH},
@@ -48,12 +52,12 @@ def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> li
         WorkerFailedError: a worker ended before it had finished.
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        stamps = _measure(job, num_iterations, Path(name))
-    return pipeline_rows(case, stamps["ours"], stamps["peer"])
+        taken = _measure(job, num_iterations, Path(name))
+    ours, peer = ([taken[side, worker] for worker in range(job.stages)] for side in SIDES)
+    return pipeline_rows(case, list(zip(*ours, strict=True)), list(zip(*peer, strict=True)))
 
 
-def _measure(job: Job, num_iterations: int, folder: Path) -> dict[str, list[list[Stamps]]]:
-    """Returns for each side the stamps of all workers, iteration by iteration."""
+def _measure(job: Job, num_iterations: int, folder: Path) -> Taken:
     ownership = one_slot_each(Grid(job.stages, job.microbatches))
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / "events.jsonl")
@@ -65,32 +69,31 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> dict[str, list[list
         stack.callback(store.close)
         members = start_members(server, ownership, events_fd, board, folder, role="bench-pipeline")
         stack.callback(close_members, list(members.values()))
-        _send_all(
-            members,
-            "welcome",
-            job=asdict(job),
-            owners=ownership.owners,
-            ranks=ownership.workers(),
-            num_lines=job.stages,
-            store_port=store.port,
-            iterations=num_iterations,
-        )
+        for worker, member in members.items():
+            member.link.send(
+                "welcome",
+                worker=worker,
+                job=asdict(job),
+                owners=ownership.owners,
+                ranks=ownership.workers(),
+                num_lines=job.stages,
+                store_port=store.port,
+                iterations=num_iterations,
+                temporary=str(folder),
+            )
         taken = _gather(members)
         _send_all(members, "bye")
-    return {
-        side: [list(workers) for workers in zip(*(taken[side, worker] for worker in members), strict=True)]
-        for side in SIDES
-    }
+    return taken
 
 
-def _send_all(members: dict[int, Member], kind: str, **fields: object) -> None:
-    for worker, member in members.items():
-        member.link.send(kind, **fields, **({"worker": worker} if kind == "welcome" else {}))
+def _send_all(members: dict[int, Member], kind: str, **fields: Any) -> None:
+    for member in members.values():
+        member.link.send(kind, **fields)
 
 
-def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
-    """Serves the workers as the agent would, until all have told their stamps: (side, worker) -> stamps."""
-    taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
+def _gather(members: dict[int, Member]) -> Taken:
+    """Serves the workers as the agent would, until all have told their stamps."""
+    taken: Taken = {(side, worker): [] for side in SIDES for worker in members}
     working = set(members)
     with selectors.DefaultSelector() as selector:
         for member in members.values():
@@ -105,8 +108,10 @@ def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
                     taken[message["side"], member.worker].append(_stamps(message))
                 elif message["kind"] == "finished":
                     working.remove(member.worker)
+                elif message["kind"] == "partition":
+                    _send_all(members, "partition", starts=message["starts"])
                 else:
-                    _send_all(members, **{name: value for name, value in message.items() if name != "fds"})
+                    _send_all(members, "border", stage=message["stage"], specs=message["specs"])
     return taken
 
 

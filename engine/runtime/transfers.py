@@ -56,15 +56,15 @@ class Receiver:
         self._receives = receives
         self._num_posted = 0
         self._num_taken = 0
-        self._post(_POSTED_AHEAD)
+        self._post()
 
     def must_wait(self) -> bool:
         """Says whether `take` would have to wait."""
         receive = self._receives[self._num_taken]
         return not self._plane.has_arrived(receive.source, receive.key)
 
-    def _post(self, num_ahead: int) -> None:
-        while self._num_posted < min(len(self._receives), self._num_taken + num_ahead):
+    def _post(self) -> None:
+        while self._num_posted < min(len(self._receives), self._num_taken + _POSTED_AHEAD):
             receive = self._receives[self._num_posted]
             self._plane.post(receive.source, receive.key, receive.border)
             self._num_posted += 1
@@ -72,7 +72,8 @@ class Receiver:
     def take(self) -> Tensors:
         """Waits for the next receive of the program and returns its tensors, ready to be a layer's input."""
         receive = self._receives[self._num_taken]
-        self._post(_POSTED_AHEAD if self.must_wait() else 1)
+        if self.must_wait():  # as for one that is not posted yet
+            self._post()
         tensors = self._plane.take(receive.source, receive.key)
         self._num_taken += 1
         return tuple(

@@ -1,0 +1,120 @@
+"""Benchmarks of whole runs, each a process of its own: the launch beside torchrun's, and what the audit costs.
+
+The runs of both sides take turns. They see no job file of the user's, and none of the variables that describe a job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine.core.bench_rows import AUDIT_GOAL, LAUNCH_GOAL, Row, paired_row
+from engine.core.errors import WorkerFailedError
+from engine.core.job import Job
+
+_ROOT = Path(__file__).parents[2]
+_TIMEOUT_S = 120.0
+_GRACE_S = 10.0
+
+
+def bench_launch(num_pairs: int, folder: Path) -> list[Row]:
+    """Measures from the command to the end of the first optimizer step, against torchrun with the same model.
+
+    Raises:
+        WorkerFailedError: a run of either side failed.
+    """
+    ours, peer = _in_turns(lambda: _launch_ours(folder), lambda: _launch_torchrun(folder), num_pairs)
+    return [paired_row(f"gpt, {Job().stages} workers", "command to first step s", ours, peer, LAUNCH_GOAL)]
+
+
+def bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
+    """Measures the time between commits with an audit of every step, against that without any.
+
+    Raises:
+        WorkerFailedError: a run failed.
+    """
+    ours, peer = _in_turns(
+        lambda: _between_commits(folder, "1", num_steps), lambda: _between_commits(folder, "0", num_steps), num_pairs
+    )
+    return [paired_row("gpt, --audit 1 beside --audit 0", "time between commits s", ours, peer, AUDIT_GOAL)]
+
+
+def _in_turns(ours: Callable[[], float], peer: Callable[[], float], num_pairs: int) -> tuple[list[float], list[float]]:
+    """Returns the figures of both sides, pair by pair; every other pair begins with the peer."""
+    figures: tuple[list[float], list[float]] = ([], [])
+    for pair in range(num_pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            figures[side].append((ours, peer)[side]())
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What came of one child: when it was started, what it wrote to stdout, and its events if it was ours."""
+
+    started_ns: int
+    stdout: str
+    events: list[dict[str, Any]]
+
+
+def _launch_ours(folder: Path) -> float:
+    run = _run_bamboo(folder, "--steps", "1")
+    ends_ns = [each["end_ns"] for each in run.events if each["event"] == "action" and each["action"].endswith("STEP")]
+    return (max(ends_ns) - run.started_ns) / 1e9
+
+
+def _launch_torchrun(folder: Path) -> float:
+    job = Job()
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}"]
+    command += ["-m", "engine.runtime.bench_torchrun_peer", json.dumps(asdict(job))]
+    # torchrun leaves its temporary files behind.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        run = _run(folder, command, TMPDIR=temporary)
+    ends_ns = [int(each) for each in re.findall(r"finished_ns=(\d+)", run.stdout)]
+    assert len(ends_ns) == job.stages, run.stdout
+    return (max(ends_ns) - run.started_ns) / 1e9
+
+
+def _between_commits(folder: Path, audit: str, num_steps: int) -> float:
+    run = _run_bamboo(folder, "--audit", audit, "--steps", str(num_steps))
+    commits_ns = [each["at_ns"] for each in run.events if each["event"] == "commit"]
+    return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
+
+
+def _run_bamboo(folder: Path, *flags: str) -> _Run:
+    with tempfile.TemporaryDirectory(dir=folder) as results:
+        run = _run(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags])
+        events = (Path(json.loads(run.stdout)["run_dir"]) / "events.jsonl").read_text().splitlines()
+        return _Run(run.started_ns, run.stdout, [json.loads(line) for line in events])
+
+
+def _run(folder: Path, arguments: list[str], **variables: str) -> _Run:
+    """Runs Python with some arguments, and variables beside the user's, in `folder`, where no job file lies."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
+    environment |= {"PYTHONPATH": str(_ROOT), "XDG_CONFIG_HOME": str(folder), **variables}
+    command = [sys.executable, *arguments]
+    started_ns = time.monotonic_ns()
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            stdout, stderr = child.communicate(timeout=_TIMEOUT_S)
+        except BaseException:
+            # Asked to end it takes its own children along, as a kill would not.
+            child.terminate()
+            child.wait(_GRACE_S)
+            raise
+    if child.returncode != 0:
+        raise WorkerFailedError(f"{' '.join(arguments[:3])} exited with code {child.returncode}:\n{stderr}")
+    return _Run(started_ns, stdout, [])

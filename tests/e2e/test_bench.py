@@ -1,0 +1,77 @@
+"""The benchmarks run, with as few measurements as can be: well-formed rows and nothing left behind, never figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.launcher import Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+Launch = Callable[..., Launcher]
+
+CASE = "1f1b timed P=4 M=8"
+COLUMNS = ["case", "metric", "ours", "peer", "ratio", "goal", "met", "n"]
+
+
+def rows_of(launch: Launch, name: str, *arguments: str) -> list[dict[str, Any]]:
+    """Runs a benchmark with --quick and --json, checks what holds for all of them, and returns its rows."""
+    launcher = launch("bench", name, "--quick", "--json", *arguments)
+    done = launcher.wait(110)
+    assert done.code == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    for row in rows:
+        assert list(row) == COLUMNS
+        assert all(math.isfinite(row[name]) and row[name] > 0 for name in ("ours", "peer", "ratio"))
+        assert (row["goal"] is None) == (row["met"] is None)
+    (path,) = (launcher.folder / "results" / "bench").iterdir()
+    with path.open(newline="") as file:
+        on_disk = list(csv.DictReader(file))
+    assert path.name.startswith(f"{name}-")
+    assert [(line["case"], line["metric"]) for line in on_disk] == [(row["case"], row["metric"]) for row in rows]
+    assert launcher.leftovers() == []
+    return rows
+
+
+def test_pipeline(launch: Launch) -> None:
+    rows = rows_of(launch, "pipeline", "--case", CASE)
+    assert {row["case"] for row in rows} == {CASE}
+    assert [row["metric"] for row in rows][:2] == ["time / ideal", "iteration s"]
+    assert {row["n"] for row in rows} == {3}
+
+
+def test_pipeline_with_real_compute(launch: Launch) -> None:
+    rows = rows_of(launch, "pipeline", "--case", "gpipe gpt P=2")
+    assert "time / ideal" not in [row["metric"] for row in rows]
+
+
+def test_launch(launch: Launch) -> None:
+    (row,) = rows_of(launch, "launch")
+    assert (row["goal"], row["n"]) == (0.333333, 1)
+
+
+def test_audit(launch: Launch) -> None:
+    (row,) = rows_of(launch, "audit")
+    assert (row["goal"], row["n"]) == (1.02, 1)
+
+
+def test_an_unknown_case_is_told_from_a_failure(launch: Launch) -> None:
+    done = launch("bench", "pipeline", "--case", "timed P=5").wait()
+    assert done.code == 5
+    assert "no case 'timed P=5'" in done.stderr
+
+
+def test_an_interrupted_benchmark_leaves_nothing(launch: Launch) -> None:
+    launcher = launch("bench", "pipeline", "--quick", "--case", CASE)
+    launcher.wait_until(lambda: "bamboo-3" in launcher.processes())
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait().code == 130
+    assert launcher.leftovers() == []
+    assert list((launcher.folder / "results" / "bench").iterdir()) == []
