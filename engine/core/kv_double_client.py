@@ -61,8 +61,6 @@ class ClientDouble:
         """Deletes all keys under `prefix`."""
         store = self._store
         self._call(lambda: store.delete([key for key in store.items if key.startswith(self._root + prefix)]))
-        if self._receipts.key.startswith(prefix):
-            self._receipts.forget()
 
     def grant(self, ttl_s: int) -> Lease:
         """Makes a lease."""

@@ -40,25 +40,26 @@ class ReceiptBook:
         return self._count == 0
 
     def transact(self, txn: Txn, send: Send) -> Outcome:
-        """Runs a transaction exactly once. When `send` raises, its fate is settled before the next one."""
+        """Runs a transaction exactly once.
+
+        When `send` raises, the fate of the transaction is unknown, and is sealed before the next one. Raises
+        InvariantError when somebody else has deleted the receipt by which a lost reply would have been made up for.
+        """
         self._settle(send)
         while True:
             outcome = self._try(txn, send)
             if outcome is not None:
                 return outcome
 
-    def forget(self) -> None:
-        """Takes note that the key was deleted, together with all that a doubtful transaction may have written."""
-        self._last = None
-        self._doubtful.clear()
-
     def _try(self, txn: Txn, send: Send) -> Outcome | None:
         """Returns the outcome, or None when nothing was applied and it should be tried again."""
         receipt = self._new_receipt()
         outcome = send(Txn((self._unchanged(), *txn.conditions), (*txn.changes, Put(self.key, receipt))))
         if outcome is None:
-            holder = self._settle(send)
-            return Outcome(True, holder.revision) if holder is not None and holder.value == receipt else None
+            is_known, written = self._settle(send)
+            if not is_known:
+                raise InvariantError(f"{self.key!r} was deleted by somebody else: the fate of a transaction is unknown")
+            return Outcome(True, written.revision) if written is not None and written.value == receipt else None
         self._doubtful.clear()
         if outcome.succeeded:
             self._last = receipt
@@ -67,23 +68,24 @@ class ReceiptBook:
         if self._unchanged().holds(holder):
             return Outcome(False, outcome.revision, tuple(found))
         # Somebody has swept the receipt away. This attempt was not applied, which is all that matters.
-        self._last = holder.value if holder is not None else None
+        self._last = _value(holder)
         return None
 
-    def _settle(self, send: Send) -> KeyValue | None:
-        """Decides the fate of all doubtful receipts; returns what the key holds if one of them was written."""
+    def _settle(self, send: Send) -> tuple[bool, KeyValue | None]:
+        """Seals the fate of all doubtful receipts; returns whether it is known, and the one that was written if any."""
         while self._doubtful:
             fence = self._new_receipt()
             outcome = send(Txn((self._unchanged(),), (Put(self.key, fence),)))
             if outcome is None:
                 continue
-            holder = None if outcome.succeeded else outcome.found[0]
-            if not outcome.succeeded and (holder is None or holder.value not in self._doubtful):
-                raise InvariantError(f"{self.key!r} was changed by somebody else: the fate of a transaction is unknown")
-            self._last = fence if holder is None else holder.value
-            self._doubtful.clear()
-            return holder
-        return None
+            doubtful, self._doubtful = self._doubtful, []
+            if outcome.succeeded:
+                self._last = fence
+                return True, None
+            (holder,) = outcome.found
+            self._last = _value(holder)
+            return self._last in doubtful, holder
+        return True, None
 
     def _unchanged(self) -> Condition:
         return absent(self.key) if self._last is None else equal(self.key, self._last)
@@ -93,3 +95,7 @@ class ReceiptBook:
         receipt = f"{self._name} {self._count}".encode()
         self._doubtful.append(receipt)
         return receipt
+
+
+def _value(item: KeyValue | None) -> bytes | None:
+    return None if item is None else item.value

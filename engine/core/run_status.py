@@ -41,6 +41,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
     """Returns the status that the keys of a live run show; raises InvariantError when they are no such keys."""
     try:
         state = resume(keys["state"].decode(), 0)
+        verdicts = tuple((int(epoch), str(why)) for epoch, why in json.loads(keys.get("verdicts", b"[]")))
         heard = json.loads(keys.get("heartbeats", b"{}"))
         found = {
             int(key.removeprefix("members/")): json.loads(value)
@@ -59,9 +60,8 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
             )
             for worker, member in sorted(found.items())
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvariantError(f"the keys of run {run_id} are not bamboo's: {error!r}") from error
-    verdicts = tuple((epoch, why) for epoch, why in json.loads(keys.get("verdicts", b"[]")))
+    except (KeyError, TypeError, ValueError, AttributeError, InvariantError) as error:
+        raise InvariantError(f"the keys of run {run_id} hold something else: {error!r}") from error
     return RunStatus(
         run_id, str(state.phase), state.epoch, state.committed, state.last_step + 1, tuple(workers), verdicts
     )

@@ -17,13 +17,18 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         StorageError: the file cannot be read, or a line before the last is no event.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith("\n"):
-            return
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise StorageError(f"{path}:{number}: expected one event as JSON, found {line[:80]!r}") from error
+        event = _parsed(line)
+        if not isinstance(event, dict) or "event" not in event:
+            raise StorageError(f"{path}:{number}: expected one event as JSON, found {line[:80]!r}")
+        yield event
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from engine.core.audit import AuditBook
 from engine.core.commit import Ballot, Commit, Vote
-from engine.core.errors import DivergedError
+from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
 from engine.core.job import Job
 from engine.core.trajectory import Row
 from engine.runtime.link import Message
+from engine.runtime.roster import Member
 
 
 @dataclass(slots=True)
@@ -50,8 +51,15 @@ class Account:
                 raise DivergedError(
                     f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps"
                 )
-            self.losses.append(commit.loss)
         return commit
+
+    def settle(self, commit: Commit) -> None:
+        """Takes in that a step is committed, which it is when the coordinator has written it down."""
+        self.losses.append(commit.loss)
+
+    def progress(self) -> str:
+        """Returns the last committed step, in words."""
+        return f"last committed step {len(self.losses) - 1}" if self.losses else "no step was committed"
 
     def audit(self, message: Message) -> None:
         """Takes in the hashes of some layers."""
@@ -65,3 +73,17 @@ class Account:
     def validated(self, message: Message) -> None:
         """Takes in the outcome of a validation pass."""
         self.validations[message["step"]] = (message["loss"], message["metric"])
+
+
+def error_of(member: Member, message: Message) -> BambooError:
+    """Returns what a worker said of its end as the error that it is."""
+    if "problems" in message:
+        return UserError(Problem(*problem) for problem in message["problems"])
+    who = f"worker {member.worker} (pid {member.child.pid})"
+    if "traceback" in message:
+        return WorkerFailedError(f"{who} raised\n{message['traceback'].rstrip()}")
+    if message["code"] == ExitCode.EXPECTATION_FAILED:
+        return DivergedError(f"{who}: {message['error']}")
+    error = BambooError(f"{who}: {message['error']}")
+    error.exit_code = ExitCode(message["code"])
+    return error

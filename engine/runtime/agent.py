@@ -17,10 +17,8 @@ from typing import Any
 from engine.core.commit import Commit as Committed
 from engine.core.errors import (
     BambooError,
-    DivergedError,
+    CoordinatorUnavailableError,
     ExitCode,
-    Problem,
-    UserError,
     WorkerFailedError,
 )
 from engine.core.job import Job
@@ -46,7 +44,7 @@ from engine.core.membership_events import (
     Suspicion,
     Tick,
 )
-from engine.runtime.account import Account
+from engine.runtime.account import Account, error_of
 from engine.runtime.link import Message
 from engine.runtime.node import Node
 from engine.runtime.recorder import Recorder, now_ns
@@ -78,6 +76,7 @@ class Agent:
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
         self._epoch = 0
+        self._seen_ns: dict[int, int] = {}
         self._commit: Committed | None = None
         self.deadline_s = float("inf")
         self._stopping = False
@@ -87,11 +86,16 @@ class Agent:
         with self._failing():
             _HANDLERS[message["kind"]](self, member, message)
 
+    def sees_end(self, member: Member) -> None:
+        """Notes when a worker was seen to have ended; how, the fork server says, which has seen it too."""
+        self._seen_ns[member.worker] = now_ns()
+
     def exited(self, member: Member, code: int) -> None:
         """Takes in how a worker's process has ended."""
         member.exit_code = code
         expected = member.state in ("finished", "failed") or self._stopping
-        self.recorder.event("exit", of=member.worker, code=code, expected=expected)
+        seen_ns = self._seen_ns.get(member.worker, now_ns())
+        self.recorder.event("exit", of=member.worker, code=code, expected=expected, seen_ns=seen_ns)
         member.state = "dead" if not expected else "left" if member.state == "finished" else member.state
         self._tell(ExitSeen(now_ns(), member.worker, code))
         with self._failing():
@@ -133,6 +137,8 @@ class Agent:
     def fail(self, cause: BambooError) -> None:
         """Keeps the first cause and stops everyone."""
         if self.cause is None:
+            if isinstance(cause, CoordinatorUnavailableError):
+                cause = CoordinatorUnavailableError(f"{cause}; {self.account.progress()}")
             self.cause = cause
             self.recorder.event("failed", error=str(cause))
         self._stop()
@@ -210,7 +216,7 @@ class Agent:
 
     def _on_failed(self, member: Member, message: Message) -> None:
         member.state = "failed"
-        self.fail(_failure(member, message))
+        self.fail(error_of(member, message))
 
     def _publish_epoch(self, effect: PublishEpoch) -> None:
         if effect.epoch > self._epoch:
@@ -231,6 +237,7 @@ class Agent:
         commit, self._commit = self._commit, None
         if commit is not None:  # else the order is repeated because nothing moves, and everybody has it
             assert commit.step == effect.step
+            self.account.settle(commit)
             self._broadcast("commit", step=commit.step, clip_factor=commit.clip_factor, last=effect.then == "end")
             self.recorder.event("commit", **asdict(commit))
 
@@ -249,20 +256,6 @@ class Agent:
 
     def _need_not(self, effect: Effect) -> None:
         """What it orders is done anyway: the loop watches every process, and a link has one reader only."""
-
-
-def _failure(member: Member, message: Message) -> BambooError:
-    """Returns what a worker said of its end as the error that it is."""
-    if "problems" in message:
-        return UserError(Problem(*problem) for problem in message["problems"])
-    who = f"worker {member.worker} (pid {member.child.pid})"
-    if "traceback" in message:
-        return WorkerFailedError(f"{who} raised\n{message['traceback'].rstrip()}")
-    if message["code"] == ExitCode.EXPECTATION_FAILED:
-        return DivergedError(f"{who}: {message['error']}")
-    error = BambooError(f"{who}: {message['error']}")
-    error.exit_code = ExitCode(message["code"])
-    return error
 
 
 _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from engine.core.errors import CoordinatorUnavailableError
-from engine.core.kv import KV, Change, Put, Txn, absent, equal
+from engine.core.errors import CoordinatorUnavailableError, InvariantError
+from engine.core.kv import KV, Change, KeyValue, Put, Txn, absent, equal
 from engine.core.membership import step
 from engine.core.membership_effects import Effect, PublishPlanInput
 from engine.core.membership_events import Event
@@ -29,17 +29,17 @@ _MAX_VERDICTS = 64
 class Coordinator:
     """Whoever holds the role, once `election` is won: goes on with the state in the store, or begins with `first`.
 
-    Raises InvariantError when what stands in the store is no state, CoordinatorUnavailableError when it was too slow.
+    Raises InvariantError when what stands in the store was not written by a coordinator, CoordinatorUnavailableError
+    when it was too slow.
     """
 
     def __init__(self, kv: KV, election: Election, first: State, now_ns: int):
         self._kv = kv
         self._election = election
         found = kv.get(STATE)
-        self.state = first if found is None else resume(found.value.decode(errors="replace"), now_ns)
+        self.state = first if found is None else _resume(found, now_ns)
         self._written = to_json(self.state).encode()
-        told = kv.get("verdicts")
-        self._verdicts: list[tuple[int, str]] = json.loads(told.value) if told is not None else []
+        self._verdicts = _read_verdicts(kv.get("verdicts"))
         unchanged = absent(STATE) if found is None else equal(STATE, found.value)
         changes: list[Change] = [Put(STATE, self._written), Put("status", self.state.phase.encode())]
         self._transact(Txn((election.fence, unchanged), tuple(changes)))
@@ -66,8 +66,32 @@ class Coordinator:
         return effects
 
     def _transact(self, txn: Txn) -> None:
-        if not self._kv.transact(txn).succeeded:
-            raise CoordinatorUnavailableError("another coordinator has taken this run over, or its keys were changed")
+        outcome = self._kv.transact(txn)
+        if not outcome.succeeded:
+            holder, _ = outcome.found
+            raise CoordinatorUnavailableError(f"this coordinator is out, nothing was written: {self._rival(holder)}")
+
+    def _rival(self, holder: KeyValue | None) -> str:
+        """Returns who has come between, in words."""
+        if holder is None:
+            return f"the key {ROLE!r} is gone, with its lease or by another's hand"
+        if not self._election.fence.holds(holder):
+            return f"the key {ROLE!r} now names {holder.value.decode(errors='replace')[:80]!r}"
+        return f"another has written the key {STATE!r}"
+
+
+def _resume(found: KeyValue, now_ns: int) -> State:
+    try:
+        return resume(found.value.decode(errors="replace"), now_ns)
+    except InvariantError as error:
+        raise InvariantError(f"the key {STATE!r} of this run holds something else: {error}") from error
+
+
+def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
+    try:
+        return [(int(epoch), str(reason)) for epoch, reason in json.loads(found.value)] if found is not None else []
+    except (TypeError, ValueError) as error:
+        raise InvariantError(f"the key 'verdicts' of this run holds something else: {error!r}") from error
 
 
 def _changes(old: State, new: State, verdicts: list[tuple[int, str]]) -> list[Change]:

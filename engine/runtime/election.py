@@ -32,8 +32,7 @@ class Election:
         if self._lease is not None:
             return True
         if self.watch is not None:
-            events = self.watch.take()
-            if not any(event.key == self.key and event.kind is not EventKind.PUT for event in events):
+            if all(event.kind is EventKind.PUT for event in self.watch.take()):
                 return False
             self._stop_watching()
         return self._take()

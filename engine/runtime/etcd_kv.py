@@ -71,9 +71,6 @@ class EtcdKV:
         """Deletes all keys under `prefix`, at once."""
         start, end = self._keys.far_range(prefix)
         self._calls.call("DeleteRange", rpc.DeleteRangeRequest(key=start, range_end=end))
-        if self._receipts.key.startswith(prefix):
-            with self._receipts_lock:
-                self._receipts.forget()
 
     def grant(self, ttl_s: int) -> Lease:
         """Makes a lease; etcd may make it longer than asked for. One whose reply was lost expires by itself."""

@@ -39,6 +39,7 @@ class EtcdWatch:
         self._prefix = prefix
         self._next = from_revision
         self._cluster_id = 0
+        self._store_revision = 0
         self._until_s = time.monotonic() + calls.deadline_s  # when the link must be mended; infinite while it holds
         self._arrived: deque[WatchEvent] = deque()
         self._error: CoordinatorUnavailableError | None = None
@@ -102,6 +103,7 @@ class EtcdWatch:
         self._cluster_id = self._cluster_id or reply.header.cluster_id
         if reply.header.cluster_id != self._cluster_id or reply.header.revision < self._next - 1:
             raise CoordinatorUnavailableError("etcd has come back without what it held: it is not the same store")
+        self._store_revision = reply.header.revision
 
     def _follow(self) -> None:
         """Takes in one stream until it breaks."""
@@ -127,7 +129,10 @@ class EtcdWatch:
 
     def _requests(self, done: threading.Event) -> Iterator[Any]:
         start, end = self._keys.far_range(self._prefix)
-        create = rpc.WatchCreateRequest(key=start, range_end=end, start_revision=self._next)
+        # Of the very revision that it was compacted at, etcd brings what it still has and calls that everything. So a
+        # watch of the past starts one revision early. One of the future need not, and then etcd serves it at once.
+        first = self._next if self._next > self._store_revision else max(1, self._next - 1)
+        create = rpc.WatchCreateRequest(key=start, range_end=end, start_revision=first)
         yield rpc.WatchRequest(create_request=create)
         done.wait()  # etcd ends a stream when its requests end
 
@@ -142,8 +147,8 @@ class EtcdWatch:
             self._until_s = math.inf
             if reply.events:
                 # All changes of a revision come in one reply.
-                self._next = reply.events[-1].kv.mod_revision + 1
-                events = map(self._event, reply.events)
+                events = [self._event(each) for each in reply.events if each.kv.mod_revision >= self._next]
+                self._next = max(self._next, reply.events[-1].kv.mod_revision + 1)
                 self._hand_on([event for event in events if not is_receipt(event.key)])
         return "the stream has ended"
 

@@ -28,6 +28,7 @@ ROLES = {
     "worker": ("engine.runtime.worker", "main"),
     "store": ("engine.runtime.store_server", "main"),
     "bench-pipeline": ("engine.runtime.bench_pipeline", "main"),
+    "bench-relay": ("engine.runtime.bench_relay_worker", "main"),
 }
 PRELOAD = ("engine.runtime.worker", "engine.runtime.store_server")
 

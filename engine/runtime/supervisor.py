@@ -1,4 +1,4 @@
-"""The loop of the launcher: waits on the workers' links, their pidfds, the fork server, signals and the clock at once."""
+"""The launcher's loop: waits on the workers' links, their pidfds, the fork server, signals and the clock at once."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def supervise(agent: Agent, server: ForkServer, store: RendezvousStore, interrup
 def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> None:
     def ended() -> None:
         selector.unregister(member.child.pidfd)
+        agent.sees_end(member)
         # What it said before it ended comes first. Something that it started itself may still hold its link open:
         # then nothing is left to receive, which is no end of the link.
         while member.link in selector.get_map():

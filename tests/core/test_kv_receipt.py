@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.kv import Delete, Outcome, Put, Txn, absent, equal
+from engine.core.kv import Delete, Outcome, Put, Txn, absent, equal, present
 from engine.core.kv_double import StoreDouble
 from engine.core.kv_receipt import ReceiptBook, is_receipt
 
@@ -55,18 +55,19 @@ def test_every_transaction_is_applied_once_or_is_known_not_to_be(fates: list[str
         if number == late_at:
             line.deliver_late()
         key = f"k{number}"
+        must_fail = number % 3 == 2
         try:
-            outcome = book.transact(Txn((), (Put(key, b""),)), line.send)
+            outcome = book.transact(Txn((present("never"),) * must_fail, (Put(key, b""),)), line.send)
         except CoordinatorUnavailableError:
             in_doubt.add(key)
             continue
-        assert outcome.succeeded
-        assert line.store.items[key].revision == outcome.revision
+        assert outcome.succeeded != must_fail
+        assert must_fail or line.store.items[key].revision == outcome.revision
         # The fate of those before is sealed by now.
         sealed = {key: line.version(key) for key in in_doubt}
         line.deliver_late()
         assert {key: line.version(key) for key in in_doubt} == sealed
-        assert line.version(key) == 1
+        assert line.version(key) == (0 if must_fail else 1)
     assert all(line.version(key) <= 1 for key in in_doubt)
 
 
@@ -101,9 +102,18 @@ def test_a_receipt_that_was_swept_away_in_doubt_is_an_error_and_no_guess() -> No
             line.store.commit(Txn((), (Delete(book.key),)))
         return outcome
 
-    with pytest.raises(InvariantError, match="'receipts/me' was changed by somebody else"):
+    with pytest.raises(InvariantError, match="'receipts/me' was deleted by somebody else"):
         book.transact(Txn((), (Put("a", b"1"),)), send)
-    book.forget()
+    assert book.transact(Txn((), (Put("a", b"2"),)), line.send).succeeded
+
+
+def test_a_doubt_that_was_told_does_not_come_up_again() -> None:
+    line = BadLine([DELIVER, GIVE_UP])
+    book = ReceiptBook("me")
+    book.transact(Txn((), (Put("a", b"0"),)), line.send)
+    with pytest.raises(CoordinatorUnavailableError):
+        book.transact(Txn((), (Put("a", b"1"),)), line.send)
+    line.store.commit(Txn((), (Delete(book.key),)))
     assert book.transact(Txn((), (Put("a", b"2"),)), line.send).succeeded
 
 

@@ -62,6 +62,7 @@ def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> No
     assert launcher.wait().code == 0
     assert launcher.leftovers() == []
     assert {"launcher", "bamboo-fork", "bamboo-store", "bamboo-0", "bamboo-1", "bamboo-2"} <= names
+    assert sum(name.startswith("etcd-") for name in names) == 1
     assert {each.process for each in seen} >= {"bamboo-store", "bamboo-0", "bamboo-1", "bamboo-2"}
     assert {each.address for each in seen} == {"127.0.0.1"}
     assert launcher.listeners() == set()
@@ -108,6 +109,13 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_1(launch: Launch) -> None
     assert f"{culprit(launcher, 2)}: the loss is nan at step 1, pipeline 0, microbatch 0" in done.stderr
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run_with_1(launch: Launch) -> None:
+    _, done = run_user_model(launch, "infinite_gradient")
+    assert done.code == 1
+    assert re.search(r"the gradient norm is (inf|nan) at step 1; a lower lr often helps", done.stderr)
+    assert "last committed step 0" in done.stdout
+
+
 @pytest.mark.parametrize(("factory", "num_commits"), [("dies_when_built", 0), ("dies_in_step", 1)])
 def test_a_worker_that_is_killed_is_named_with_its_signal(launch: Launch, factory: str, num_commits: int) -> None:
     launcher, done = run_user_model(launch, factory)
@@ -135,6 +143,18 @@ def test_the_death_of_the_fork_server_ends_the_run(launch: Launch) -> None:
     assert launcher.leftovers() == []
     assert done.code == 70
     assert "fork server" in done.stderr
+
+
+@pytest.mark.parametrize("moment", ["started", "commit"])
+def test_the_death_of_the_rendezvous_store_ends_the_run_at_once(launch: Launch, moment: str) -> None:
+    launcher = launch(*LONG)
+    launcher.wait_until(lambda: launcher.events(moment))
+    pid = launcher.processes()["bamboo-store"]
+    os.kill(pid, signal.SIGKILL)
+    done = launcher.wait(timeout_s=5)
+    assert launcher.leftovers() == []
+    assert done.code == 70
+    assert f"the rendezvous store (pid {pid}) has ended" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -43,6 +43,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     },
     "tuples": SMALL | {"model": "tests.e2e.user_models:tuples", "data": "synthetic"},
     "transposing": SMALL | {"model": "tests.e2e.user_models:transposing", "data": "synthetic"},
+    "in-place": SMALL | {"model": "tests.e2e.user_models:in_place", "data": "synthetic"},
 }
 # Workload, stages, partition, schedule, activation checkpoint.
 CUTS = [
@@ -68,6 +69,7 @@ CUTS = [
     ("tuples", 3, "uniform", "1f1b", 0),
     ("transposing", 1, "uniform", "1f1b", 0),
     ("transposing", 4, "uniform", "gpipe", 3),
+    ("in-place", 2, "1", "1f1b", 2),
 ]
 TWO_PIPELINES = Job(**WORKLOADS["gpt-tied"] | {"stages": 2, "pipelines": 2})
 THREE_PIPELINES = Job(**WORKLOADS["resnet18"] | {"stages": 1, "pipelines": 3, "microbatches": 2})
@@ -133,6 +135,11 @@ def test_two_pipelines_are_equal_whichever_worker_has_which_slot_and_rank(
     slots = {each.worker: each.slots for each in ending.view.workers}
     assert slots == {worker: (divmod(index, 2),) for index, worker in enumerate(owners)}
     assert rows_of(ending) == train_plainly(TWO_PIPELINES)
+
+
+def test_parameters_of_several_dtypes_are_added_too(train: Train) -> None:
+    job = Job(**SMALL | {"model": "tests.e2e.user_models:mixed_dtypes", "stages": 2, "pipelines": 2})
+    assert rows_of(train(job)) == train_plainly(job)
 
 
 def test_three_pipelines_are_added_in_their_order(train: Train) -> None:

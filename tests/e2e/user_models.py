@@ -87,6 +87,36 @@ class OnCall(nn.Module):
         return self.action(made) if self.num_calls == self.call + 1 else made
 
 
+class Mixed(nn.Module):
+    """Holds parameters of two floating types; one has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.ones(FEATURES, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale).float()
+
+
+def mixed_dtypes() -> list[nn.Module]:
+    """Has float32 and float64 parameters in one stage, and in one layer."""
+    return [Mixed(), nn.Linear(FEATURES, FEATURES), Mixed(), nn.Linear(FEATURES, 1)]
+
+
+def in_place() -> list[nn.Module]:
+    """Has layers that overwrite what they are handed."""
+    return [
+        nn.ReLU(inplace=True),
+        nn.Linear(FEATURES, FEATURES),
+        nn.ReLU(inplace=True),
+        nn.Linear(FEATURES, FEATURES),
+        nn.Dropout(0.2, inplace=True),
+        nn.Linear(FEATURES, 1),
+    ]
+
+
 def _raise(x: Tensor) -> Tensor:
     raise RuntimeError("planted in a forward")
 
@@ -130,6 +160,11 @@ def another_shape() -> Model:
 def not_a_number(call: int = 5) -> Model:
     """Returns NaN in the first microbatch of step 1 where a step has 4 microbatches."""
     return _three_layers(partial(OnCall, call, lambda x: x * torch.nan))
+
+
+def infinite_gradient(call: int = 5) -> Model:
+    """Has a finite loss, and in the first microbatch of step 1 a gradient that is not."""
+    return _three_layers(partial(OnCall, call, lambda x: x + (x - x.detach()).sqrt()))
 
 
 def dies_when_built() -> Model:

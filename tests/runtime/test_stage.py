@@ -113,12 +113,24 @@ class Product(nn.Module):
         return x * y
 
 
+def parametrized_spectral() -> nn.Module:
+    """Makes a layer whose every forward improves two buffers, and computes its weight from them."""
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def hooked_spectral() -> nn.Module:
+    """Makes the same in torch's older way: a hook before the forward."""
+    return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
 MODELS: dict[str, list[Callable[[], nn.Module]]] = {
     "blocks": [partial(nn.Linear, WIDTH, WIDTH), Block, Block, Block, partial(nn.Linear, WIDTH, 2)],
     "tuples": [Split, Carry, Carry, Join, partial(nn.Linear, WIDTH, 2)],
     "unused": [TwoHeads, First, TwoHeads, First],
     "frozen": [Frozen, Block, Frozen, Block, Frozen],
     "passing": [Block, Passing, Product, Passing, Product],
+    "spectral": [parametrized_spectral, hooked_spectral, parametrized_spectral, hooked_spectral],
+    "in place": [partial(nn.ReLU, inplace=True), Block, partial(nn.ReLU, inplace=True), Block],
 }
 
 

@@ -1,0 +1,98 @@
+"""`bamboo status` of runs that have ended, or whose store is gone: from their events."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bamboo_cli.status import status
+from engine.core.errors import NothingMatchedError, StorageError, UserError
+from engine.files.run_folder import create_run_folder
+
+APP = typer.Typer()
+APP.command()(status)
+
+STARTED: list[dict[str, Any]] = [
+    {"event": "job", "steps": 9},
+    {"event": "started", "of": 0, "child": 11, "slots": [[0, 0]]},
+    {"event": "started", "of": 1, "child": 12, "slots": [[0, 1], [1, 1]]},
+    {"event": "epoch", "epoch": 1, "reason": "every worker has joined"},
+    {"event": "commit", "step": 0},
+    {"event": "commit", "step": 1},
+]
+ENDED: list[dict[str, Any]] = [
+    *STARTED,
+    {"event": "exit", "of": 1, "code": -9, "expected": False},
+    {"event": "failed", "error": "worker 1 was ended by SIGKILL"},
+    {"event": "ended", "outcome": "failed", "exit_code": 3},
+]
+# Nothing listens on port 1.
+STORE = {"event": "store", "endpoints": ["127.0.0.1:1"], "run_id": "x", "private": True}
+
+
+def make_run(results: Path, name: str, events: list[dict[str, Any]], hour: int = 1) -> str:
+    """Makes a run folder with events and returns its name."""
+    folder = create_run_folder(results, name, datetime(2026, 1, 1, hour), "abcd")
+    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder.path.name
+
+
+def say(*arguments: object) -> str:
+    """Returns what the command prints."""
+    done = CliRunner().invoke(APP, [str(each) for each in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_an_ended_run_is_told_from_its_events(tmp_path: Path) -> None:
+    name = make_run(tmp_path, "mlp", ENDED)
+    assert say("--results", tmp_path).splitlines() == [
+        f"{name}: failed, epoch 1, step 2 of 9 (from events)",
+        "  worker 0  pid 11  stage 0.0  in",
+        "  worker 1  pid 12  stage 0.1 1.1  dead",
+        "  epoch 1: every worker has joined",
+        "  epoch 1: worker 1 was ended by SIGKILL",
+    ]
+
+
+def test_json_is_one_object_and_watching_an_ended_run_ends(tmp_path: Path) -> None:
+    name = make_run(tmp_path, "mlp", ENDED)
+    said = json.loads(say("--json", "--watch", "--results", tmp_path))
+    assert (said["run_id"], said["phase"], said["epoch"], said["committed"]) == (name, "failed", 1, 1)
+    assert (said["num_steps"], said["live"]) == (9, False)
+    assert [each["state"] for each in said["workers"]] == ["in", "dead"]
+
+
+def test_a_run_is_named_by_the_beginning_of_its_name_and_the_latest_is_the_default(tmp_path: Path) -> None:
+    early = make_run(tmp_path, "early", STARTED, hour=1)
+    late = make_run(tmp_path, "late", [STARTED[0]], hour=2)
+    assert say("--results", tmp_path).startswith(f"{late}: starting, epoch 0, step 0 of 9 (from events)")
+    assert say(early[:13], "--results", tmp_path).startswith(f"{early}: running, epoch 1, step 2 of 9")
+
+
+def test_a_run_whose_store_is_gone_did_not_say_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment says is about a kept etcd, and is asked for with one only."""
+    monkeypatch.setenv("BAMBOO_ETCD_CA", "no such file")
+    name = make_run(tmp_path, "mlp", [STORE, *STARTED])
+    said = say("--watch", "--results", tmp_path)
+    assert said.startswith(f"{name}: ended without a word, epoch 1, step 2 of 9 (from events)")
+    make_run(tmp_path, "mlp", [STORE | {"private": False}, *STARTED], hour=2)
+    with pytest.raises(UserError, match="BAMBOO_ETCD_CA"):
+        say("--results", tmp_path)
+
+
+def test_what_cannot_be_found_or_read_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NothingMatchedError, match="no run in"):
+        say("--results", tmp_path)
+    name = make_run(tmp_path, "mlp", STARTED)
+    with pytest.raises(NothingMatchedError, match="did you mean"):
+        say(name[:-1] + "f", "--results", tmp_path)
+    (tmp_path / name / "events.jsonl").write_text("garbage\n")
+    with pytest.raises(StorageError, match=r"events\.jsonl:1"):
+        say("--results", tmp_path)

@@ -1,0 +1,111 @@
+"""The status of a run, read off the keys of one that lives and off the events of one that has ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from engine.core.errors import InvariantError
+from engine.core.membership_events import ExitSeen
+from engine.core.membership_state import to_json
+from engine.core.run_status import RunStatus, WorkerStatus, status_of_events, status_of_keys
+from tests.core.membership_cases import committed, running, told
+
+MEMBER = {"pid": 7, "node": "host", "now": [[0, 2]], "before": []}
+
+
+def keys(**others: bytes) -> dict[str, bytes]:
+    """Returns the keys of a run with two steps committed, whose worker 1 has died; its slot is worker 0's now."""
+    state = told(committed(committed(running())), ExitSeen(30, 1, -9))
+    return {
+        "coordinator": b"host:1",
+        "state": to_json(state).encode(),
+        "verdicts": json.dumps([[1, "every worker has joined"], [2, state.reason]]).encode(),
+        "heartbeats": b'{"0":0.25,"1":3.0}',
+        "members/2": json.dumps(MEMBER).encode(),
+        "members/0": json.dumps(MEMBER | {"pid": 5, "now": [[0, 0], [0, 1]], "before": [[0, 0]]}).encode(),
+        "members/1": json.dumps(MEMBER | {"pid": 6, "now": [[0, 1]]}).encode(),
+        "plan": b"\xff not looked at",
+        **others,
+    }
+
+
+def test_keys_say_who_owns_what_and_what_was_decided() -> None:
+    assert status_of_keys("mine", keys()) == RunStatus(
+        "mine",
+        "failing over",
+        epoch=2,
+        committed=1,
+        num_steps=10,
+        workers=(
+            WorkerStatus(0, 5, "host", ((0, 0), (0, 1)), ((0, 0),), "in", 0.25),
+            WorkerStatus(1, 6, "host", ((0, 1),), (), "out", 3.0),
+            WorkerStatus(2, 7, "host", ((0, 2),), (), "in", None),
+        ),
+        verdicts=((1, "every worker has joined"), (2, "worker 1 was ended by SIGKILL")),
+    )
+
+
+def test_a_run_that_is_forming_has_few_keys() -> None:
+    assert status_of_keys("mine", {"state": keys()["state"]}).workers == ()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"state": b"\xff"},
+        {"state": b"[]"},
+        {"members/0": b"\xff"},
+        {"members/0": b"[]"},
+        {"members/0": b"{}"},
+        {"members/zero": json.dumps(MEMBER).encode()},
+        {"members/0": json.dumps(MEMBER | {"now": [3]}).encode()},
+        {"heartbeats": b"[]"},
+        {"heartbeats": b"{"},
+        {"verdicts": b"{"},
+        {"verdicts": b"[3]"},
+    ],
+)
+def test_garbage_is_refused_by_the_name_of_the_run(others: Mapping[str, bytes]) -> None:
+    with pytest.raises(InvariantError, match="mine"):
+        status_of_keys("mine", keys(**others))
+
+
+def event(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "worker": -1, "pid": 1, "at_ns": 0, **fields}
+
+
+STARTED = [
+    event("job", steps=9, stages=2),
+    event("started", of=1, child=12, slots=[[0, 1]]),
+    event("started", of=0, child=11, slots=[[0, 0]]),
+]
+TRAINED = [
+    *STARTED,
+    event("epoch", epoch=1, reason="every worker has joined", members=[0, 1]),
+    event("action", step=0, action="0F0"),
+    *(event("commit", step=step) for step in range(3)),
+]
+
+
+def test_events_are_followed_to_the_last() -> None:
+    assert status_of_events("mine", []) == RunStatus("mine", "starting")
+    begun = status_of_events("mine", STARTED)
+    assert (begun.phase, begun.num_steps, begun.epoch, begun.committed) == ("starting", 9, 0, -1)
+    assert [(each.worker, each.pid, each.now) for each in begun.workers] == [(0, 11, ((0, 0),)), (1, 12, ((0, 1),))]
+    going = status_of_events("mine", TRAINED)
+    assert (going.phase, going.epoch, going.committed) == ("running", 1, 2)
+    assert going.verdicts == ((1, "every worker has joined"),)
+    ends = [
+        event("exit", of=1, code=-9, expected=False),
+        event("failed", error="worker 1 was ended by SIGKILL"),
+        event("exit", of=0, code=0, expected=True),
+        event("ended", outcome="failed", exit_code=3),
+    ]
+    ended = status_of_events("mine", TRAINED + ends)
+    assert (ended.phase, ended.committed) == ("failed", 2)
+    assert {each.worker: each.state for each in ended.workers} == {0: "left", 1: "dead"}
+    assert ended.verdicts[1:] == ((1, "worker 1 was ended by SIGKILL"),)

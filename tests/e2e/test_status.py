@@ -1,0 +1,65 @@
+"""`bamboo status` beside a run that lives: from its store, until the run ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.launcher import Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+Launch = Callable[..., Launcher]
+
+RUN = ("run", "--model", "timed", "--stages", "2", "--microbatches", "2", "--steps", "5000", "--validate-every", "0")
+SLOW = (*RUN, "--set", "model_args.forward_ms=2", "--set", "model_args.backward_ms=4")
+
+
+def status(launcher: Launcher, *arguments: str) -> subprocess.Popen[str]:
+    """Starts `bamboo status` in the folder of a launch."""
+    command = [sys.executable, "-m", "bamboo_cli", "status", *arguments]
+    return subprocess.Popen(
+        command, cwd=launcher.folder, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+
+
+def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -> None:
+    launcher = launch(*SLOW)
+    # The workers' heartbeats are written down once a second.
+    launcher.wait_until(lambda: len(launcher.events("commit")) >= 80)
+    with status(launcher, "--watch", "--json") as watching, status(launcher) as once:
+        text = once.communicate()[0].splitlines()
+        assert watching.stdout is not None
+        first = json.loads(watching.stdout.readline())
+        launcher.process.terminate()
+        launcher.wait()
+        *_, last = (json.loads(line) for line in watching.stdout)
+    pids = {name: pid for event in launcher.events("started") for name, pid in [(event["of"], event["child"])]}
+    name = launcher.run_folder.resolve().name
+    assert (first["run_id"], first["phase"], first["epoch"], first["live"]) == (name, "running", 1, True)
+    assert 79 <= first["committed"] < first["num_steps"] == 5000
+    assert {each["worker"]: each["pid"] for each in first["workers"]} == pids
+    assert [each["now"] for each in first["workers"]] == [[[0, 0]], [[0, 1]]]
+    assert all(0 <= each["heard_s_ago"] < 2 for each in first["workers"])
+    assert first["verdicts"] == [[1, "every worker has joined"]]
+    assert re.fullmatch(rf"{name}: running, epoch 1, step \d+ of 5000", text[0])
+    assert re.fullmatch(rf"  worker 0  pid {pids[0]}  stage 0\.0  in  heard \d\.\d s ago", text[1])
+    commits = [event["step"] for event in launcher.events("commit")]
+    assert (last["phase"], last["committed"], last["live"]) == ("interrupted", commits[-1], False)
+    assert [each["state"] for each in last["workers"]] == ["left", "left"]
+    assert launcher.leftovers() == []
+
+
+def test_a_run_that_was_cut_off_is_not_taken_for_alive(launch: Launch) -> None:
+    launcher = launch(*SLOW)
+    launcher.wait_until(lambda: len(launcher.events("commit")) >= 2)
+    launcher.process.kill()
+    launcher.process.wait()
+    assert launcher.leftovers() == []  # nor is the private etcd
+    with status(launcher) as once:
+        assert "ended without a word, epoch 1" in once.communicate()[0]

@@ -1,0 +1,33 @@
+"""The benchmarks of the control plane measure what they say, and leave nothing behind; how fast it is, they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import WorkerFailedError
+from engine.runtime.bench_relay import _allowed, _relay_s, bench_etcd_start, bench_forming, bench_relay
+
+
+def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:
+    taken = [each / 1000 for each in range(200, 0, -1)]
+    row = _allowed("case", "p99 s", taken, 0.99, 0.1)
+    assert (row.ours, row.peer, row.met, row.n) == (0.198, 0.1, False, 200)
+    assert _allowed("case", "p50 s", taken, 0.5, 0.1).met
+
+
+def test_the_last_one_to_learn_counts_and_everyone_must() -> None:
+    formed = [{"event": "formed"}] * 3
+    seen = {"event": "exit", "expected": False, "seen_ns": 1_000_000}
+    told = [{"event": "told", "told_ns": each} for each in (2_000_000, 4_000_000)]
+    assert _relay_s([*formed, seen, *told, {"event": "exit", "expected": True, "seen_ns": 9}]) == 0.003
+    with pytest.raises(WorkerFailedError, match="1 of 2 workers were told"):
+        _relay_s([*formed, seen, told[0]])
+
+
+def test_all_of_them_run_and_leave_their_folder_empty(tmp_path: Path) -> None:
+    rows = bench_relay(2, tmp_path) + bench_forming(1, tmp_path) + bench_etcd_start(1, tmp_path)
+    assert [row.n for row in rows] == [2, 2, 1, 1, 1, 1]
+    assert all(0 < row.ours < 5 for row in rows if "added" not in row.metric)
+    assert list(tmp_path.iterdir()) == []

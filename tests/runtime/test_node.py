@@ -1,0 +1,158 @@
+"""A host in the store, on both stores: what it writes of its workers, and what it does once it is out."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import CoordinatorUnavailableError
+from engine.core.kv import KV, Lease
+from engine.core.membership_events import Event, ExitSeen, Heartbeat, Joined
+from engine.core.membership_state import Options, State, begin
+from engine.runtime import node as node_module
+from engine.runtime.children import Child
+from engine.runtime.etcd_calls import DEADLINE_S
+from engine.runtime.node import LEASE_TTL_S, Node
+from engine.runtime.roster import Member
+from tests.runtime.kv_backends import Backend
+
+S = 1_000_000_000
+NO_LINK: Any = None  # nobody is spoken to
+
+
+def first_state(num_stages: int) -> State:
+    """Returns the state of one stage on each worker; whoever owns the stage before is the shadow."""
+    owners = tuple(range(num_stages))
+    return begin(
+        Options(stages=num_stages, redundant=True), owners, tuple(((each - 1) % num_stages,) for each in owners), 9, 0
+    )
+
+
+def start(client: KV, num_stages: int = 3) -> Node:
+    """Returns a node with its workers enrolled."""
+    node = Node(client, first_state(num_stages), 0)
+    node.enrol(
+        Member(worker, ((0, worker),), Child("", 1000 + worker, -1), NO_LINK, Path()) for worker in range(num_stages)
+    )
+    return node
+
+
+def tell(node: Node, events: Iterable[Event]) -> None:
+    for event in events:
+        node.handle(event)
+
+
+def members_of(client: KV) -> dict[str, Any]:
+    """Returns what is written of each worker."""
+    return {item.key: json.loads(item.value) for item in client.read_prefix("members/").items}
+
+
+@pytest.fixture(name="brief")
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes leases of one second."""
+    monkeypatch.setattr(node_module, "LEASE_TTL_S", 1)
+
+
+def test_a_lease_outlasts_an_outage_that_a_call_outlasts() -> None:
+    assert LEASE_TTL_S > DEADLINE_S + node_module._RENEW_EVERY_NS / S
+
+
+def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backend) -> None:
+    client, reader = backend.client(), backend.client()
+    node = start(client)
+    host = socket.gethostname()
+    assert members_of(reader) == {
+        f"members/{worker}": {"pid": 1000 + worker, "node": host, "now": [[0, worker]], "before": []}
+        for worker in range(3)
+    }
+    tell(node, (Joined(1, worker, host) for worker in range(3)))
+    tell(node, [ExitSeen(2, 1, -9)])
+    node.strike_off(1)
+    assert members_of(reader).keys() == {"members/0", "members/2"}
+    node.report(2 * S)
+    assert members_of(reader) == {
+        "members/0": {"pid": 1000, "node": host, "now": [[0, 0], [0, 1]], "before": [[0, 0]]},
+        "members/2": {"pid": 1002, "node": host, "now": [[0, 2]], "before": []},
+    }
+
+
+def test_striking_one_off_leaves_those_whose_number_begins_alike(backend: Backend) -> None:
+    client = backend.client()
+    node = start(client, 12)
+    node.strike_off(1)
+    assert members_of(client).keys() == {f"members/{worker}" for worker in range(12) if worker != 1}
+
+
+def test_heartbeats_are_written_at_most_once_a_second(backend: Backend) -> None:
+    client, reader = backend.client(), backend.client()
+    node = start(client)
+    tell(node, (Joined(S, worker, "host") for worker in range(3)))
+    tell(node, [Heartbeat(S * 3 // 2, 2, 1, 0, 4, True)])
+    node.report(2 * S)
+    found = reader.get("heartbeats")
+    assert found is not None and json.loads(found.value) == {"0": 1.0, "1": 1.0, "2": 0.5}
+    node.report(2 * S + S // 2)
+    again = reader.get("heartbeats")
+    assert again == found
+
+
+def test_a_second_coordinator_is_turned_away(backend: Backend) -> None:
+    start(backend.client())
+    with pytest.raises(CoordinatorUnavailableError, match="another coordinator holds this run"):
+        Node(backend.client(), first_state(3), 0)
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("act", ["renew", "report", "handle"])
+def test_whoever_has_lost_its_lease_is_out_and_touches_nothing(backend: Backend, act: str) -> None:
+    client, reader = backend.client(), backend.client()
+    node = start(client)
+    (held,) = reader.read_prefix("coordinator").items
+    backend.outlast(Lease(held.lease_id, 1))
+    backend.outlast(node._lease)
+    assert not members_of(reader)
+    reader.put("state", b"the next one's")
+    acts = {
+        "renew": lambda: node.renew(4 * S),
+        "report": lambda: node.report(4 * S),
+        "handle": lambda: node.handle(Joined(1, 0, "host")),
+    }
+    with pytest.raises(CoordinatorUnavailableError, match=r"has expired|is gone"):
+        acts[act]()
+    before = reader.read_prefix("").revision
+    node.renew(40 * S)
+    node.report(40 * S)
+    node.strike_off(1)
+    node.leave()
+    assert reader.read_prefix("").revision == before
+    found = reader.get("state")
+    assert found is not None and found.value == b"the next one's"
+
+
+def test_leaving_takes_every_key_along_and_its_leases(backend: Backend) -> None:
+    client, other = backend.client(), backend.client(backend.root[:-1] + "-2/")
+    other.put("state", b"of another run")
+    node = start(client)
+    tell(node, (Joined(S, worker, "host") for worker in range(3)))
+    node.report(2 * S)
+    lease = node._lease
+    node.leave()
+    assert [key for key in backend.all_keys() if key.startswith(backend.root)] == []
+    assert f"{backend.root[:-1]}-2/state" in backend.all_keys()
+    assert not client.keep_alive(lease)
+
+
+def test_a_store_that_is_gone_is_asked_once(fragile: Backend) -> None:
+    fragile.deadline_s = 0.3
+    node = start(fragile.client())
+    fragile.go_down()
+    with pytest.raises(CoordinatorUnavailableError, match=r"does not answer|did not answer"):
+        node.renew(4 * S)
+    node.report(4 * S)
+    node.strike_off(0)
+    node.leave()
