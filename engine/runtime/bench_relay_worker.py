@@ -38,7 +38,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     welcome = control.take("welcome")
     recorder = Recorder(events_fd, welcome["worker"])
     store = connect(welcome["store_port"], welcome["prefix"])
-    DataPlane(control, store, welcome["worker"], welcome["ranks"])
+    plane = DataPlane(control, store, welcome["worker"], welcome["ranks"])  # kept, as its end would be seen by others
     recorder.event("formed")
     try:
         control.send("ready")
@@ -50,4 +50,5 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     except Stopped:
         time.sleep(_LINGER_S)
         recorder.event("told", told_ns=control.told_ns)
+    plane.close()
     return 0

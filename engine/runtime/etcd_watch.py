@@ -134,7 +134,7 @@ class EtcdWatch:
         first = self._next if self._next > self._store_revision else max(1, self._next - 1)
         create = rpc.WatchCreateRequest(key=start, range_end=end, start_revision=first)
         yield rpc.WatchRequest(create_request=create)
-        done.wait()  # etcd ends a stream when its requests end
+        done.wait()  # etcd's proxy ends a stream when its requests end
 
     def _take_in(self, stream: Any) -> str:
         """Hands on what a stream brings; returns why etcd ended the watch."""

@@ -21,12 +21,13 @@ from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.kv import Delete, Put, Txn, absent
 from engine.runtime import etcd_kv
 from engine.runtime.election import Election
-from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.runtime.embedded_etcd import EmbeddedEtcd, find_etcd
 from engine.runtime.etcd_calls import ATTEMPT_S, EtcdCalls, etcd3, rpc
 from engine.runtime.etcd_keys import KeySpace
 from engine.runtime.etcd_kv import EtcdKV
 from engine.runtime.etcd_settings import Endpoint, EtcdSettings, Secret
 from engine.runtime.etcd_watch import EtcdWatch
+from engine.runtime.listening import listening_port
 from tests.runtime.kv_backends import EtcdBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,16 +141,23 @@ def test_a_watch_after_a_restart(server: EmbeddedEtcd, monkeypatch: pytest.Monke
     assert died == [thread.name]  # and when it is closed, it dies with a traceback
 
 
-def test_a_watch_is_one_stream_while_nothing_breaks(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = real.client()
+def test_a_watch_through_etcds_own_proxy_is_one_stream(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[float] = []
     open_watch = EtcdCalls.open_watch
     monkeypatch.setattr(EtcdCalls, "open_watch", lambda *args: opened.append(0.0) or open_watch(*args))
-    watch = kv.watch("", kv.put("a", b"1"))
-    real.take(watch, 1)
-    time.sleep(0.2)
-    kv.put("a", b"2")
-    real.take(watch, 1)
+    command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.endpoints[0]}", "--listen-addr=127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as proxy:
+        while (port := listening_port(proxy.pid)) is None:
+            assert proxy.poll() is None
+            time.sleep(0.01)
+        kv = EtcdKV(EtcdSettings((Endpoint("127.0.0.1", port),)), "/bamboo/proxied/")
+        watch = kv.watch("", kv.put("a", b"1"))
+        for _ in range(2):
+            assert select.select([watch], [], [], 5)[0] and len(watch.take()) == 1
+            time.sleep(0.2)
+            kv.put("a", b"2")
+        kv.close()
+        proxy.kill()
     assert len(opened) == 1
 
 
