@@ -6,16 +6,17 @@ Rule: nothing here, or imported from here at the top, loads torch or pandas; `--
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from bamboo_cli.bench import bench
 from bamboo_cli.doctor import doctor
-from bamboo_cli.run import run
+from bamboo_cli.run import EPILOG, run
 from bamboo_cli.schedule import schedule
 from bamboo_cli.status import status
 from engine.core.errors import BambooError, ExitCode, StorageError
@@ -23,6 +24,7 @@ from engine.core.errors import BambooError, ExitCode, StorageError
 app = typer.Typer(
     name="bamboo",
     no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -30,15 +32,27 @@ app = typer.Typer(
     epilog="Examples:  bamboo run  |  bamboo run --stages 2 --steps 10 --json  |  bamboo run --dry-run  |  "
     "bamboo schedule show --stages 4  |  bamboo doctor",
 )
-app.command()(run)
+app.command(epilog=EPILOG)(run)
 app.command()(doctor)
 app.command()(status)
 app.add_typer(schedule, name="schedule")
 app.add_typer(bench, name="bench")
 
 
+@app.callback()
+def _program(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(version_of("bamboo-train"))
+        raise typer.Exit
+
+
 def main() -> NoReturn:
     """Runs the program and exits with its code."""
+    _open_standard_streams()
     # Outside a run, Ctrl-C ends the program as the shell expects; a run takes the signal itself.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -47,10 +61,20 @@ def main() -> NoReturn:
         _refuse(error)
     except OSError as error:
         # What a run writes goes to one folder; whatever else may fail has been given a name where it happens.
-        _refuse(StorageError(f"{error.filename or 'the run folder'}: {error.strerror or error}"))
+        _refuse(StorageError(f"{error.filename or 'output'}: {error.strerror or error}"))
     except Exception:
         _refuse(BambooError(f"internal error, please report it\n{traceback.format_exc().rstrip()}"))
     sys.exit(ExitCode.OK)
+
+
+def _open_standard_streams() -> None:
+    """Gives a program that was started without standard streams empty ones; else its files would get their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _refuse(error: BambooError) -> NoReturn:

@@ -32,9 +32,7 @@ PlainHttp = Annotated[
 ]
 
 
-def etcd_settings(
-    endpoints: str, plain_http: bool, environment: Mapping[str, str] = os.environ
-) -> EtcdSettings | None:
+def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, str] = os.environ) -> EtcdSettings | None:
     """Returns how to reach the kept cluster that the user named, or None; raises UserError with every problem."""
     from engine.runtime.etcd_settings import read_settings
 

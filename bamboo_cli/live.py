@@ -30,7 +30,7 @@ class LivePicture:
         self.job = job
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._is_terminal = sys.stderr.isatty() and self._console.is_terminal
+        self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._said_s = 0.0
         self._history: deque[tuple[float, dict[int, int], int]] = deque()
 
@@ -93,7 +93,7 @@ class LivePicture:
         for each in view.workers:
             table.add_row(*self._row(each))
         bar = ProgressBar(total=self.job.steps, completed=len(view.account.losses), width=40)
-        return Group(table, Text(self._line(view)), bar)
+        return Group(Text(self._line(view)), bar, table)  # a small screen cuts off the end
 
     def _row(self, each: WorkerView) -> tuple[str | Text, ...]:
         stages = " ".join(

@@ -40,3 +40,4 @@ def print_plan(job: Job, as_json: bool) -> None:
     typer.echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
     typer.echo(f"peak stashed activations, in microbatches: {stash}")
+    typer.echo("the model itself is not looked at here: a run checks its name, its arguments and its number of layers")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ import typer
 
 from bamboo_cli.etcd_options import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.job_options import takes_job
+from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.runtime.etcd_settings import EtcdSettings
     from engine.runtime.session import Ending
 
-_EPILOG = (
+EPILOG = (
     "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
     "--set model_args.width=16  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
 )
@@ -82,11 +82,14 @@ def _train(resolved: Resolved, as_json: bool, etcd: EtcdSettings | None) -> int:
     write_trajectory(folder.trajectory, ending.view.account.rows)
     summary = _summary(folder, ending, time.monotonic() - started_s)
     _write_facts(folder, resolved, summary)
-    # Everything is on disk; whoever reads the output may have gone.
-    with contextlib.suppress(OSError):
+    try:
         if as_json:
             typer.echo(json.dumps(summary))
-        _print_ending(summary, ending, as_json)
+        _print_ending(summary, ending, resolved, as_json)
+    except BrokenPipeError:
+        pass  # everything is on disk; whoever read the output has had enough
+    except OSError:
+        return ending.exit_code or ExitCode.STORAGE
     return ending.exit_code
 
 
@@ -127,10 +130,18 @@ def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]
     }
 
 
-def _print_ending(summary: dict[str, Any], ending: Ending, as_json: bool) -> None:
+def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
+    """Returns a user's error, found by a worker, with the places that the values came from."""
+    if not isinstance(error, UserError):
+        return error
+    origins = {field: origin for field, origin in resolved.origins.items() if origin != "default"}
+    return UserError(replace(problem, source=origins.get(problem.field, "")) for problem in error.problems)
+
+
+def _print_ending(summary: dict[str, Any], ending: Ending, resolved: Resolved, as_json: bool) -> None:
     """Prints the summary line; what went wrong goes to stderr, and so does everything when stdout is for JSON."""
     if ending.error is not None:
-        for line in str(ending.error).splitlines():
+        for line in str(_with_origins(ending.error, resolved)).splitlines():
             typer.echo(f"bamboo: {line}", err=True)
     parts = [f"{ending.outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["steps"]:

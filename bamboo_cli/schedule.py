@@ -85,6 +85,9 @@ def export(
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():
+            raise UserError([Problem("--program", "a CSV file", str(path))])
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError([Problem("--program", "a readable CSV file", str(path), str(error))]) from error
+        reason = error.strerror or "" if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError([Problem("--program", "a readable CSV file", str(path), reason)]) from error

@@ -23,7 +23,9 @@ def status(
         str | None, typer.Argument(help="A run's folder name, or its beginning; the latest by default.")
     ] = None,
     *,
-    results: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("results"),
+    results: Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")] = Path(
+        "results"
+    ),
     watch: Annotated[bool, typer.Option("--watch", help="Say it again every second until the run ends.")] = False,
     plain_http: Annotated[
         bool, typer.Option("--etcd-plain-http", help="Allow clear text to an etcd that is not on this host.")

@@ -85,6 +85,7 @@ _AT_LEAST = {
     "validation_microbatches": 1,
 }
 # 4096 workers or microbatches are far beyond what one machine starts; a typo should not try.
+_MAX_FORWARDS = 250_000
 _AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
 
 
@@ -104,6 +105,11 @@ def check_job(job: Job) -> list[Problem]:
         problems.append(Problem("lr", "a finite number > 0", repr(job.lr)))
     if not (math.isfinite(job.clip_norm) and job.clip_norm >= 0):
         problems.append(Problem("clip_norm", "a finite number >= 0", repr(job.clip_norm)))
+    num_actions = job.stages * job.pipelines * job.microbatches
+    if num_actions > _MAX_FORWARDS:
+        problems.append(
+            Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
+        )
     problems += _unknown("schedule", job.schedule, SCHEDULES)
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)

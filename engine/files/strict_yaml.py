@@ -45,6 +45,8 @@ def read_yaml(path: Path) -> Document:
         UserError: the file cannot be read at all.
     """
     source = str(path)
+    if path.exists() and not path.is_file():
+        raise UserError([Problem("", "a file", "something else", "", source)])
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -89,7 +89,7 @@ def _deliveries(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
 
     watch = kv.watch("seen", kv.read_prefix("").revision + 1)
     watch_id = bare.add_watch_callback(_ROOT + "theirs", arrived.put)
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
 
     def ours(turn: int) -> float:

@@ -26,7 +26,7 @@ from engine.runtime.roster import Member, RendezvousStore, close_members, start_
 from engine.runtime.store_keeper import StoreKeeper
 from engine.runtime.supervisor import supervise
 
-_FORM_S = 600
+_PATIENCE_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,18 @@ def _welcome(
 
 def first_state(job: Job, ownership: Ownership) -> State:
     """Returns the protocol's state before anybody has joined; nobody has a shadow yet."""
-    # Building a model or opening its data may take its time; a broken pair that nobody died of cannot be mended.
-    options = Options(stages=job.stages, redundant=False, form_ns=_FORM_S * 1_000_000_000, max_repeats=0)
+    # Building a model, opening its data and a single action of a slow layer may take their time: as long as nobody can
+    # take over, giving up on the slow only ends the run. A broken pair that nobody died of cannot be mended.
+    patience_ns = _PATIENCE_S * 1_000_000_000
+    options = Options(
+        stages=job.stages,
+        redundant=False,
+        form_ns=patience_ns,
+        hang_ns=patience_ns,
+        stall_ns=patience_ns,
+        silence_ns=patience_ns // 10,
+        max_repeats=0,
+    )
     return begin(options, ownership.owners, tuple(() for _ in ownership.owners), job.steps - 1, now_ns())
 
 

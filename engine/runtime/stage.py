@@ -23,7 +23,6 @@ from engine.models.layers import Model, Tensors, as_tensors
 from engine.runtime.optimizer import LayerOptimizer
 from engine.runtime.tensor_spec import Border, border_of, check_border
 
-
 Buffers = list[dict[str, Tensor | None]]  # of each module of some layers, in order
 
 

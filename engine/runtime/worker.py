@@ -51,6 +51,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         control.send("suspicion", text=str(suspicion))
         return _wait_for_the_end(control)
     except UserError as error:
+        traceback.print_exc()  # to this worker's log: where in the user's own code it came from
         control.send("failed", problems=[[p.field, p.expected, p.found, p.hint] for p in error.problems])
         return error.exit_code
     except BambooError as error:

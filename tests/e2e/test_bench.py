@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,13 @@ def test_audit(launch: Launch) -> None:
     assert (row["goal"], row["n"]) == (1.02, 1)
 
 
+def test_kv(launch: Launch) -> None:
+    rows = rows_of(launch, "kv")
+    assert {(row["case"], row["goal"], row["n"]) for row in rows} == {
+        (case, 1.2, 50) for case in ("put", "get", "transaction", "watch delivery")
+    }
+
+
 def test_an_unknown_case_is_told_from_a_failure(launch: Launch) -> None:
     done = launch("bench", "pipeline", "--case", "timed P=5").wait()
     assert done.code == 5
@@ -73,5 +81,17 @@ def test_an_interrupted_benchmark_leaves_nothing(launch: Launch) -> None:
     launcher.wait_until(lambda: "bamboo-3" in launcher.processes())
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.wait().code == 130
+    assert launcher.leftovers() == []
+    assert list((launcher.folder / "results" / "bench").iterdir()) == []
+
+
+def test_an_interrupted_benchmark_of_the_store_leaves_nothing(launch: Launch) -> None:
+    launcher = launch("bench", "kv")
+    launcher.wait_until(lambda: any(name.startswith("etcd") for name in launcher.processes()))
+    time.sleep(0.5)  # wherever it may be by then
+    launcher.process.send_signal(signal.SIGTERM)
+    done = launcher.wait()
+    assert (done.code, done.stdout) == (143, "")
+    assert "Traceback" not in done.stderr
     assert launcher.leftovers() == []
     assert list((launcher.folder / "results" / "bench").iterdir()) == []

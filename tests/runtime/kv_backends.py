@@ -30,7 +30,7 @@ class Backend(ABC):
 
     def __init__(self) -> None:
         self.root = f"/bamboo/test-{uuid.uuid4().hex}/"
-        self.deadline_s = DEADLINE_S  # of clients made later; the double counts calls instead
+        self.deadline_s = DEADLINE_S  # of clients while the store is down; the double counts calls instead
         self.clients: list[KV] = []
 
     def client(self, root: str = "") -> KV:
@@ -163,7 +163,7 @@ class EtcdBackend(Backend):
         self.bare.close()
 
     def new_client(self, root: str) -> KV:
-        return EtcdKV(self.settings, root, self.deadline_s)
+        return EtcdKV(self.settings, root)
 
     def all_keys(self) -> set[str]:
         return {meta.key.decode("utf-8", "surrogateescape") for _, meta in self.bare.get_all()}
@@ -201,6 +201,7 @@ class EtcdBackend(Backend):
 
     def go_down(self) -> None:
         assert self._server is not None
+        self._be_patient(self.deadline_s)
         signal.pidfd_send_signal(self._server.pidfd, signal.SIGKILL)
         select.select([self._server.pidfd], [], [])
 
@@ -213,7 +214,12 @@ class EtcdBackend(Backend):
             self._server.stop()
         self._server.start()
         assert self._server.settings() == self.settings
-        EtcdKV(self.settings, self.root).close()  # waits until it serves
+        self._be_patient(DEADLINE_S)
+
+    def _be_patient(self, deadline_s: float) -> None:
+        for client in self.clients:
+            assert isinstance(client, EtcdKV)
+            client._calls.deadline_s = deadline_s
 
 
 def by_revision(events: Sequence[WatchEvent]) -> list[tuple[int, str, str, bytes]]:

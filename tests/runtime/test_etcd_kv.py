@@ -142,9 +142,14 @@ def test_a_watch_after_a_restart(server: EmbeddedEtcd, monkeypatch: pytest.Monke
 
 
 def test_a_watch_through_etcds_own_proxy_is_one_stream(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[float] = []
+    opened = []
     open_watch = EtcdCalls.open_watch
-    monkeypatch.setattr(EtcdCalls, "open_watch", lambda *args: opened.append(0.0) or open_watch(*args))
+
+    def counting(*arguments: Any) -> Any:
+        opened.append(open_watch(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(EtcdCalls, "open_watch", counting)
     command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.endpoints[0]}", "--listen-addr=127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as proxy:
         while (port := listening_port(proxy.pid)) is None:
@@ -162,17 +167,21 @@ def test_a_watch_through_etcds_own_proxy_is_one_stream(etcd: EtcdSettings, monke
 
 
 def test_a_watch_has_its_whole_deadline_after_each_break_and_hands_over_what_came_before(server: EmbeddedEtcd) -> None:
-    kv = EtcdKV(server.settings(), "/bamboo/x/", deadline_s=1.5)
-    watch = kv.watch("", kv.put("a", b"1"))
+    kv = EtcdKV(server.settings(), "/bamboo/x/")
+    revision = kv.put("a", b"1")
+    kv._calls.deadline_s = 0.3
+    watch = kv.watch("", revision)
     assert select.select([watch], [], [], 5)[0] and len(watch.take()) == 1
-    time.sleep(1.6)
+    time.sleep(0.4)
+    kv._calls.deadline_s = 10.0
     signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
     server.start()
     server.settings()
     kv.put("a", b"2")
     assert select.select([watch], [], [], 5)[0]
+    kv._calls.deadline_s = 0.3
     signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
-    time.sleep(2)
+    time.sleep(1)
     assert [event.value for event in watch.take()] == [b"2"]
     assert select.select([watch], [], [], 5)[0]
     with pytest.raises(CoordinatorUnavailableError, match="does not answer"):

@@ -268,7 +268,7 @@ def test_other_calls_are_repeated(backend: Backend, kv: KV, fault: Fault) -> Non
 
 
 def test_a_transaction_in_doubt_is_settled_before_the_next(fragile: Backend) -> None:
-    fragile.deadline_s = 0.6
+    fragile.deadline_s = 0.3
     kv = fragile.client()
     kv.transact(put("a", b"0"))
     fragile.lose(kv, LOSE_REPLY)
@@ -283,7 +283,7 @@ def test_a_transaction_in_doubt_is_settled_before_the_next(fragile: Backend) -> 
 
 
 def test_calls_end_when_nobody_answers_and_work_again_afterwards(fragile: Backend) -> None:
-    fragile.deadline_s = 0.6
+    fragile.deadline_s = 0.3
     kv = fragile.client()
     lease = kv.grant(60)
     kv.put("a", b"")
@@ -319,7 +319,7 @@ def test_a_watch_goes_on_after_a_break_without_loss_or_duplicates(fragile: Backe
 
 
 def test_a_watch_says_when_the_store_stays_away(fragile: Backend) -> None:
-    fragile.deadline_s = 0.6
+    fragile.deadline_s = 0.3
     kv = fragile.client()
     watch = kv.watch("m/", kv.put("m/1", b""))
     assert len(fragile.take(watch, 1)) == 1

@@ -201,4 +201,4 @@ def test_the_double_answers_as_etcd_does(etcd: EtcdSettings, monkeypatch: pytest
     monkeypatch.setattr(etcd_calls, "PAUSE_S", 0.0)  # between attempts
     monkeypatch.setattr(etcd_kv, "PAGE_LENGTH", 2)
     machine = type("Machine", (SameAnswers,), {"make_etcd": lambda: EtcdBackend(etcd)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=25, deadline=None))
