@@ -85,7 +85,7 @@ _AT_LEAST = {
     "validation_microbatches": 1,
 }
 # 4096 workers or microbatches are far beyond what one machine starts; a typo should not try.
-_MAX_FORWARDS = 250_000
+_MAX_FORWARDS = 1_000_000
 _AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
 
 

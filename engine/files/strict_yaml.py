@@ -45,7 +45,7 @@ def read_yaml(path: Path) -> Document:
         UserError: the file cannot be read at all.
     """
     source = str(path)
-    if path.exists() and not path.is_file():
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
         raise UserError([Problem("", "a file", "something else", "", source)])
     try:
         with path.open("rb") as file:

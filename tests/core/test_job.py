@@ -121,3 +121,8 @@ def test_all_problems_are_named_at_once() -> None:
         "partition",
         "name",
     ]
+
+
+def test_the_product_of_the_counts_is_bounded() -> None:
+    (problem,) = problems_of(stages=1024, microbatches=1024)
+    assert "stages x pipelines x microbatches <= 1000000, found 1048576" in problem

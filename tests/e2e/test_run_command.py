@@ -205,3 +205,25 @@ def test_the_wire_trips_when_a_run_starts_its_workers(launch: Launch, wired: dic
     done = launch(*SMALL, **wired).wait()
     assert done.code == 99
     assert "tripwire" in done.stderr
+
+
+def test_a_mistake_that_a_worker_finds_is_told_with_its_place(launch: Launch, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: mlp\nstages: 77\n")
+    done = launch("run", str(job)).wait()
+    assert done.code == 2
+    assert f"bamboo: {job}:2:9: stages: expected at most 4, the layers of the model, found 77" in done.stderr
+
+
+@pytest.mark.parametrize(("redirection", "code"), [("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 74)])
+def test_closed_and_full_streams_do_not_disturb_a_run(redirection: str, code: int, tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m bamboo_cli {' '.join(SMALL)} --json {redirection}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment, check=False, timeout=40)
+    assert done.returncode == code
+    assert json.loads((tmp_path / "results/latest/run.json").read_text())["result"]["outcome"] == "finished"
+
+
+def test_the_version_is_told(launch: Launch) -> None:
+    done = launch("--version").wait()
+    assert (done.code, re.fullmatch(r"\d+\.\d+\.\d+\n", done.stdout) is not None) == (0, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,12 @@ def test_files_are_bounded_and_utf_8(tmp_path: Path) -> None:
     assert read_yaml(path).problems == ()
     path.write_bytes(b"#" * (MAX_BYTES + 1))
     assert list(map(str, read_yaml(path).problems)) == [f"{path}: expected at most 1048576 bytes"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match="expected a file, found something else"):
+        read_yaml(tmp_path / "pipe.yaml")
 
 
 def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
