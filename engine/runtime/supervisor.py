@@ -48,10 +48,7 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> No
     def ended() -> None:
         selector.unregister(member.child.pidfd)
         agent.sees_end(member)
-        # What it said before it ended comes first. Something that it started itself may still hold its link open:
-        # then nothing is left to receive, which is no end of the link.
-        while member.link in selector.get_map():
-            spoken()
+        _hear_last_words(agent, member)
 
     def spoken() -> None:
         message = member.link.receive()
@@ -62,6 +59,16 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> No
 
     selector.register(member.child.pidfd, selectors.EVENT_READ, ended)
     selector.register(member.link, selectors.EVENT_READ, spoken)
+
+
+def _hear_last_words(agent: Agent, member: Member) -> None:
+    """Takes in what a worker said before it ended, which comes before its end, whoever told of that first.
+
+    Something that it started itself may still hold its link open: then nothing is left to receive, which is no end.
+    """
+    with contextlib.suppress(BlockingIOError):
+        while (message := member.link.receive()) is not None:
+            agent.hear(member, message)
 
 
 def _lose_store(selector: selectors.BaseSelector, agent: Agent, store: RendezvousStore) -> None:
@@ -79,4 +86,5 @@ def _note_exit(agent: Agent, server: ForkServer) -> None:
         return
     for member in agent.members.values():
         if member.child.pid == message["pid"]:
+            _hear_last_words(agent, member)
             agent.exited(member, message["code"])
