@@ -175,6 +175,8 @@ def _leave(node: Node, recorder: Recorder) -> None:
 def _refuse_backend(job: Job) -> None:
     if job.backend == "nccl":
         num_gpus = len(list(_gpus()))
+        if num_gpus >= job.pipelines * job.stages:
+            raise EnvironmentLacksError("backend nccl: transfers between GPUs are not built yet; use --backend gloo")
         raise EnvironmentLacksError(
             f"backend nccl needs one GPU per worker: {job.pipelines * job.stages} wanted, {num_gpus} found; "
             "use --backend gloo"
