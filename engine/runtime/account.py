@@ -24,7 +24,6 @@ class Account:
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    epochs: list[tuple[int, str]] = field(default_factory=list)
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
     _ballot: Ballot = field(init=False)

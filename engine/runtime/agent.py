@@ -221,7 +221,6 @@ class Agent:
     def _publish_epoch(self, effect: PublishEpoch) -> None:
         if effect.epoch > self._epoch:
             self._epoch = effect.epoch
-            self.account.epochs.append((effect.epoch, effect.reason))
             self.recorder.event("epoch", **asdict(effect))
             self._broadcast("epoch", epoch=effect.epoch, members=effect.members, owners=effect.owners)
 
