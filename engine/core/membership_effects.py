@@ -37,10 +37,14 @@ class GatherInventories(Effect):
 
 @dataclass(frozen=True, slots=True)
 class PublishPlanInput(Effect):
-    """The one document that every member makes the plan from; they answer with the plan's digest."""
+    """The one document that every member makes the plan from; they answer with the plan's digest.
+
+    `leaving` are the members that had given notice when the epoch was made: nobody of them becomes a shadow.
+    """
 
     committed: int
     members: tuple[int, ...]
+    leaving: tuple[int, ...]
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
     verdict: Verdict

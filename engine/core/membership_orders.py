@@ -50,7 +50,14 @@ def _gathering(state: State) -> Effect:
         return GatherInventories(state.epoch)
     inventories = tuple(sorted(state.inventories.items()))
     return PublishPlanInput(
-        state.epoch, state.committed, state.members, state.owners, state.shadows, state.verdict, inventories
+        state.epoch,
+        state.committed,
+        state.members,
+        state.excused,
+        state.owners,
+        state.shadows,
+        state.verdict,
+        inventories,
     )
 
 

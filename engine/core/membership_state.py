@@ -36,7 +36,7 @@ GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the protocol goes by. Stages are counted per pipeline; `redundant` is false where no slot has a shadow."""
+    """What the protocol goes by. Stages are counted per pipeline; `redundant` is false where nobody gets a shadow."""
 
     stages: int
     redundant: bool
@@ -81,6 +81,7 @@ class State(NamedTuple):
     digests: Mapping[int, str]  # of this epoch's plan
     done: tuple[int, ...]
     leaving: tuple[int, ...]  # who has given notice
+    excused: tuple[int, ...]  # of them, those that the present epoch knew of when it was made
     look: tuple[int, ...]  # the two ends of the failed transfer that is being looked into
     repeats: Mapping[str, int]  # by cause: verdicts with nobody out since the last commit
     exit_code: int
@@ -123,6 +124,7 @@ def begin(
         digests={},
         done=(),
         leaving=(),
+        excused=(),
         look=(),
         repeats={},
         exit_code=0,

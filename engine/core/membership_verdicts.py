@@ -1,8 +1,9 @@
 """Verdicts: who is out, who inherits their slots, and when a job must halt.
 
 Rules: a verdict makes the next epoch, an empty one too, and every epoch begins with nothing gathered. A slot goes to
-the first of its shadows that is in and stays; only if nobody who stays has it, to one who is leaving. What moves with
-a hand-over moves at a step boundary; what the dead leave behind moves at once.
+the first of its shadows that is in and stays, or else to whoever holds the same stage in another pipeline; only if
+nobody who stays has it, to one who is leaving. What moves with a hand-over moves at a step boundary; what the dead
+leave behind moves at once.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ class Heirs(NamedTuple):
 def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs:
     """Returns what becomes of every slot without `dead`, and with a hand-over without those who are leaving."""
     owners, shadows, lost = [], [], []
-    for slot, (owner, line) in enumerate(zip(state.owners, state.shadows, strict=True)):
-        live = [worker for worker in line if worker in state.members and worker not in dead]
-        staying = [worker for worker in live if worker not in state.leaving]
+    for slot, owner in enumerate(state.owners):
+        live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
+        line = [*live, *(worker for worker in elsewhere(state, slot) if worker not in dead)]
+        staying = [worker for worker in line if worker not in state.leaving]
         heir = owner
         if owner in dead:
-            heir = next(iter(staying + live), owner)
+            heir = next(iter(staying + line), owner)
         elif hand_over and owner in state.leaving:
             heir = next(iter(staying), owner)
             live.append(owner)  # it holds the slot still, until it leaves
@@ -39,6 +41,14 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
         owners.append(heir)
         shadows.append(tuple(worker for worker in live if worker != heir))
     return Heirs(tuple(owners), tuple(shadows), tuple(lost))
+
+
+def elsewhere(state: State, slot: int) -> list[int]:
+    """Returns the members that hold the stage of a slot in other pipelines, owners first, the next pipeline first."""
+    num_slots, stages = len(state.owners), state.options.stages
+    others = [(slot + more) % num_slots for more in range(stages, num_slots, stages)]
+    holders = [state.owners[each] for each in others] + [worker for each in others for worker in state.shadows[each]]
+    return [worker for worker in dict.fromkeys(holders) if worker in state.members]
 
 
 def new_epoch(
@@ -60,30 +70,29 @@ def new_epoch(
         inventories={},
         digests={},
         done=(),
+        excused=tuple(worker for worker in state.leaving if worker not in out),
         look=(),
         moved_ns=now_ns,
     )
     if not inherited.lost:
         return new
-    if not state.options.redundant:
-        return halted(new, ExitCode.NOT_RECOVERED, f"training did not recover: {new.reason}")
     return state_lost(new, tuple(sorted({slot % state.options.stages for slot in inherited.lost})))
 
 
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str) -> State:
     """Returns the next epoch with the same members; when that did not help, without one of the suspects.
 
-    The rule is fixed: the one with the highest number whose slots others can take over.
+    The rule is fixed: the one with the highest number whose slots others can take over; if nobody can, the job halts.
     """
     count = state.repeats.get(cause, 0) + 1
     if count <= state.options.max_repeats:
         new = state._replace(repeats={**state.repeats, cause: count})
         return new_epoch(new, now_ns, {}, f"{cause}, but nobody has died")
     told = cause if count == 1 else f"{cause}, {count} times in a row"
-    if not suspects:
-        return halted(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
     highest_first = sorted(suspects, reverse=True)
-    victim = next((worker for worker in highest_first if not heirs(state, (worker,)).lost), highest_first[0])
+    victim = next((worker for worker in highest_first if not heirs(state, (worker,)).lost), None)
+    if victim is None:
+        return halted(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
     return new_epoch(state, now_ns, {victim: f"is given up: {told}"})
 
 
@@ -115,6 +124,8 @@ def _is_needed(state: State, worker: int) -> bool:
     for owner, line in zip(state.owners, state.shadows, strict=True):
         if owner == worker:
             return True
+        if not state.options.redundant:
+            continue  # nobody is going to take its place as a shadow
         replaced = any(shadow in staying for shadow in line)
         if worker in line and not replaced and any(member != owner for member in staying):
             return True

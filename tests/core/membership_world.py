@@ -66,8 +66,9 @@ class World:
         self.workers = [Worker(number) for number in range(count)]
         level = 1 + (count > 2 and self.pick() < 0.3) if self.redundant else 0
         shadows = tuple(tuple((slot - 1 - k) % count for k in range(level)) for slot in range(count))
+        self.stages = 2 if count == 4 and self.pick() < 0.5 else count  # of one pipeline
         self.now = 0
-        self.state = begin(_options(count, self.redundant), tuple(range(count)), shadows, int(self.pick() * 3), 0)
+        self.state = begin(_options(self.stages, self.redundant), tuple(range(count)), shadows, int(self.pick() * 3), 0)
         self.bus: list[tuple[type, tuple[Any, ...]]] = []
         self.echoes: list[tuple[type, tuple[Any, ...]]] = []
         self.late: list[tuple[Effect, ...]] = []
@@ -187,12 +188,21 @@ class World:
                 guilty = worker in self.struck or len(self.complaints[worker]) > EVICTED_AFTER
             if not guilty:
                 raise Violation(f"worker {worker} {why}, but nothing was done to it")
-        for owner, holders in zip(new.owners, self.holders, strict=True):
-            if new.phase is not Phase.HALTED and (owner not in new.members or owner not in holders):
+        for slot, owner in enumerate(new.owners):
+            if new.phase is not Phase.HALTED and (owner not in new.members or owner not in self.holders_of(slot)):
                 raise Violation(f"worker {owner} owns what it does not hold")
+            self.holders[slot].add(owner)  # whoever holds the stage of another pipeline has adopted the slot
+
+    def holders_of(self, slot: int) -> set[int]:
+        """Returns who holds the stage of a slot, in whatever pipeline."""
+        return {
+            each for same in range(slot % self.stages, len(self.holders), self.stages) for each in self.holders[same]
+        }
 
     def is_missed(self, worker: int, old: State) -> bool:
         """Whether a slot could have another shadow, and has none without `worker`."""
+        if not self.redundant:
+            return False
         staying = [each for each in old.members if each not in old.leaving]
         return any(
             worker in holders and staying not in ([], [owner]) and holders.isdisjoint(set(staying) - {owner})
@@ -211,10 +221,10 @@ class World:
             if busy or state.committed != state.last_step:
                 raise Violation(f"finished after step {state.committed} of {state.last_step}, with {busy} not done")
         if state.phase is Phase.HALTED:
-            lost = [stage for stage in state.lost_stages if self.holders[stage] <= set(state.out)]
+            lost = [stage for stage in state.lost_stages if self.holders_of(stage) <= set(state.out)]
             legal = {
-                3: not self.redundant and state.out,
-                80: self.redundant and state.lost_stages and lost == list(state.lost_stages),
+                3: self.broken,
+                80: state.lost_stages and lost == list(state.lost_stages),
                 143: state.committed == -1,
             }
             if not legal.get(state.exit_code):

@@ -121,7 +121,7 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = told(state, Inventory(31, 2, 2, "two"))
     state, effects = step(state, Inventory(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
-    document = PublishPlanInput(2, 0, (0, 2), (0, 0, 2), ((2,), (), ()), ((1, why),), inventories)
+    document = PublishPlanInput(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), ((1, why),), inventories)
     assert effects == (document,)
     state = told(state, PlanAcknowledged(33, 0, 2, "same"))
     state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
@@ -179,10 +179,8 @@ def test_a_lost_stage_ends_the_job() -> None:
 
 def test_without_redundancy_every_death_ends_the_job() -> None:
     end = halt(told(running(redundant=False), ExitSeen(30, 1, 1)))
-    assert (end.exit_code, end.reason) == (
-        ExitCode.NOT_RECOVERED,
-        "training did not recover: worker 1 exited with code 1",
-    )
+    assert (end.exit_code, end.lost_stages) == (ExitCode.STATE_LOST, (1,))
+    assert end.reason == "the state of stage 1 is lost in epoch 2; last committed step -1; worker 1 exited with code 1"
 
 
 def test_a_plan_that_lacks_a_stage_ends_the_job() -> None:
@@ -242,7 +240,7 @@ def test_of_a_pair_the_one_is_given_up_whose_slots_others_have() -> None:
 def test_where_nothing_can_be_repeated_the_first_empty_verdict_ends_the_job() -> None:
     end = halt(suspected(running(redundant=False, max_repeats=0)))
     assert end.exit_code == ExitCode.NOT_RECOVERED
-    assert end.reason.endswith("worker 2 is given up: a transfer failed at workers 1 and 2")
+    assert end.reason == "training did not recover: a transfer failed at workers 1 and 2"
 
 
 def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:

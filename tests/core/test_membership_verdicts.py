@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.membership_events import Notice
-from engine.core.membership_state import State
+from engine.core.membership_state import Options, State
 from engine.core.membership_verdicts import departing, heirs, leavers
 from tests.core.membership_cases import S, running, told
 
@@ -34,6 +34,34 @@ def test_the_first_live_shadow_inherits(
     shadows: Shadows, dead: tuple[int, ...], owners: tuple[int, ...], left: Shadows, lost: tuple[int, ...]
 ) -> None:
     assert heirs(running()._replace(shadows=shadows), dead) == (owners, left, lost)
+
+
+def test_the_same_stage_of_another_pipeline_inherits_after_the_shadows() -> None:
+    state = running()._replace(
+        options=Options(stages=2, redundant=True),
+        members=(0, 1, 2, 3, 4, 5),
+        owners=(0, 1, 2, 3, 4, 5),
+        shadows=((),) * 6,
+    )
+    assert heirs(state, (1,)).owners == (0, 3, 2, 3, 4, 5), "the next pipeline first"
+    assert heirs(state, (1, 3)).owners == (0, 5, 2, 5, 4, 5)
+    assert heirs(state, (1, 3, 5)).lost == (1, 3, 5)
+    shadowed = state._replace(shadows=((), (2,), (), (), (), ()))
+    assert heirs(shadowed, (1,)).owners == (0, 2, 2, 3, 4, 5), "a shadow of its own first"
+    assert heirs(shadowed, (3, 5)).owners == (0, 1, 2, 1, 4, 1)
+    assert heirs(shadowed, (1, 3, 5)).owners == (0, 2, 2, 2, 4, 2), "the shadow of one pipeline serves them all"
+    assert heirs(shadowed, (1, 3, 5)).shadows == ((), (), (), (), (), ())
+
+
+def test_nobody_waits_for_a_shadow_that_never_comes() -> None:
+    state = leaving(1)._replace(
+        options=Options(stages=1, redundant=False), members=(0, 1), owners=(0, 0), shadows=((), (1,))
+    )
+    assert departing(state) == (1,)
+    assert departing(state._replace(options=Options(stages=1, redundant=True))) == (1,), "nobody else could be one"
+    more = state._replace(members=(0, 1, 2))
+    assert departing(more) == (1,)
+    assert departing(more._replace(options=Options(stages=1, redundant=True))) == ()
 
 
 def test_whoever_stays_inherits_before_whoever_leaves() -> None:
