@@ -2,14 +2,15 @@
 
 An action is one thing that a worker does: ``2F0`` is the forward of stage 2 on microbatch 0. Actions of pipeline 0 are
 written as torch's pipelining writes them; those of another pipeline carry its number: ``2F0@1``. Actions on a whole
-stage have no microbatch: ``2STEP``.
+stage have no microbatch: ``2STEP``. An action does not say which worker runs it: ``3F0`` in the list of a worker that
+shadows stage 3 is a redundant forward, ``3LOG`` there the receipt of what the owner's ``3LOG`` sends.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from engine.core.errors import ScheduleError
 
@@ -17,30 +18,39 @@ from engine.core.errors import ScheduleError
 class Op(StrEnum):
     """What an action does."""
 
-    F = "F"
-    B = "B"
+    F = "F"  # forward; counts in the buffers
+    REDO_F = "f"  # forward that has counted already: pure, no buffer update, no loss
+    B = "B"  # backward; adds to the accumulator
+    I = "I"  # backward for the input only  # noqa: E741 - the field's name for it
+    W = "W"  # backward for the weights only; adds to the accumulator
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    HEAL = "HEAL"  # the state of a slot as of the step boundary, from its owner to a new shadow
     REDUCE_GRAD = "REDUCE_GRAD"
+    LOG = "LOG"  # all that the optimizer step of a slot reads, put together by its owner, sent to its shadows
     COMMIT = "COMMIT"
     STEP = "STEP"
 
 
-COMPUTE_OPS = frozenset({Op.F, Op.B})
+COMPUTE_OPS = frozenset({Op.F, Op.REDO_F, Op.B, Op.I, Op.W})
+FORWARD_OPS = frozenset({Op.F, Op.REDO_F})
 RECEIVE_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
-STAGE_OPS = frozenset({Op.REDUCE_GRAD, Op.COMMIT, Op.STEP})
+STAGE_OPS = frozenset({Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP})
 
 WHOLE_STAGE = -1
 
-_TEXT = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{0,9})(?:@([0-9]{1,9}))?")
+_OPS = {op.value: op for op in Op}
+_TEXT = re.compile(r"([0-9]{1,9})(f|[A-Z]+(?:_[A-Z]+)?)([0-9]{0,9})(?:@([0-9]{1,9}))?")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """One action; `microbatch` is `WHOLE_STAGE` for the ops that concern a whole stage."""
+class Action(NamedTuple):
+    """One action; `microbatch` is `WHOLE_STAGE` for the ops that concern a whole stage.
+
+    A tuple with names: programs hold a hundred thousand of them, and a data class takes longer to make and to hash.
+    """
 
     stage: int
     op: Op
@@ -56,9 +66,9 @@ class Action:
 def parse_action(text: str) -> Action:
     """Returns the action that `text` spells; raises ScheduleError when it spells none."""
     match = _TEXT.fullmatch(text.strip())
-    if match is None or match[2] not in Op.__members__:
+    if match is None or match[2] not in _OPS:
         raise ScheduleError(f"expected an action such as 2F0 or 1SEND_B3, found {text!r}")
-    op = Op(match[2])
+    op = _OPS[match[2]]
     if (op in STAGE_OPS) == bool(match[3]):
         form = "no microbatch" if op in STAGE_OPS else "a microbatch"
         raise ScheduleError(f"expected {form} after {op.value}, found {text!r}")

@@ -1,27 +1,31 @@
 """The dry run: walks a program with a virtual clock, without a process.
 
-Each worker runs its actions in order, one at a time; an action starts when its worker is free and everything it
-requires is finished. Sends do not block; a receive holds its worker until the transfer has arrived. What cannot
-finish comes back as the cycle of actions that wait for each other.
+Each worker runs its actions in order, one at a time; an action starts when its worker is free and every value that it
+needs is there. What it makes is there when it ends; what is held at the start is there at once. Sends do not block; a
+receive holds its worker until the transfer has arrived. What cannot finish comes back as the cycle of actions that
+wait for each other.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
 
-from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
 from engine.core.program import Program
-from engine.core.requires import Need, rendezvous, requires
+from engine.core.requires import WIRE, Held, Kind, Value, makes, needs, rendezvous
 
 Cost = Callable[[Action], float]
+_Begun = tuple[int, Action]  # worker, and an action that waits for those that run together with it
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action of one worker, from `start` to `end`, in the unit of the costs."""
 
     start: float
@@ -41,114 +45,130 @@ class DryRun:
 
 
 def unit_costs(action: Action) -> float:
-    """Costs a forward 1, a backward 2, everything else nothing: the usual picture of a schedule."""
-    return {Op.F: 1.0, Op.B: 2.0}.get(action.op, 0.0)
+    """Costs a forward 1, a backward 2, half of one 1, everything else nothing: the usual picture of a schedule."""
+    return _UNITS.get(action.op, 0.0)
 
 
-def dry_run(program: Program, ownership: Ownership, cost: Cost = unit_costs) -> DryRun:
-    """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap."""
-    walk = _Walk(program, ownership, cost)
-    ready = deque(program)
-    while ready:
-        worker = ready.popleft()
-        while walk.advance(worker):
-            ready.extend(walk.released())
+_UNITS = {Op.F: 1.0, Op.REDO_F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+
+
+def dry_run(program: Program, ownership: Ownership, cost: Cost = unit_costs, held: Collection[Held] = ()) -> DryRun:
+    """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
+
+    `held` is what is there at the start.
+    """
+    walk = _Walk(program, ownership, cost, held)
+    walk.run()
     walk.refuse_unfinished()
-    spans = tuple(sorted(walk.spans, key=lambda span: (span.start, span.worker, span.end)))
-    makespan = max((span.end for span in spans), default=0.0)
-    busy = sum(span.end - span.start for span in spans if span.action.op in COMPUTE_OPS)
+    # By start; of those that start together by worker, and as they stand in its program.
+    spans = tuple(sorted(chain.from_iterable(walk.spans[worker] for worker in sorted(program)), key=itemgetter(0)))
+    makespan = max(walk.free_at.values(), default=0.0)
+    busy = sum(end - start for start, end, _, action in spans if action.op in COMPUTE_OPS)
     bubble = 1.0 - busy / (makespan * len(program)) if makespan else 0.0
-    return DryRun(spans, makespan, bubble, {worker: peak_stash(actions) for worker, actions in program.items()})
+    stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
+    peaks = {worker: peak_stash(actions, stashed[worker]) for worker, actions in program.items()}
+    return DryRun(spans, makespan, bubble, peaks)
 
 
-def peak_stash(actions: tuple[Action, ...]) -> int:
-    """Returns the most residuals that a worker holds at once: forwards run whose backward has not."""
-    held = peak = 0
+def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
+    """Returns the most residuals that a worker holds at once, of `stashed` at the start.
+
+    A forward makes one, the backward of its slot frees it. Those of redundant forwards have no backward there: they
+    stay to the end.
+    """
+    peak = stashed
     for action in actions:
-        held += (action.op is Op.F) - (action.op is Op.B)
-        peak = max(peak, held)
+        if action.op in FORWARD_OPS:
+            stashed += 1
+            peak = max(peak, stashed)
+        elif action.op in (Op.B, Op.I):
+            stashed -= 1
     return peak
 
 
 class _Walk:
-    """The state of one dry run: where each worker is, what is finished and when, who waits for what."""
+    """The state of one dry run: where each worker is, what is there since when, who waits for what."""
 
-    def __init__(self, program: Program, ownership: Ownership, cost: Cost):
+    def __init__(self, program: Program, ownership: Ownership, cost: Cost, held: Collection[Held]):
         self.program = program
         self.ownership = ownership
         self.cost = cost
         self.cursor = dict.fromkeys(program, 0)
         self.free_at = dict.fromkeys(program, 0.0)
-        self.finished: dict[Need, float] = {}
-        self.begun: dict[Need, float] = {}
-        self.waiting: dict[Need, list[int]] = {}
-        self.wake: list[int] = []
-        self.spans: list[Span] = []
+        self.there: dict[int, dict[Value, float]] = {place: {} for place in (WIRE, *program)}
+        for place, value in held:
+            self.there.setdefault(place, {})[value] = 0.0
+        self.begun: dict[_Begun, float] = {}
+        self.waiting: dict[Held | _Begun, list[int]] = {}
+        self.ready = deque(program)
+        self.spans: dict[int, list[Span]] = {worker: [] for worker in program}
 
-    def head(self, worker: int) -> Action | None:
-        """Returns the action that `worker` is at, or None behind its last."""
-        actions = self.program[worker]
-        return actions[self.cursor[worker]] if self.cursor[worker] < len(actions) else None
+    def run(self) -> None:
+        """Runs every worker as far as it comes."""
+        while self.ready:
+            self._advance(self.ready.popleft())
 
-    def missing(self, worker: int, action: Action) -> Need | None:
-        """Returns the first thing that `action` waits for, or None when it may run."""
-        for need in requires(action, worker, self.ownership):
-            if need not in self.finished:
-                return need
-        for need in rendezvous(action, self.ownership):
-            if need not in self.begun:
-                return need
-        return None
+    def _advance(self, worker: int) -> None:
+        """Runs one worker until its program ends or something is missing, and notes what."""
+        actions, ownership, cost = self.program[worker], self.ownership, self.cost
+        there, spans, waiting = self.there, self.spans[worker], self.waiting
+        position, free_at = self.cursor[worker], self.free_at[worker]
+        missing: Held | _Begun | None = None
+        while position < len(actions):
+            action = actions[position]
+            start = free_at
+            for need in needs(action, worker, ownership):
+                at = there[need[0]].get(need[1])
+                if at is None:
+                    missing = need
+                    break
+                if at > start:  # noqa: PLR1730 - max() would take longer than all the rest of the line
+                    start = at
+            if missing is None and action.op is Op.REDUCE_GRAD:
+                start, missing = self._meet(worker, action, start)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(worker)
+                break
+            free_at = start + cost(action)
+            spans.append(Span(start, free_at, worker, action))
+            position += 1
+            for made in makes(action, worker, ownership):
+                there[made[0]].setdefault(made[1], free_at)
+                if made in waiting:
+                    self.ready += waiting.pop(made)
+        self.cursor[worker], self.free_at[worker] = position, free_at
 
-    def advance(self, worker: int) -> bool:
-        """Runs the head of `worker` if it may run; else notes what it waits for."""
-        action = self.head(worker)
-        if action is None:
-            return False
-        needs = requires(action, worker, self.ownership)
-        if all(need in self.finished for need in needs):
-            at = max([self.free_at[worker], *(self.finished[need] for need in needs)])
-            self._mark(self.begun, (worker, action), at)
-        missing = self.missing(worker, action)
-        if missing is not None:
-            self.waiting.setdefault(missing, []).append(worker)
-            return False
-        start = max([self.begun[worker, action], *(self.begun[each] for each in rendezvous(action, self.ownership))])
-        end = start + self.cost(action)
-        self.spans.append(Span(start, end, worker, action))
-        self.free_at[worker] = end
-        self.cursor[worker] += 1
-        self._mark(self.finished, (worker, action), end)
-        return True
-
-    def _mark(self, what: dict[Need, float], need: Need, at: float) -> None:
-        if need not in what:
-            what[need] = at
-            self.wake += self.waiting.pop(need, [])
-
-    def released(self) -> list[int]:
-        """Returns the workers that something finished or begun since the last call has released."""
-        wake, self.wake = self.wake, []
-        return wake
+    def _meet(self, worker: int, action: Action, at: float) -> tuple[float, _Begun | None]:
+        """Returns when an action starts together with those of other workers, and which has not begun, if any."""
+        if (worker, action) not in self.begun:
+            self.begun[worker, action] = at
+            self.ready += self.waiting.pop((worker, action), ())
+        others = rendezvous(action, worker, self.ownership)
+        missing = next((other for other in others if other not in self.begun), None)
+        return max([at, *(self.begun.get(other, at) for other in others)]), missing
 
     def refuse_unfinished(self) -> None:
         """Raises when a worker has not come to its end: ScheduleError if nobody does what it needs, else the cycle."""
-        stuck = [worker for worker in self.program if self.head(worker) is not None]
-        if not stuck:
+        left = {worker: actions[self.cursor[worker] :] for worker, actions in self.program.items()}
+        waits_for = {worker: what for what, waiting in self.waiting.items() for worker in waiting}
+        if not waits_for:
             return
+        comes_from: dict[Held | _Begun, int] = {}
+        for worker, actions in left.items():
+            for action in actions:
+                comes_from.setdefault((worker, action), worker)
+                comes_from |= {made: worker for made in makes(action, worker, self.ownership) if made not in comes_from}
         path: list[int] = []
-        worker = stuck[0]
+        worker = next(each for each in self.program if each in waits_for)
         while worker not in path:
             path.append(worker)
-            action = self.head(worker)
-            assert action is not None
-            need = self.missing(worker, action)
-            assert need is not None
-            if need[0] not in self.program or need[1] not in self.program[need[0]][self.cursor[need[0]] :]:
+            what = waits_for[worker]
+            if what not in comes_from:
+                place = "on the wire" if what[0] == WIRE else f"at worker {what[0]}"
                 raise ScheduleError(
-                    f"worker {worker}, position {self.cursor[worker]}: {action} requires {need[1]} "
-                    f"on worker {need[0]}, which is not in its program"
+                    f"worker {worker}, position {self.cursor[worker]}: {left[worker][0]} needs {what[1]} {place}, "
+                    "which nobody makes"
                 )
-            worker = need[0]
+            worker = comes_from[what]
         cycle = [*path[path.index(worker) :], worker]
-        raise DeadlockError(tuple((each, str(self.head(each))) for each in cycle))
+        raise DeadlockError(tuple((each, str(left[each][0])) for each in cycle))

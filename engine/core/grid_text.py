@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from engine.core.action import COMPUTE_OPS
 from engine.core.dry_run import DryRun
+from engine.core.ownership import Ownership
 
 
-def grid_lines(run: DryRun, width: int = 0) -> list[str]:
+def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
     """Returns the compute actions of `run`, made with whole-number costs, in blocks of at most `width` columns.
 
     A cell shows an action at the unit in which it starts, `-` while it goes on, and nothing while the worker waits.
+    What a worker does for a slot that is not its own by `ownership` stands in brackets.
     """
     num_units = round(run.makespan)
     workers = sorted({span.worker for span in run.spans})
@@ -17,7 +19,9 @@ def grid_lines(run: DryRun, width: int = 0) -> list[str]:
     for span in run.spans:
         if span.action.op in COMPUTE_OPS:
             first, last = round(span.start), round(span.end)
-            cells[span.worker][first:last] = [str(span.action), *["-"] * (last - first - 1)]
+            owned = ownership is None or ownership.owner(span.action.pipeline, span.action.stage) == span.worker
+            text = str(span.action) if owned else f"({span.action})"
+            cells[span.worker][first:last] = [text, *["-"] * (last - first - 1)]
     cell_width = max((len(cell) for row in cells.values() for cell in row), default=1) + 1
     label_width = len("worker ") + max(len(str(worker)) for worker in workers)
     units_per_block = max(1, (width - label_width - 2) // cell_width) if width else num_units

@@ -1,8 +1,13 @@
-"""Who owns what: the grid of slots that one step fills, and the worker that trains each slot."""
+"""Who owns what: the grid of slots that one step fills, the worker that trains each slot, and the shadows of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Slot = tuple[int, int]  # (pipeline, stage)
+Redundancy = Literal["none", "lazy", "eager", "reroute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +19,7 @@ class Grid:
     pipelines: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
 
-    def slots(self) -> tuple[tuple[int, int], ...]:
+    def slots(self) -> tuple[Slot, ...]:
         """Returns every (pipeline, stage), pipeline by pipeline."""
         return tuple((pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages))
 
@@ -25,24 +30,110 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The owner of each slot; `owners[pipeline * stages + stage]` is a worker's number."""
+    """The owner and the shadows of each slot; slot (pipeline, stage) has the place ``pipeline * stages + stage``.
+
+    `shadows` has one tuple per slot, in the order in which they would take over; it is empty where nobody has any.
+    """
 
     grid: Grid
     owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...] = ()
 
     def owner(self, pipeline: int, stage: int) -> int:
         """Returns the worker that trains the slot."""
         return self.owners[pipeline * self.grid.stages + stage]
 
-    def slots_of(self, worker: int) -> tuple[tuple[int, int], ...]:
+    def shadows_of(self, pipeline: int, stage: int) -> tuple[int, ...]:
+        """Returns the other workers that hold a live replica of the slot, or are about to."""
+        return self.shadows[pipeline * self.grid.stages + stage] if self.shadows else ()
+
+    def replicas(self, pipeline: int, stage: int) -> tuple[int, ...]:
+        """Returns the owner of a slot and its shadows."""
+        return (self.owner(pipeline, stage), *self.shadows_of(pipeline, stage))
+
+    def slots_of(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, in order."""
         return tuple(slot for slot, owner in zip(self.grid.slots(), self.owners, strict=True) if owner == worker)
 
+    def shadowed_by(self, worker: int) -> tuple[Slot, ...]:
+        """Returns the slots that `worker` shadows, in order."""
+        return tuple(slot for slot in self.grid.slots() if worker in self.shadows_of(*slot))
+
+    def pipelines_of(self, worker: int, stage: int) -> tuple[int, ...]:
+        """Returns the pipelines in which `worker` owns `stage`."""
+        return tuple(each for each in range(self.grid.pipelines) if self.owner(each, stage) == worker)
+
+    def owners_of(self, stage: int) -> tuple[int, ...]:
+        """Returns the workers that own `stage` in some pipeline, each once, in pipeline order."""
+        return tuple(dict.fromkeys(self.owner(pipeline, stage) for pipeline in range(self.grid.pipelines)))
+
     def workers(self) -> tuple[int, ...]:
-        """Returns the workers that own something, in order; a worker's place here is its rank."""
-        return tuple(sorted(set(self.owners)))
+        """Returns the workers that own or shadow something, in order."""
+        return tuple(sorted({*self.owners, *(worker for line in self.shadows for worker in line)}))
 
 
 def one_slot_each(grid: Grid) -> Ownership:
     """Returns the ownership of a fresh job: worker ``pipeline * P + stage`` owns that slot."""
     return Ownership(grid, tuple(range(grid.pipelines * grid.stages)))
+
+
+def with_shadows(
+    ownership: Ownership,
+    redundancy: Redundancy,
+    level: int,
+    members: Collection[int],
+    leaving: Collection[int] = (),
+) -> Ownership:
+    """Returns the ownership with as many shadows as the policy wants and the members allow; those that live stay.
+
+    A new shadow is another worker than the owner, and not leaving; whoever is leaving keeps what it holds until it has
+    left. Of those that qualify, the least loaded is taken; of these the owner of the nearest preceding stage, wrapping
+    round, then owners in other pipelines. `lazy` and `eager` keep `level` shadows of each slot; `reroute` keeps one
+    where no other pipeline's owner holds the stage; `none` none.
+    """
+    if redundancy == "none":
+        return ownership
+    shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
+    for slot in ownership.grid.slots():
+        staying = tuple(each for each in shadows[slot] if each not in leaving)
+        wanted = level
+        if redundancy == "reroute":
+            holders = {each for each in ownership.owners_of(slot[1]) if each not in leaving}
+            holders |= {each for d in range(ownership.grid.pipelines) for each in shadows[d, slot[1]]} - {*leaving}
+            wanted = len(staying) + (len(holders - {ownership.owner(*slot)}) == 0)
+        shadows[slot] = staying
+        while len(shadows[slot]) < wanted:
+            found = _least_loaded(ownership, shadows, slot, members, leaving)
+            if found is None:
+                break
+            shadows[slot] = (*shadows[slot], found)
+        shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)  # until it has left
+    return replace(ownership, shadows=tuple(shadows[slot] for slot in ownership.grid.slots()))
+
+
+# In units of a forward: training a slot is forward and backward, shadowing it at most a forward.
+_LOAD_OF_OWNING = 3
+
+
+def _least_loaded(
+    ownership: Ownership,
+    shadows: dict[Slot, tuple[int, ...]],
+    slot: Slot,
+    members: Collection[int],
+    leaving: Collection[int],
+) -> int | None:
+    """Returns who should shadow a slot next, or None when nobody qualifies."""
+    grid, (pipeline, stage) = ownership.grid, slot
+    pipelines = [(pipeline + more) % grid.pipelines for more in range(grid.pipelines)]
+    preceding = [
+        ownership.owner(each, (stage - back) % grid.stages) for each in pipelines for back in range(1, grid.stages + 1)
+    ]
+    taken = {ownership.owner(*slot), *shadows[slot], *leaving}
+    candidates = [
+        each for each in dict.fromkeys((*preceding, *sorted(members))) if each in members and each not in taken
+    ]
+
+    def load(worker: int) -> int:
+        return _LOAD_OF_OWNING * ownership.owners.count(worker) + sum(worker in line for line in shadows.values())
+
+    return min(candidates, key=load, default=None)

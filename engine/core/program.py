@@ -6,31 +6,55 @@ Each pass maps a program to a program. The order of passes is `build_program`, a
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from io import StringIO
 
-from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
+from engine.core.action import Action, Op, parse_action
+from engine.core.end_of_step import with_end_of_step
 from engine.core.errors import ScheduleError
-from engine.core.ownership import Ownership
-from engine.core.schedule import SCHEDULES, ComputeLists, forward_only
+from engine.core.list_schedule import merged_compute
+from engine.core.ownership import Ownership, Redundancy, Slot
+from engine.core.redundant import with_redundant_forwards
+from engine.core.schedule import SCHEDULES, ComputeLists
+from engine.core.transfer_pass import with_transfers
 
 Program = Mapping[int, tuple[Action, ...]]
 
 
-def build_program(schedule: str, ownership: Ownership) -> Program:
-    """Returns the whole program of one step: compute, transfers, reduction, commit and step."""
+def build_program(
+    schedule: str,
+    ownership: Ownership,
+    redundancy: Redundancy = "none",
+    healing: Collection[tuple[int, Slot]] = (),
+) -> Program:
+    """Returns the whole program of one step, for every worker that owns or shadows something.
+
+    `schedule` orders a grid in which every owner has one slot; beyond, a list scheduler does. `healing` are the
+    shadows, as (worker, slot), that get the state of their slot during this step.
+    """
     grid = ownership.grid
-    compute = on_owners(SCHEDULES[schedule](grid.stages, grid.microbatches), ownership)
-    return with_commit(with_transfers(compute, ownership), ownership)
+    if len({*ownership.owners}) == len(ownership.owners):
+        program = on_owners(SCHEDULES[schedule](grid.stages, grid.microbatches), ownership)
+    else:
+        program = merged_compute(ownership)
+    if redundancy == "eager":
+        program = with_redundant_forwards(program, ownership, healing=healing)
+    program = with_transfers(program, ownership)
+    return with_end_of_step(_for_all_workers(program, ownership), ownership, healing=healing)
 
 
 def build_validation(ownership: Ownership) -> Program:
-    """Returns the program of a validation pass: pipeline 0 runs forwards, the others rest."""
-    grid = replace(ownership.grid, pipelines=1)
-    first = Ownership(grid, ownership.owners[: grid.stages])
-    program = with_transfers(on_owners(forward_only(grid.stages, grid.microbatches), first), first)
-    return {worker: program.get(worker, ()) for worker in ownership.workers()}
+    """Returns the program of a validation pass: pipeline 0 runs forwards, the others rest.
+
+    Each worker takes its forwards in the order of one wave through the pipeline, so that none waits in a circle.
+    """
+    grid = ownership.grid
+    forwards: dict[int, list[Action]] = {}
+    for wave in range(grid.stages + grid.microbatches - 1):
+        for stage in range(max(0, wave - grid.microbatches + 1), min(grid.stages, wave + 1)):
+            forwards.setdefault(ownership.owner(0, stage), []).append(Action(stage, Op.F, wave - stage))
+    program = with_transfers({worker: tuple(actions) for worker, actions in forwards.items()}, ownership)
+    return _for_all_workers(program, ownership)
 
 
 def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
@@ -39,55 +63,20 @@ def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
     for pipeline, stage in ownership.grid.slots():
         worker = ownership.owner(pipeline, stage)
         assert worker not in program, f"worker {worker} owns two slots of a fresh job"
-        program[worker] = tuple(replace(action, pipeline=pipeline) for action in lists[stage])
+        program[worker] = tuple(Action(stage, op, each, pipeline) for _, op, each, _ in lists[stage])
     return dict(sorted(program.items()))
 
 
-def with_transfers(program: Program, ownership: Ownership) -> Program:
-    """Adds a receive before each compute action whose input is made elsewhere, a send after each that others need."""
-    return {
-        worker: tuple(part for action in actions for part in _with_its_transfers(action, worker, ownership))
-        for worker, actions in program.items()
-    }
-
-
-def _with_its_transfers(action: Action, worker: int, ownership: Ownership) -> tuple[Action, ...]:
-    if action.op not in COMPUTE_OPS:
-        return (action,)
-    forward = action.op is Op.F
-    source, target = (-1, 1) if forward else (1, -1)
-    receive, send = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
-
-    def elsewhere(stage: int) -> bool:
-        return 0 <= stage < ownership.grid.stages and ownership.owner(action.pipeline, stage) != worker
-
-    parts = [action]
-    if elsewhere(action.stage + source):
-        parts.insert(0, replace(action, op=receive))
-    if elsewhere(action.stage + target):
-        parts.append(replace(action, op=send))
-    return tuple(parts)
-
-
-def with_commit(program: Program, ownership: Ownership) -> Program:
-    """Appends the end of the step: each worker reduces, commits and steps all its slots, in slot order."""
-    return {
-        worker: actions
-        + tuple(
-            Action(stage, op, pipeline=pipeline)
-            for op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP)
-            for pipeline, stage in ownership.slots_of(worker)
-        )
-        for worker, actions in program.items()
-    }
+def _for_all_workers(program: Program, ownership: Ownership) -> Program:
+    return {worker: program.get(worker, ()) for worker in ownership.workers()}
 
 
 def to_csv(program: Program) -> str:
-    """Returns the program as CSV: one row per worker in order, one action per cell, as torch's pipelining writes it."""
+    """Returns the program as CSV: row n is worker n, a cell is an action, as torch's pipelining writes it."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for worker in sorted(program):
-        writer.writerow([str(action) for action in program[worker]])
+    for worker in range(max(program, default=-1) + 1):
+        writer.writerow([str(action) for action in program.get(worker, ())])
     return text.getvalue()
 
 

@@ -35,11 +35,4 @@ def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> 
     return tuple(actions)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> ComputeLists:
-    """The forwards alone: what a validation pass runs."""
-    return tuple(
-        tuple(Action(stage, Op.F, microbatch) for microbatch in range(num_microbatches)) for stage in range(num_stages)
-    )
-
-
 SCHEDULES: dict[str, Callable[[int, int], ComputeLists]] = {"1f1b": one_f_one_b, "gpipe": gpipe}

@@ -1,20 +1,25 @@
-"""Verification: is a program whole, well ordered and free of deadlock, before anything runs.
+"""Verification: is the program of a whole step complete, well ordered and free of deadlock, before anything runs.
 
-The happens-before rule itself stands in `requires`; here stand only completeness (each action exactly once, on its
-owner) and the order of transfers between two workers.
+The happens-before rule itself stands in `requires`. Here stand only completeness (each action exactly once, on the
+worker that must run it), the order of transfers between two workers, and what may no longer be done to a replica:
+healing is about the step boundary, and what is logged is the last word on the buffers. A shadow may run forwards of its
+slot, as many as it likes from the first on; it need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.dry_run import dry_run
-from engine.core.errors import DeadlockError
-from engine.core.ownership import Ownership
+from engine.core.errors import DeadlockError, ScheduleError
+from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program import Program
-from engine.core.requires import requires
+from engine.core.requires import Held, Value, carried, makes, needs
+
+_Whole = Mapping[int, Mapping[Action, None]]  # worker -> its actions of a step, in no useful order
+_AT_THE_OWNER_ALONE = frozenset({Op.F, Op.B, *SEND_OPS, *RECEIVE_OPS, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +36,27 @@ class Violation:
         return f"worker {self.worker}{place}: {self.action}: {self.rule}"
 
 
-def verify(program: Program, ownership: Ownership) -> tuple[Violation, ...]:
-    """Returns every rule that the program of a step breaks; an empty tuple means that it runs to its end."""
-    whole = _whole_step(ownership)
-    violations = _wrong_actions(program, ownership, whole)
-    if not violations:
-        violations = _missing_actions(program, whole) + _wrong_order(program, ownership)
-    if not violations:
-        violations = _crossed_transfers(program, ownership)
-    if not violations:
-        try:
-            dry_run(program, ownership)
-        except DeadlockError as error:
-            violations = [_of_deadlock(program, error)]
+def verify(program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> tuple[Violation, ...]:
+    """Returns every rule that the program of a step breaks; an empty tuple means that it runs to its end.
+
+    `healing` are the shadows, as (worker, slot), that get the state of their slot during the step.
+    """
+    whole = _whole_step(ownership, healing)
+    violations = _wrong_actions(program, ownership, whole, healing)
+    if violations:
+        return tuple(violations)
+    stuck: ScheduleError | None = None
+    try:
+        dry_run(program, ownership)
+    except ScheduleError as error:
+        stuck = error
+    missing = _missing_actions(program, whole)
+    if stuck:
+        violations = missing + _wrong_order(program, ownership, name_gaps=not missing)
+    violations = violations or missing or _crossed_transfers(program) + _too_late(program)
+    if stuck and not violations:
+        assert isinstance(stuck, DeadlockError), stuck  # every gap is a violation
+        violations = [_of_deadlock(program, stuck)]
     return tuple(violations)
 
 
@@ -53,44 +66,43 @@ def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
     return Violation(worker, position, action, str(error))
 
 
-def _whole_step(ownership: Ownership) -> dict[int, list[Action]]:
-    """Returns every action that a step has, by the worker that must run it."""
-    grid = ownership.grid
-    whole: dict[int, list[Action]] = {worker: [] for worker in ownership.workers()}
-    for pipeline, stage in grid.slots():
-        worker = ownership.owner(pipeline, stage)
-        per_microbatch = [Op.F, Op.B]
-        if stage > 0 and ownership.owner(pipeline, stage - 1) != worker:
-            per_microbatch += [Op.RECV_F, Op.SEND_B]
-        if stage < grid.stages - 1 and ownership.owner(pipeline, stage + 1) != worker:
-            per_microbatch += [Op.SEND_F, Op.RECV_B]
-        whole[worker] += [
-            Action(stage, op, each, pipeline) for op in per_microbatch for each in range(grid.microbatches)
-        ]
-        whole[worker] += [Action(stage, op, pipeline=pipeline) for op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP)]
+def _whole_step(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> _Whole:
+    """Returns every action that a step must have, by the worker that must run it."""
+    whole: dict[int, dict[Action, None]] = {worker: {} for worker in ownership.workers()}
+    for pipeline, stage in ownership.grid.slots():
+        owner = ownership.owner(pipeline, stage)
+        mine = whole[owner]
+        for op in _per_microbatch(pipeline, stage, ownership):
+            mine |= {Action(stage, op, each, pipeline): None for each in range(ownership.grid.microbatches)}
+        if ownership.pipelines_of(owner, stage)[0] == pipeline:
+            mine[Action(stage, Op.REDUCE_GRAD, pipeline=pipeline)] = None
+        for replica in ownership.replicas(pipeline, stage):
+            for op in (Op.LOG, Op.COMMIT, Op.STEP):
+                whole[replica][Action(stage, op, pipeline=pipeline)] = None
+    for worker, (pipeline, stage) in sorted(healing):
+        for each in (worker, ownership.owner(pipeline, stage)):
+            whole[each][Action(stage, Op.HEAL, pipeline=pipeline)] = None
     return whole
 
 
-def _wrong_actions(program: Program, ownership: Ownership, whole: Mapping[int, list[Action]]) -> list[Violation]:
-    grid = ownership.grid
+def _per_microbatch(pipeline: int, stage: int, ownership: Ownership) -> Iterator[Op]:
+    yield from (Op.F, Op.B)
+    owner = ownership.owner(pipeline, stage)
+    if stage > 0 and ownership.owner(pipeline, stage - 1) != owner:
+        yield from (Op.RECV_F, Op.SEND_B)
+    if stage < ownership.grid.stages - 1 and ownership.owner(pipeline, stage + 1) != owner:
+        yield from (Op.SEND_F, Op.RECV_B)
+
+
+def _wrong_actions(
+    program: Program, ownership: Ownership, whole: _Whole, healing: Collection[tuple[int, Slot]]
+) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
-        known, seen = set(whole.get(worker, ())), set()
+        known, seen = whole.get(worker, {}), set()
         for position, action in enumerate(actions):
-            rule = ""
-            if (
-                action.stage >= grid.stages
-                or action.pipeline >= grid.pipelines
-                or action.microbatch >= grid.microbatches
-            ):
-                rule = (
-                    f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
-                )
-            elif ownership.owner(action.pipeline, action.stage) != worker:
-                rule = f"belongs to worker {ownership.owner(action.pipeline, action.stage)}, the owner of its slot"
-            elif action not in known:
-                rule = "there is no other worker at the other end"
-            elif action in seen:
+            rule = "" if action in known else _why_unknown(action, worker, ownership, healing)
+            if not rule and action in seen:
                 rule = "stands twice"
             if rule:
                 violations.append(Violation(worker, position, str(action), rule))
@@ -98,7 +110,30 @@ def _wrong_actions(program: Program, ownership: Ownership, whole: Mapping[int, l
     return violations
 
 
-def _missing_actions(program: Program, whole: Mapping[int, list[Action]]) -> list[Violation]:
+def _why_unknown(action: Action, worker: int, ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> str:
+    """Returns what is wrong with an action that a step need not have there; nothing for a shadow's forward."""
+    stage, op, _, pipeline = action
+    grid = ownership.grid
+    if not _is_inside(action, grid):
+        return f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
+    if op in (Op.REDO_F, Op.I, Op.W):
+        return "no part of a whole step"
+    owner = ownership.owner(pipeline, stage)
+    shadows = ownership.shadows_of(pipeline, stage)
+    if op is Op.F and worker in shadows:
+        return "has no whole replica of its slot yet" if (worker, (pipeline, stage)) in healing else ""
+    if worker != owner and (worker not in shadows or op in _AT_THE_OWNER_ALONE):
+        return f"belongs to worker {owner}, the owner of its slot"
+    if op is Op.REDUCE_GRAD:
+        return "the worker reduces this stage with the first of its pipelines"
+    return "heals nobody" if op is Op.HEAL else "there is no other worker at the other end"
+
+
+def _is_inside(action: Action, grid: Grid) -> bool:
+    return action.stage < grid.stages and action.pipeline < grid.pipelines and action.microbatch < grid.microbatches
+
+
+def _missing_actions(program: Program, whole: _Whole) -> list[Violation]:
     present = {worker: set(program.get(worker, ())) for worker in whole}
     return [
         Violation(worker, -1, str(action), "is missing")
@@ -108,24 +143,35 @@ def _missing_actions(program: Program, whole: Mapping[int, list[Action]]) -> lis
     ]
 
 
-def _wrong_order(program: Program, ownership: Ownership) -> list[Violation]:
+def _wrong_order(program: Program, ownership: Ownership, name_gaps: bool) -> list[Violation]:
+    """An action stands behind what it needs at its own worker; with `name_gaps`, somebody makes what it needs."""
+    first: dict[Held, tuple[int, int, Action]] = {}  # (position, worker, action) that makes it
+    for worker, actions in program.items():
+        for position, action in enumerate(actions):
+            for made in makes(action, worker, ownership):
+                first.setdefault(made, (position, worker, action))
     violations = []
     for worker, actions in program.items():
-        place = {action: position for position, action in enumerate(actions)}
         for position, action in enumerate(actions):
-            for where, need in requires(action, worker, ownership):
-                if where == worker and place.get(need, -1) > position:
-                    violations.append(
-                        Violation(worker, position, str(action), f"stands before {need}, which it requires")
-                    )
+            for need in needs(action, worker, ownership):
+                made_at, maker, made_by = first.get(need, (-1, worker, action))
+                rule = ""
+                if made_at >= position and maker == worker:
+                    rule = f"stands before {made_by}, which it requires"
+                elif need not in first and name_gaps:
+                    rule = f"requires {need[1]}, which nobody makes"
+                if rule:
+                    violations.append(Violation(worker, position, str(action), rule))
     return violations
 
 
-def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation]:
+def _crossed_transfers(program: Program) -> list[Violation]:
     """A worker takes what another sent it in the order of sending: two transfers of one pair must not cross."""
-    sent: dict[int, dict[Action, int]] = {
-        worker: {action: position for position, action in enumerate(actions) if action.op in SEND_OPS}
+    sent: dict[Value, tuple[int, int]] = {
+        carried(action): (worker, position)
         for worker, actions in program.items()
+        for position, action in enumerate(actions)
+        if action.op in SEND_OPS
     }
     violations = []
     for worker, actions in program.items():
@@ -133,11 +179,28 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
         for position, action in enumerate(actions):
             if action.op not in RECEIVE_OPS:
                 continue
-            ((sender, send),) = requires(action, worker, ownership)
-            sent_at = sent[sender][send]
+            sender, sent_at = sent[carried(action)]
             if sent_at < last.get(sender, -1):
                 violations.append(
                     Violation(worker, position, str(action), f"crosses an earlier send of worker {sender}")
                 )
             last[sender] = sent_at
+    return violations
+
+
+# Whatever a worker does of this with one replica, it does in this order.
+_RANKS = {Op.HEAL: 0, Op.F: 1, Op.LOG: 2}
+
+
+def _too_late(program: Program) -> list[Violation]:
+    violations = []
+    for worker, actions in program.items():
+        behind: dict[Slot, Action] = {}
+        for position, action in enumerate(actions):
+            if action.op in _RANKS:
+                before = behind.setdefault((action.pipeline, action.stage), action)
+                if _RANKS[before.op] > _RANKS[action.op]:
+                    violations.append(Violation(worker, position, str(action), f"comes too late behind {before}"))
+                else:
+                    behind[action.pipeline, action.stage] = action
     return violations

@@ -1,14 +1,17 @@
 """A machine that executes programs by what actions do, not by what they require: values, channels and barriers.
 
 It knows nothing of the engine's happens-before rule, so that the two can disagree. A send never blocks; a receive
-blocks until its transfer is there; a reduction blocks until the same stage of every pipeline has come to it; a commit
-blocks until the gradients of tied stages are reduced, an optimizer step until every slot has committed.
+blocks until its transfer is there; a reduction blocks until everybody with that stage has come to it; what is logged
+blocks until the gradients of tied stages are reduced, at a shadow until the owner has logged it; an optimizer step
+blocks until every replica has committed. Forwards and backwards of a replica count in order. A state is of the step
+boundary, so it leaves before its owner counts a forward, and what is logged goes into a whole replica.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from engine.core.action import Action, Op
@@ -17,9 +20,11 @@ from engine.core.ownership import Ownership
 from engine.core.program import Program
 
 State = Literal["ready", "blocked", "illegal"]
+Slot = tuple[int, int]
+Replica = tuple[int, Slot]  # worker and slot
 Value = tuple[str, int, int, int]  # what it is, pipeline, stage, microbatch
 # op -> what it makes, and the stage of the worker at the other end, counted from its own
-_TRANSFERS = {
+TRANSFERS = {
     Op.SEND_F: ("activation", 1),
     Op.RECV_F: ("activation", -1),
     Op.SEND_B: ("gradient", -1),
@@ -40,18 +45,28 @@ def no_cost(action: Action) -> int:
 class Machine:
     """Executes one step. With `in_order` a channel hands out transfers in the order of sending, else by their name."""
 
-    def __init__(self, ownership: Ownership, cost: Callable[[Action], int] = no_cost, in_order: bool = True):
+    def __init__(
+        self,
+        ownership: Ownership,
+        cost: Callable[[Action], int] = no_cost,
+        in_order: bool = True,
+        healing: Collection[Replica] = (),
+    ):
         self.ownership = ownership
         self.grid = ownership.grid
         self.cost = cost
         self.in_order = in_order
+        self.unfilled = set(healing)
         self.free_at = dict.fromkeys(ownership.workers(), 0)
         self.held: dict[int, set[Value]] = {worker: set() for worker in ownership.workers()}
         self.channels: dict[tuple[int, int], list[tuple[Value, int]]] = {}
-        self.counted: dict[tuple[int, int], int] = dict.fromkeys(self.grid.slots(), 0)
+        self.counted: Counter[Replica] = Counter()
+        self.added: Counter[Slot] = Counter()
         self.at_barrier: dict[int, dict[int, int]] = {stage: {} for stage in range(self.grid.stages)}
-        self.reduced_at: dict[tuple[int, int], int] = {}
-        self.committed_at: dict[tuple[int, int], int] = {}
+        self.state_sent_at: dict[Slot, int] = {}
+        self.reduced_at: dict[Slot, int] = {}
+        self.logged_at: dict[Replica, int] = {}
+        self.voted_at: dict[Replica, int] = {}
         self.spans: list[Span] = []
 
     def run(self, program: Program, order: random.Random) -> bool:
@@ -64,8 +79,8 @@ class Machine:
                 return not waiting
             worker = order.choice(able)
             action = program[worker][cursor[worker]]
-            if action.op is Op.REDUCE_GRAD and action.pipeline not in self.at_barrier[action.stage]:
-                self.at_barrier[action.stage][action.pipeline] = self.free_at[worker]
+            if action.op is Op.REDUCE_GRAD and worker not in self.at_barrier[action.stage]:
+                self.at_barrier[action.stage][worker] = self.free_at[worker]
                 waiting.clear()
             state = self.state(worker, action)
             if state == "illegal":
@@ -85,25 +100,43 @@ class Machine:
         return "illegal" if not legal else "ready" if ready else "blocked"
 
     def _conditions(self, worker: int, action: Action) -> tuple[bool, bool]:
-        held, slot = self.held[worker], (action.pipeline, action.stage)
-        last = self.grid.stages - 1
+        """Returns whether an action is legal, and whether what it waits for is there."""
+        held, slot, whole = self.held[worker], slot_of(action), self.grid.microbatches
+        replica = (worker, slot)
+        owns = self.ownership.owner(*slot) == worker
+        legal = ready = True
         match action.op:
             case Op.F:
-                return action.stage == 0 or _value("activation", action, -1) in held, True
+                fed = action.stage == 0 or _value("activation", action, -1) in held
+                open_ = replica not in self.logged_at and replica not in self.unfilled
+                legal = fed and open_ and self.counted[replica] == action.microbatch
             case Op.B:
-                fed = action.stage == last or _value("gradient", action, 1) in held
-                return fed and _value("residual", action) in held and self.counted[slot] == action.microbatch, True
+                fed = action.stage == self.grid.stages - 1 or _value("gradient", action, 1) in held
+                legal = fed and _value("residual", action) in held and self.added[slot] == action.microbatch
             case Op.SEND_F | Op.SEND_B:
-                return _value(_TRANSFERS[action.op][0], action) in held, True
+                legal = _value(TRANSFERS[action.op][0], action) in held
+            case Op.HEAL if owns:
+                legal = self.counted[replica] == 0
+            case Op.HEAL:
+                ready = slot in self.state_sent_at
             case Op.REDUCE_GRAD:
-                complete = len(self.at_barrier[action.stage]) == self.grid.pipelines
-                return self.counted[slot] == self.grid.microbatches, complete
+                mine = self._with_stage(worker, action.stage)
+                legal = all(self.added[each] == self.counted[worker, each] == whole for each in mine)
+                ready = len(self.at_barrier[action.stage]) == len(self._owners(action.stage))
+            case Op.LOG if owns:
+                legal = slot in self.reduced_at
+                ready = all(each in self.reduced_at for each in self._tied(action))
+            case Op.LOG:
+                legal = replica not in self.unfilled
+                ready = (self.ownership.owner(*slot), slot) in self.logged_at
             case Op.COMMIT:
-                return slot in self.reduced_at, all(each in self.reduced_at for each in self._tied(action))
-        return slot in self.committed_at, len(self.committed_at) == len(self.grid.slots())
+                legal = replica in self.logged_at
+            case Op.STEP:
+                ready = len(self.voted_at) == len(self._replicas())
+        return legal, ready
 
     def _state_of_receive(self, worker: int, action: Action) -> State:
-        what, to = _TRANSFERS[action.op]
+        what, to = TRANSFERS[action.op]
         wanted = _value(what, action, to)
         waiting = [value for value, _ in self._channel(self._other_end(action), worker)]
         if self.in_order and waiting and waiting[0] != wanted:
@@ -112,7 +145,7 @@ class Machine:
 
     def do(self, worker: int, action: Action) -> None:
         """Executes one action that is ready, and records when it ran."""
-        slot = (action.pipeline, action.stage)
+        slot = slot_of(action)
         start = max(self.free_at[worker], *self._awaited(worker, action), 0)
         end = start + self.cost(action)
         self.free_at[worker] = end
@@ -120,94 +153,74 @@ class Machine:
         match action.op:
             case Op.F:
                 self.held[worker] |= {_value("activation", action), _value("residual", action)}
+                self.counted[worker, slot] += 1
             case Op.B:
                 self.held[worker].add(_value("gradient", action))
-                self.counted[slot] += 1
+                self.added[slot] += 1
             case Op.SEND_F | Op.SEND_B:
-                transfer = (_value(_TRANSFERS[action.op][0], action), end)
+                transfer = (_value(TRANSFERS[action.op][0], action), end)
                 self._channel(worker, self._other_end(action)).append(transfer)
+            case Op.HEAL if self.ownership.owner(*slot) == worker:
+                self.state_sent_at[slot] = end
+            case Op.HEAL:
+                self.unfilled.discard((worker, slot))
             case Op.REDUCE_GRAD:
-                self.reduced_at[slot] = end
+                self.reduced_at |= dict.fromkeys(self._with_stage(worker, action.stage), end)
+            case Op.LOG:
+                self.logged_at[worker, slot] = end
             case Op.COMMIT:
-                self.committed_at[slot] = end
+                self.voted_at[worker, slot] = end
 
     def _awaited(self, worker: int, action: Action) -> list[int]:
         """Returns the times of what comes from elsewhere; takes a received transfer out of its channel."""
+        slot = slot_of(action)
+        owner = self.ownership.owner(*slot)
+        times: list[int] = []
         match action.op:
             case Op.RECV_F | Op.RECV_B:
-                what, to = _TRANSFERS[action.op]
+                what, to = TRANSFERS[action.op]
                 channel = self._channel(self._other_end(action), worker)
                 (transfer,) = (each for each in channel if each[0] == _value(what, action, to))
                 channel.remove(transfer)
                 self.held[worker].add(transfer[0])
-                return [transfer[1]]
+                times = [transfer[1]]
+            case Op.HEAL if owner != worker:
+                times = [self.state_sent_at[slot]]
             case Op.REDUCE_GRAD:
-                return list(self.at_barrier[action.stage].values())
-            case Op.COMMIT:
-                return [self.reduced_at[each] for each in self._tied(action)]
+                times = list(self.at_barrier[action.stage].values())
+            case Op.LOG if owner != worker:
+                times = [self.logged_at[owner, slot]]
+            case Op.LOG:
+                times = [self.reduced_at[each] for each in self._tied(action)]
             case Op.STEP:
-                return list(self.committed_at.values())
-        return []
+                times = list(self.voted_at.values())
+        return times
 
-    def _tied(self, action: Action) -> list[tuple[int, int]]:
+    def _tied(self, action: Action) -> list[Slot]:
         groups = [group for group in self.grid.ties if action.stage in group]
         return [(action.pipeline, stage) for group in groups for stage in group]
 
+    def _owners(self, stage: int) -> set[int]:
+        return {self.ownership.owner(pipeline, stage) for pipeline in range(self.grid.pipelines)}
+
+    def _with_stage(self, worker: int, stage: int) -> list[Slot]:
+        every = [(pipeline, stage) for pipeline in range(self.grid.pipelines)]
+        return [slot for slot in every if self.ownership.owner(*slot) == worker]
+
+    def _replicas(self) -> list[Replica]:
+        return [(worker, slot) for slot in self.grid.slots() for worker in self.ownership.replicas(*slot)]
+
     def _other_end(self, action: Action) -> int:
-        return self.ownership.owner(action.pipeline, action.stage + _TRANSFERS[action.op][1])
+        return self.ownership.owner(action.pipeline, action.stage + TRANSFERS[action.op][1])
 
     def _channel(self, source: int, target: int) -> list[tuple[Value, int]]:
         return self.channels.setdefault((source, target), [])
 
 
+def slot_of(action: Action) -> Slot:
+    """Returns the slot that an action is about."""
+    return (action.pipeline, action.stage)
+
+
 def _value(what: str, action: Action, to: int = 0) -> Value:
     return (what, action.pipeline, action.stage + to, action.microbatch)
-
-
-def actions_of_step(ownership: Ownership) -> dict[int, list[Action]]:
-    """Returns all that each worker must do in a step, in no useful order."""
-    grid = ownership.grid
-    actions: dict[int, list[Action]] = {worker: [] for worker in ownership.workers()}
-    for pipeline, stage in grid.slots():
-        worker = ownership.owner(pipeline, stage)
-        ops = [Op.F, Op.B]
-        for op, (_, to) in _TRANSFERS.items():
-            if 0 <= stage + to < grid.stages and ownership.owner(pipeline, stage + to) != worker:
-                ops.append(op)
-        actions[worker] += [Action(stage, op, each, pipeline) for op in ops for each in range(grid.microbatches)]
-        actions[worker] += [Action(stage, op, pipeline=pipeline) for op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP)]
-    return actions
-
-
-def random_program(ownership: Ownership, order: random.Random) -> Program:
-    """Returns a program of one step whose order is drawn by `order`, made by executing it action by action."""
-    machine = Machine(ownership)
-    left = actions_of_step(ownership)
-    program: dict[int, list[Action]] = {worker: [] for worker in left}
-    while any(left.values()):
-        worker = order.choice([each for each in left if left[each]])
-        # Each barrier is met by all at once: nobody adds anything between coming to it and leaving it.
-        drawn = order.sample(left[worker], len(left[worker]))
-        action = next((a for a in drawn if _all_come(machine, a) or machine.state(worker, a) == "ready"), None)
-        if action is None:
-            continue
-        together = [(worker, action)]
-        if action.op is Op.REDUCE_GRAD:
-            pipelines = range(ownership.grid.pipelines)
-            together = [
-                (ownership.owner(each, action.stage), Action(action.stage, Op.REDUCE_GRAD, pipeline=each))
-                for each in pipelines
-            ]
-            machine.at_barrier[action.stage] = dict.fromkeys(pipelines, 0)
-        for owner, each in together:
-            machine.do(owner, each)
-            program[owner].append(each)
-            left[owner].remove(each)
-    return {worker: tuple(actions) for worker, actions in program.items()}
-
-
-def _all_come(machine: Machine, action: Action) -> bool:
-    if action.op is not Op.REDUCE_GRAD:
-        return False
-    counted = [machine.counted[each, action.stage] for each in range(machine.grid.pipelines)]
-    return min(counted) == machine.grid.microbatches

@@ -17,7 +17,13 @@ from engine.core.errors import ScheduleError
         (Action(0, Op.B, 17), "0B17"),
         (Action(10, Op.SEND_F, 3), "10SEND_F3"),
         (Action(1, Op.RECV_B, 0, pipeline=2), "1RECV_B0@2"),
+        (Action(2, Op.REDO_F, 4), "2f4"),
+        (Action(0, Op.REDO_F, 13, pipeline=1), "0f13@1"),
+        (Action(1, Op.I, 3), "1I3"),
+        (Action(1, Op.W, 0), "1W0"),
         (Action(3, Op.REDUCE_GRAD), "3REDUCE_GRAD"),
+        (Action(3, Op.LOG), "3LOG"),
+        (Action(3, Op.HEAL, pipeline=1), "3HEAL@1"),
         (Action(0, Op.STEP, pipeline=11), "0STEP@11"),
     ],
 )
@@ -46,7 +52,11 @@ def test_every_op_is_of_one_kind() -> None:
             "F0",
             "2",
             "2G0",
-            "2f0",
+            "2b0",
+            "2ff0",
+            "2fF0",
+            "2f_F0",
+            "2send_f0",
             "-1F0",
             "2F-1",
             "2 F0",
@@ -69,5 +79,9 @@ def test_what_spells_no_action_is_refused(text: str) -> None:
 def test_microbatch_stands_where_it_belongs_and_only_there() -> None:
     with pytest.raises(ScheduleError, match=r"^expected a microbatch after SEND_F, found '2SEND_F'$"):
         parse_action("2SEND_F")
+    with pytest.raises(ScheduleError, match=r"^expected a microbatch after f, found '2f@1'$"):
+        parse_action("2f@1")
+    with pytest.raises(ScheduleError, match=r"^expected no microbatch after LOG, found '2LOG1'$"):
+        parse_action("2LOG1")
     with pytest.raises(ScheduleError, match=r"^expected no microbatch after STEP, found '2STEP0@1'$"):
         parse_action("2STEP0@1")

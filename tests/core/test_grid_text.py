@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.dry_run import dry_run
+from engine.core.action import Action, Op
+from engine.core.dry_run import DryRun, Span, dry_run
 from engine.core.grid_text import grid_lines
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program import build_program
@@ -60,3 +61,15 @@ def test_names_of_workers_are_aligned() -> None:
     grid = Grid(2, 1)
     lines = lines_of("gpipe", Ownership(grid, (9, 10)))
     assert [line[:13] for line in lines] == ["worker 9   0F", "worker 10    "]
+
+
+def test_what_is_done_for_another_slot_stands_in_brackets() -> None:
+    ownership = Ownership(Grid(2, 1), (0, 1), shadows=((), (0,)))
+    spans = (
+        Span(0.0, 1.0, 0, Action(0, Op.F, 0)),
+        Span(1.0, 2.0, 1, Action(1, Op.F, 0)),
+        Span(1.0, 2.0, 0, Action(1, Op.F, 0)),
+    )
+    run = DryRun(spans, 2.0, 0.0, {})
+    assert grid_lines(run, 0, ownership) == ["worker 0  0F0   (1F0)", "worker 1        1F0"]
+    assert grid_lines(run) == ["worker 0  0F0 1F0", "worker 1      1F0"]

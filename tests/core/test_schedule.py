@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.dry_run import peak_stash
-from engine.core.schedule import SCHEDULES, forward_only, gpipe, one_f_one_b
+from engine.core.schedule import SCHEDULES, gpipe, one_f_one_b
 from tests.core.drawing import drawn, plain
 
 SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in (*range(1, 34), 63, 64)]
@@ -58,10 +58,6 @@ def test_1f1b(shape: tuple[int, int], drawing: str) -> None:
 )
 def test_gpipe(shape: tuple[int, int], drawing: str) -> None:
     assert drawn(gpipe(*shape)) == plain(drawing)
-
-
-def test_forward_only() -> None:
-    assert drawn(forward_only(2, 3)) == "0F0 0F1 0F2\n1F0 1F1 1F2"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

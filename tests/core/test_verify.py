@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.action import RECEIVE_OPS, Action, Op
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.program import Program, build_program
-from engine.core.requires import requires
+from engine.core.requires import carried, makes, needs
 from engine.core.schedule import SCHEDULES
 from engine.core.verify import Violation, verify
 from tests.core.drawing import program_of
-from tests.core.machine import Machine, drawn_by, random_program
+from tests.core.machine import Machine, Replica, drawn_by
+from tests.core.random_programs import random_healing, random_ownership, random_program
 
-NUM_GENERATED = 2000
-
-
-def random_ownership(order: random.Random) -> Ownership:
-    """Returns a small job in which a worker may own several stages of its pipeline."""
-    num_stages, num_pipelines = order.randint(1, 4), order.choice((1, 1, 1, 2))
-    grid = Grid(num_stages, order.randint(1, 3), num_pipelines)
-    owners = [
-        pipeline * num_stages + order.randrange(num_stages)
-        for pipeline in range(num_pipelines)
-        for _ in range(num_stages)
-    ]
-    return Ownership(grid, tuple(owners))
+NUM_GENERATED = 600
+SHADOWED = Ownership(Grid(2, 2), (0, 1), ((1,), (0,)))
 
 
-def test_thousands_of_generated_programs_are_accepted() -> None:
+def test_hundreds_of_generated_programs_are_accepted() -> None:
     order = drawn_by(1)
     orders_seen = set()
     for _ in range(NUM_GENERATED):
         ownership = random_ownership(order)
-        program = random_program(ownership, order)
-        assert verify(program, ownership) == ()
+        healing = random_healing(ownership, order)
+        program = random_program(ownership, order, healing)
+        assert verify(program, ownership, healing) == ()
         orders_seen.add(tuple(program.items()))
     assert len(orders_seen) > NUM_GENERATED / 2
 
@@ -50,93 +39,164 @@ def test_schedules_are_accepted(schedule: str, grid: Grid) -> None:
     assert verify(build_program(schedule, ownership), ownership) == ()
 
 
+Actions = dict[int, list[Action]]
+Case = tuple[Actions, Ownership, list[Replica]]
+
+
 @st.composite
-def valid(draw: st.DrawFn) -> tuple[dict[int, list[Action]], Ownership]:
-    """A valid program of at least two workers, of a schedule or in random order."""
-    num_stages, num_pipelines = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    num_stages += num_stages * num_pipelines == 1
-    grid = Grid(num_stages, draw(st.integers(1, 4)), num_pipelines)
-    ownership = Ownership(grid, tuple(draw(st.permutations(range(num_stages * num_pipelines)))))
+def valid(draw: st.DrawFn) -> Case:
+    """A valid program of at least two workers, of a schedule or in random order; some of its shadows are healing."""
+    order = drawn_by(draw(st.integers(0, 2**32)))
+    ownership = random_ownership(order)
+    num_slots = len(ownership.owners)
+    if draw(st.booleans()) or len(ownership.workers()) == 1:
+        fresh = tuple(order.sample(range(num_slots + 1), num_slots))
+        ownership = with_shadows(Ownership(ownership.grid, fresh), "lazy", 1, range(num_slots + 1))
+    healing = random_healing(ownership, order)
     schedule = draw(st.sampled_from([*sorted(SCHEDULES), ""]))
     program = (
-        build_program(schedule, ownership)
+        build_program(schedule, ownership, draw(st.sampled_from(("lazy", "eager"))), healing)
         if schedule
-        else random_program(ownership, drawn_by(draw(st.integers(0, 2**32))))
+        else random_program(ownership, order, healing)
     )
-    return {worker: list(actions) for worker, actions in program.items()}, ownership
+    return {worker: list(actions) for worker, actions in program.items()}, ownership, healing
 
 
-def frozen(program: dict[int, list[Action]]) -> Program:
+def frozen(program: Actions) -> Program:
     """Returns the program as verification takes it."""
     return {worker: tuple(actions) for worker, actions in program.items()}
 
 
-def place(data: st.DataObject, program: dict[int, list[Action]]) -> tuple[int, int]:
+def place(data: st.DataObject, program: Actions) -> tuple[int, int]:
     """Draws a worker and a position."""
-    worker = data.draw(st.sampled_from(sorted(program)))
+    worker = data.draw(st.sampled_from(sorted(each for each in program if program[each])))
     return worker, data.draw(st.integers(0, len(program[worker]) - 1))
+
+
+def is_optional(action: Action, worker: int, ownership: Ownership) -> bool:
+    """Says whether a step is whole without the action: a forward of a shadow."""
+    return action.op is Op.F and ownership.owner(action.pipeline, action.stage) != worker
 
 
 @given(st.data())
 def test_a_dropped_action_is_missing(data: st.DataObject) -> None:
-    program, ownership = data.draw(valid())
+    program, ownership, healing = data.draw(valid())
     worker, position = place(data, program)
     dropped = program[worker].pop(position)
-    assert verify(frozen(program), ownership) == (Violation(worker, -1, str(dropped), "is missing"),)
+    violations = verify(frozen(program), ownership, healing)
+    if not is_optional(dropped, worker, ownership):
+        assert violations == (Violation(worker, -1, str(dropped), "is missing"),)
+    elif dropped._replace(microbatch=dropped.microbatch + 1) not in program[worker]:
+        assert violations == ()
+    else:
+        (violation,) = violations
+        rule = f"requires {needs(dropped._replace(microbatch=dropped.microbatch + 1), worker, ownership)[-1][1]}"
+        assert violation.rule == f"{rule}, which nobody makes"
 
 
 @given(st.data())
 def test_a_doubled_action_stands_twice(data: st.DataObject) -> None:
-    program, ownership = data.draw(valid())
+    program, ownership, healing = data.draw(valid())
     worker, position = place(data, program)
     action = program[worker][position]
     again = data.draw(st.integers(0, len(program[worker])))
     program[worker].insert(again, action)
     second = max(again, position + (again <= position))
-    assert verify(frozen(program), ownership) == (Violation(worker, second, str(action), "stands twice"),)
+    assert verify(frozen(program), ownership, healing) == (Violation(worker, second, str(action), "stands twice"),)
 
 
 @given(st.data())
-def test_an_action_on_another_worker_belongs_to_its_owner(data: st.DataObject) -> None:
-    program, ownership = data.draw(valid())
+def test_an_action_on_another_worker_is_named(data: st.DataObject) -> None:
+    program, ownership, healing = data.draw(valid())
     worker, position = place(data, program)
     thief = data.draw(st.sampled_from(sorted(set(program) - {worker})))
     to = data.draw(st.integers(0, len(program[thief])))
     action = program[worker].pop(position)
     program[thief].insert(to, action)
-    rule = f"belongs to worker {worker}, the owner of its slot"
-    assert verify(frozen(program), ownership) == (Violation(thief, to, str(action), rule),)
+    violations = verify(frozen(program), ownership, healing)
+    assert violations
+    if thief not in ownership.replicas(action.pipeline, action.stage):
+        owner = ownership.owner(action.pipeline, action.stage)
+        assert violations == (Violation(thief, to, str(action), f"belongs to worker {owner}, the owner of its slot"),)
 
 
 @given(st.data())
-def test_two_workers_that_swap_everything_own_nothing_of_it(data: st.DataObject) -> None:
-    program, ownership = data.draw(valid())
+def test_two_workers_that_swap_everything_are_named(data: st.DataObject) -> None:
+    program, ownership, healing = data.draw(valid())
     one, other = data.draw(st.permutations(sorted(program)))[:2]
     program[one], program[other] = program[other], program[one]
-    violations = verify(frozen(program), ownership)
-    assert len(violations) == len(program[one]) + len(program[other])
-    assert {violation.worker for violation in violations} == {one, other}
+    violations = verify(frozen(program), ownership, healing)
+    assert violations
+    assert {violation.worker for violation in violations} <= {one, other}
 
 
 @given(st.data())
 def test_an_action_swapped_with_one_that_it_requires_is_named(data: st.DataObject) -> None:
-    program, ownership = data.draw(valid())
-    pairs = [
-        (worker, position, actions.index(need))
-        for worker, actions in program.items()
-        for position, action in enumerate(actions)
-        for where, need in requires(action, worker, ownership)
-        if where == worker
-    ]
+    program, ownership, healing = data.draw(valid())
+    pairs = []
+    for worker, actions in program.items():
+        makers: dict[object, list[int]] = {}
+        for position, action in enumerate(actions):
+            for made in makes(action, worker, ownership):
+                makers.setdefault(made, []).append(position)
+        for position, action in enumerate(actions):
+            for need in needs(action, worker, ownership):
+                if len(makers.get(need, ())) == 1:  # a shadow may have made what its own worker receives
+                    pairs.append((worker, position, makers[need][0]))
     worker, later, earlier = data.draw(st.sampled_from(sorted(pairs)))
     actions = program[worker]
     first, second = actions[earlier], actions[later]
     actions[earlier], actions[later] = second, first
     rule = f"stands before {first}, which it requires"
-    assert Violation(worker, earlier, str(second), rule) in verify(frozen(program), ownership)
+    assert Violation(worker, earlier, str(second), rule) in verify(frozen(program), ownership, healing)
 
 
-def transfers_of_pair(program: dict[int, list[Action]], ownership: Ownership) -> list[tuple[int, int, int]]:
+@given(st.data())
+def test_a_replica_that_is_touched_too_late_is_named(data: st.DataObject) -> None:
+    """A state leaves before its owner counts a forward, and comes, like a shadow's forward, before what is logged."""
+    program, ownership, healing = data.draw(valid())
+    late = [
+        (worker, position, actions.index(end))
+        for worker, actions in program.items()
+        for position, action in enumerate(actions)
+        for end in (_end_of_time_for(action, worker, ownership),)
+        if end
+    ]
+    if not late:
+        return
+    worker, position, end = data.draw(st.sampled_from(sorted(late)))
+    actions = program[worker]
+    before, moved = actions[end], actions[position]
+    actions.insert(end, actions.pop(position))
+    violations = verify(frozen(program), ownership, healing)
+    if moved.op is Op.HEAL:
+        assert violations == (Violation(worker, end, str(moved), f"comes too late behind {before}"),)
+    else:
+        assert violations
+
+
+def _end_of_time_for(action: Action, worker: int, ownership: Ownership) -> Action | None:
+    """Returns the action at the same worker behind which this one may not come, if there is one."""
+    owns = ownership.owner(action.pipeline, action.stage) == worker
+    if action.op is Op.HEAL and owns:
+        return action._replace(op=Op.F, microbatch=0)
+    if action.op is Op.HEAL or is_optional(action, worker, ownership):
+        return action._replace(op=Op.LOG, microbatch=WHOLE_STAGE)
+    return None
+
+
+def sender_of(action: Action, program: Actions) -> int:
+    """Returns the worker that sends what a receive takes."""
+    (sender,) = (
+        worker
+        for worker, actions in program.items()
+        for each in actions
+        if each.op in (Op.SEND_F, Op.SEND_B) and carried(each) == carried(action)
+    )
+    return sender
+
+
+def transfers_of_pair(program: Actions) -> list[tuple[int, int, int]]:
     """Returns (worker, position, position) of two receives of one worker from another."""
     return [
         (worker, first, second)
@@ -145,21 +205,30 @@ def transfers_of_pair(program: dict[int, list[Action]], ownership: Ownership) ->
         for first, sooner in enumerate(actions[:second])
         if sooner.op in RECEIVE_OPS
         and later.op in RECEIVE_OPS
-        and requires(sooner, worker, ownership)[0][0] == requires(later, worker, ownership)[0][0]
+        and sender_of(sooner, program) == sender_of(later, program)
     ]
+
+
+@st.composite
+def two_transfers_of_a_pair(draw: st.DrawFn) -> tuple[Actions, Ownership]:
+    """A program in which everything is made before it is used: only the order of transfers can be wrong."""
+    num_stages, num_pipelines = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    grid = Grid(num_stages, draw(st.integers(2, 4)), num_pipelines)
+    ownership = Ownership(grid, tuple(draw(st.permutations(range(num_stages * num_pipelines)))))
+    program = {worker: list(actions) for worker, actions in build_program("gpipe", ownership).items()}
+    ranks = {op: rank for rank, op in enumerate((Op.RECV_F, Op.F, Op.SEND_F, Op.RECV_B, Op.B, Op.SEND_B))}
+    for actions in program.values():
+        actions.sort(key=lambda action: ranks.get(action.op, len(ranks)))
+    return program, ownership
 
 
 @given(st.data())
 def test_crossed_transfers_are_named(data: st.DataObject) -> None:
-    program, ownership = data.draw(valid().filter(lambda case: transfers_of_pair(*case)))
-    # Everything is made before anything is used, so that the order of transfers is all that is wrong.
-    ranks = {op: rank for rank, op in enumerate((Op.RECV_F, Op.F, Op.SEND_F, Op.RECV_B, Op.B, Op.SEND_B))}
-    for actions in program.values():
-        actions.sort(key=lambda action: ranks.get(action.op, len(ranks)))
+    program, ownership = data.draw(two_transfers_of_a_pair())
     assert verify(frozen(program), ownership) == ()
-    worker, first, second = data.draw(st.sampled_from(transfers_of_pair(program, ownership)))
+    worker, first, second = data.draw(st.sampled_from(transfers_of_pair(program)))
     actions = program[worker]
-    sender = requires(actions[first], worker, ownership)[0][0]
+    sender = sender_of(actions[first], program)
     actions[first], actions[second] = actions[second], actions[first]
     violations = verify(frozen(program), ownership)
     assert violations
@@ -173,8 +242,8 @@ def test_crossed_transfers_are_named(data: st.DataObject) -> None:
 def test_crossed_sends_are_named_where_they_are_received() -> None:
     program = program_of(
         """
-        0: 0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0COMMIT 0STEP
-        1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1COMMIT 1STEP
+        0: 0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0LOG 0COMMIT 0STEP
+        1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1LOG 1COMMIT 1STEP
         """
     )
     (violation,) = verify(program, one_slot_each(Grid(2, 2)))
@@ -184,9 +253,9 @@ def test_crossed_sends_are_named_where_they_are_received() -> None:
 def test_a_deadlock_is_named_by_its_cycle() -> None:
     program = program_of(
         """
-        0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 0COMMIT 0STEP
-        1: 1RECV_F0 1F0 1RECV_B0 1B0 1SEND_B0 1SEND_F0 1REDUCE_GRAD 1COMMIT 1STEP
-        2: 2RECV_F0 2F0 2B0 2SEND_B0 2REDUCE_GRAD 2COMMIT 2STEP
+        0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 0LOG 0COMMIT 0STEP
+        1: 1RECV_F0 1F0 1RECV_B0 1B0 1SEND_B0 1SEND_F0 1REDUCE_GRAD 1LOG 1COMMIT 1STEP
+        2: 2RECV_F0 2F0 2B0 2SEND_B0 2REDUCE_GRAD 2LOG 2COMMIT 2STEP
         """
     )
     (violation,) = verify(program, one_slot_each(Grid(3, 1)))
@@ -198,18 +267,17 @@ def test_a_deadlock_is_named_by_its_cycle() -> None:
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(valid(), st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)), max_size=4), st.data())
-def test_exactly_what_executes_is_accepted(
-    case: tuple[dict[int, list[Action]], Ownership], moves: list[tuple[int, int, int]], data: st.DataObject
-) -> None:
-    program, ownership = case
+def test_exactly_what_executes_is_accepted(case: Case, moves: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    program, ownership, healing = case
     for which, source, target in moves:
         actions = program[sorted(program)[which % len(program)]]
-        actions.insert(target % len(actions), actions.pop(source % len(actions)))
+        if actions:
+            actions.insert(target % len(actions), actions.pop(source % len(actions)))
     moved = frozen(program)
-    executes = Machine(ownership).run(moved, drawn_by(data.draw(st.integers(0, 2**32))))
-    violations = verify(moved, ownership)
+    executes = Machine(ownership, healing=healing).run(moved, drawn_by(data.draw(st.integers(0, 2**32))))
+    violations = verify(moved, ownership, healing)
     assert (violations == ()) == executes
     for violation in violations:
         assert str(moved[violation.worker][violation.position]) == violation.action
@@ -254,6 +322,23 @@ def test_exactly_what_executes_is_accepted(
             "0SEND_F1",
             "worker 0, position 0: 0SEND_F1: there is no other worker at the other end",
         ),
+        (one_slot_each(Grid(2, 2)), "0f0", "worker 0, position 0: 0f0: no part of a whole step"),
+        (one_slot_each(Grid(2, 2)), "0I0", "worker 0, position 0: 0I0: no part of a whole step"),
+        (one_slot_each(Grid(2, 2)), "0W1", "worker 0, position 0: 0W1: no part of a whole step"),
+        (one_slot_each(Grid(2, 2)), "0HEAL", "worker 0, position 0: 0HEAL: heals nobody"),
+        (SHADOWED, "1HEAL", "worker 0, position 0: 1HEAL: heals nobody"),
+        (SHADOWED, "1B0", "worker 0, position 0: 1B0: belongs to worker 1, the owner of its slot"),
+        (SHADOWED, "1REDUCE_GRAD", "worker 0, position 0: 1REDUCE_GRAD: belongs to worker 1, the owner of its slot"),
+        (
+            one_slot_each(Grid(2, 2)),
+            "1LOG",
+            "worker 0, position 0: 1LOG: belongs to worker 1, the owner of its slot",
+        ),
+        (
+            Ownership(Grid(1, 2, pipelines=2), (0, 0)),
+            "0REDUCE_GRAD@1",
+            "worker 0, position 0: 0REDUCE_GRAD@1: the worker reduces this stage with the first of its pipelines",
+        ),
     ],
 )
 def test_what_has_no_place_in_the_step_is_named(ownership: Ownership, wrong: str, text: str) -> None:
@@ -262,21 +347,47 @@ def test_what_has_no_place_in_the_step_is_named(ownership: Ownership, wrong: str
     assert [str(violation) for violation in verify(program, ownership)] == [text]
 
 
+def test_a_shadow_runs_no_forward_of_a_slot_that_it_has_not_yet() -> None:
+    healing = [(0, (0, 1))]
+    program = build_program("1f1b", SHADOWED, healing=healing)
+    assert verify(program, SHADOWED, healing) == ()
+    at = program[0].index(program_of("0: 0F0")[0][0]) + 1
+    program = {**program, 0: (*program[0][:at], *program_of("0: 1F0")[0], *program[0][at:])}
+    (violation,) = verify(program, SHADOWED, healing)
+    assert str(violation) == f"worker 0, position {at}: 1F0: has no whole replica of its slot yet"
+
+
+def test_a_state_that_a_new_shadow_does_not_get_is_missing() -> None:
+    program = build_program("1f1b", SHADOWED)
+    assert [str(each) for each in verify(program, SHADOWED, [(0, (0, 1))])] == [
+        "worker 0: 1HEAL: is missing",
+        "worker 1: 1HEAL: is missing",
+    ]
+
+
+def test_forwards_of_a_slot_come_in_the_order_of_microbatches() -> None:
+    program = program_of("0: 0F1 0F0 0B0 0B1 0REDUCE_GRAD 0LOG 0COMMIT 0STEP")
+    assert [str(each) for each in verify(program, one_slot_each(Grid(1, 2)))] == [
+        "worker 0, position 0: 0F1: stands before 0F0, which it requires"
+    ]
+
+
 def test_a_worker_that_owns_nothing_has_nothing_to_do() -> None:
     ownership = one_slot_each(Grid(1, 1))
-    program = program_of("0: 0F0 0B0 0REDUCE_GRAD 0COMMIT 0STEP\n5:")
+    program = program_of("0: 0F0 0B0 0REDUCE_GRAD 0LOG 0COMMIT 0STEP\n5:")
     assert verify(program, ownership) == ()
-    stolen = program_of("0: 0F0 0B0 0REDUCE_GRAD 0COMMIT\n5: 0STEP")
+    stolen = program_of("0: 0F0 0B0 0REDUCE_GRAD 0LOG 0COMMIT\n5: 0STEP")
     assert [str(each) for each in verify(stolen, ownership)] == [
         "worker 5, position 0: 0STEP: belongs to worker 0, the owner of its slot"
     ]
 
 
 def test_all_violations_are_listed_not_only_the_first() -> None:
-    program = program_of("0: 0F0 0B0 0REDUCE_GRAD\n1: 1RECV_F0 1B0 1F0 1SEND_B0 1REDUCE_GRAD 1COMMIT 1STEP")
+    program = program_of("0: 0F0 0B0 0REDUCE_GRAD\n1: 1RECV_F0 1B0 1F0 1SEND_B0 1REDUCE_GRAD 1LOG 1COMMIT 1STEP")
     assert [str(each) for each in verify(program, one_slot_each(Grid(2, 1)))] == [
         "worker 0: 0SEND_F0: is missing",
         "worker 0: 0RECV_B0: is missing",
+        "worker 0: 0LOG: is missing",
         "worker 0: 0COMMIT: is missing",
         "worker 0: 0STEP: is missing",
         "worker 1, position 1: 1B0: stands before 1F0, which it requires",

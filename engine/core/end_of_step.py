@@ -1,0 +1,61 @@
+"""The pass that adds the end of a step: reduce, log, commit and step for every replica, and healing of new shadows.
+
+Rules: every worker goes through the same stages in the same order, owners before shadows, so that nobody waits in a
+circle. What is held already is not made again. A new shadow's state is sent first of all and received just before it is
+needed, so that it travels during the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from engine.core.action import Action, Op
+from engine.core.ownership import Ownership, Slot
+from engine.core.requires import Held, Kind, Value
+
+
+def with_end_of_step(
+    program: Mapping[int, tuple[Action, ...]],
+    ownership: Ownership,
+    held: Collection[Held] = (),
+    healing: Collection[tuple[int, Slot]] = (),
+) -> dict[int, tuple[Action, ...]]:
+    """Returns the program with what follows the backwards; `healing` are shadows that get their slot's state.
+
+    A slot of which the owner holds what is reduced at the start is not reduced again; its LOG is sent to whom lacks it.
+    """
+    there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
+    receivers = frozenset(healing)
+    senders = frozenset(slot for _, slot in healing)
+    return {
+        worker: (*_heals(worker, ownership, senders), *actions, *_end(worker, ownership, there, receivers))
+        for worker, actions in program.items()
+    }
+
+
+def _by_stage(slots: tuple[Slot, ...]) -> list[Slot]:
+    return sorted(slots, key=lambda slot: (slot[1], slot[0]))
+
+
+def _heals(worker: int, ownership: Ownership, senders: Collection[Slot]) -> list[Action]:
+    return [Action(s, Op.HEAL, pipeline=d) for d, s in _by_stage(ownership.slots_of(worker)) if (d, s) in senders]
+
+
+def _end(
+    worker: int, ownership: Ownership, there: Collection[Held], healing: Collection[tuple[int, Slot]]
+) -> list[Action]:
+    owned, shadowed = _by_stage(ownership.slots_of(worker)), _by_stage(ownership.shadowed_by(worker))
+    first = {stage: (pipeline, stage) for pipeline, stage in reversed(owned)}
+    end = [
+        Action(stage, Op.REDUCE_GRAD, pipeline=pipeline)
+        for pipeline, stage in owned
+        if first[stage] == (pipeline, stage) and (worker, Value(Kind.REDUCED, pipeline, stage)) not in there
+    ]
+    end += [Action(stage, Op.LOG, pipeline=pipeline) for pipeline, stage in owned]
+    for pipeline, stage in shadowed:
+        if (worker, (pipeline, stage)) in healing:
+            end.append(Action(stage, Op.HEAL, pipeline=pipeline))
+        if (worker, Value(Kind.LOGGED, pipeline, stage)) not in there:
+            end.append(Action(stage, Op.LOG, pipeline=pipeline))
+    end += [Action(s, op, pipeline=d) for op in (Op.COMMIT, Op.STEP) for d, s in (*owned, *shadowed)]
+    return end

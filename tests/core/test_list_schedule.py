@@ -1,0 +1,78 @@
+"""List scheduling: it is 1F1B where every worker has one slot, and as good as can be where one has two."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.action import Action, Op
+from engine.core.dry_run import dry_run
+from engine.core.list_schedule import merged_compute, starts
+from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.schedule import one_f_one_b
+from engine.core.transfer_pass import with_transfers
+from tests.core.drawing import drawn_program, plain
+
+_FORWARD_AND_BACKWARD = 3  # units
+
+
+def _merged(grid: Grid, first: int) -> Ownership:
+    """Returns the ownership after worker `first` has taken over the stage behind its own, wrapping round."""
+    owners = list(range(grid.stages))
+    owners[(first + 1) % grid.stages] = first
+    return Ownership(grid, tuple(owners))
+
+
+def test_two_stages_on_one_worker() -> None:
+    assert drawn_program(merged_compute(_merged(Grid(3, 2), 1))) == plain(
+        """
+        0: 0F0 0F1 0B0 0B1
+        1: 1F0 2F0 1F1 2B0 2F1 1B0 2B1 1B1
+        """
+    )
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("microbatches", [1, 4, 8, 16])
+def test_one_slot_each_is_one_forward_one_backward(stages: int, microbatches: int) -> None:
+    program = merged_compute(one_slot_each(Grid(stages, microbatches)))
+    assert tuple(program.values()) == one_f_one_b(stages, microbatches)
+
+
+@pytest.mark.parametrize("stages", range(2, 9))
+@pytest.mark.parametrize("microbatches", [4, 8, 16, 32])
+def test_a_merged_worker_is_the_only_bottleneck(stages: int, microbatches: int) -> None:
+    """It has 2M of forward and backward to do, and nobody can do better than to fill and drain the pipeline around."""
+    for first in range(stages):
+        ownership = _merged(Grid(stages, microbatches), first)
+        length = dry_run(with_transfers(merged_compute(ownership), ownership), ownership).makespan
+        assert length <= (2 * microbatches + stages - 2) * _FORWARD_AND_BACKWARD
+
+
+@pytest.mark.parametrize("owners", [(0, 0, 0, 0), (0, 1, 1, 0), (2, 2, 3, 3), (0, 0, 0, 1)])
+def test_each_slot_runs_all_in_order_and_keeps_no_more_than_it_would(owners: tuple[int, ...]) -> None:
+    grid = Grid(4, 9)
+    program = merged_compute(Ownership(grid, owners))
+    for stage, owner in enumerate(owners):
+        actions = [action for action in program[owner] if action.stage == stage]
+        for op in (Op.F, Op.B):
+            assert [each.microbatch for each in actions if each.op is op] == list(range(grid.microbatches))
+        kept = [sum(1 if each.op is Op.F else -1 for each in actions[:end]) for end in range(len(actions) + 1)]
+        assert max(kept) <= grid.stages - stage
+
+
+def test_every_pipeline_is_scheduled() -> None:
+    program = merged_compute(Ownership(Grid(2, 2, pipelines=2), (0, 1, 1, 0)))
+    actions = sorted(action for line in program.values() for action in line)
+    assert actions == sorted(
+        Action(stage, op, each, d) for stage in (0, 1) for op in (Op.F, Op.B) for each in (0, 1) for d in (0, 1)
+    )
+
+
+def test_a_free_worker_takes_its_lowest_ready_task() -> None:
+    # Task 0 waits for 3, on the other worker, so 1 goes first; then 0 is ready and goes before 2.
+    assert starts([0, 0, 0, 1], [1, 2, 1, 2], [[3], [], [], []]) == [1, 3, 0, 2]
+
+
+def test_tasks_in_a_circle_are_a_bug() -> None:
+    with pytest.raises(AssertionError, match="circle"):
+        starts([0, 1], [1, 1], [[1], [0]])
