@@ -1,0 +1,189 @@
+"""Cases of recovery: a job of some shape and policy, killed at some point, planned, and run to its end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from engine.core.inventory import Inventory
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
+from engine.core.program import Program, build_program
+from engine.core.recovery import Plan, PlanInput, make_plan
+from tests.core.provenance import Machine, State
+
+ANY_ORDER = 1
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """The shape and the policy of a job; `retain`: workers keep what they have made until the commit."""
+
+    grid: Grid
+    schedule: str = "1f1b"
+    redundancy: Redundancy = "lazy"
+    level: int = 1
+    retain: bool = True
+
+    def ownership(self) -> Ownership:
+        """Returns who owns and shadows what before anything has failed."""
+        return self.healed(one_slot_each(self.grid), range(self.grid.pipelines * self.grid.stages))
+
+    def healed(self, ownership: Ownership, members: Collection[int]) -> Ownership:
+        """Returns the ownership with as many shadows as the policy wants."""
+        return with_shadows(ownership, self.redundancy, self.level, members)
+
+    def program(self, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> Program:
+        """Returns the program of a whole step."""
+        return build_program(self.schedule, ownership, self.redundancy, frozenset(healing))
+
+    def machine(self) -> Machine:
+        """Returns the job at the start of its first step."""
+        machine = Machine(self.ownership(), self.retain)
+        machine.enter([self.program(machine.ownership)], machine.ownership)
+        return machine
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What has happened: who is left as they were frozen, what the plan was made from, and the plan."""
+
+    machine: Machine
+    given: PlanInput
+    plan: Plan
+
+    def finish(self, order: random.Random) -> Machine:
+        """Returns the machine after the plan has run to its end."""
+        self.machine.enter([self.plan.program], self.given.ownership)
+        assert self.machine.run(order)
+        return self.machine
+
+
+def heirs(ownership: Ownership, inventories: Collection[Inventory]) -> Ownership:
+    """Returns who owns what when only those that say what they hold are left: -1 where nobody holds the stage."""
+    holders: dict[Slot, list[int]] = {}
+    for inventory in inventories:
+        for slot in inventory.whole:
+            holders.setdefault(slot, []).append(inventory.worker)
+    owners, shadows = [], []
+    for slot in ownership.grid.slots():
+        live = [worker for worker in ownership.replicas(*slot) if worker in holders.get(slot, ())]
+        others = [each for d in range(ownership.grid.pipelines) for each in holders.get((d, slot[1]), ())]
+        owners.append([*live, *others, -1][0])
+        shadows.append(tuple(worker for worker in live if worker != owners[-1]))
+    return replace(ownership, owners=tuple(owners), shadows=tuple(shadows))
+
+
+def fail(machine: Machine, victims: Collection[int], order: random.Random) -> Failure | None:
+    """Returns what is left when `victims` are killed, ready to run the plan; None when a stage is lost with them.
+
+    A step of which all votes were cast may count as committed or not; it must when somebody has taken it.
+    """
+    newest = machine.newest()
+    committed = newest if machine.all_voted(newest) and order.random() < 0.5 else newest - 1
+    left = machine.left_by(victims)
+    inventories = left.inventories()
+    ownership = heirs(machine.ownership, inventories)
+    if -1 in ownership.owners:
+        return None
+    given = PlanInput(1, committed, ownership, inventories)
+    plan = make_plan(given)
+    assert plan.lost_stages == () and plan.step == committed + 1
+    left.catch_up(committed)
+    left.adopt(plan.adopted, ownership)
+    return Failure(left, given, plan)
+
+
+def seeded(number: int) -> random.Random:
+    """Returns what draws the history of that number."""
+    return random.Random(number)  # noqa: S311 - nothing here is secret
+
+
+@lru_cache
+def faultless(grid: Grid) -> tuple[State, ...]:
+    """Returns the state after each step of a run with no fault; it depends on nothing but the shape."""
+    job = Job(grid, redundancy="none")
+    machine, states = job.machine(), []
+    for _ in range(STEPS + 4):  # each failure may come after the votes of a step
+        assert machine.run(seeded(ANY_ORDER))
+        states.append(machine.state())
+        machine.enter([job.program(machine.ownership)], machine.ownership)
+    return tuple(states)
+
+
+def assert_faultless(machine: Machine) -> None:
+    """Every replica of every slot is what it is without a fault."""
+    assert machine.state() == faultless(machine.ownership.grid)[machine.newest() - 1]
+
+
+def single_kills(job: Job) -> Iterator[Failure]:
+    """Yields a failure for each worker after each of its actions, in one run of a step that nothing else disturbs."""
+    order = seeded(ANY_ORDER)
+    machine = job.machine()
+    for victim in machine.bodies:
+        yield from _failure(machine, victim, order)
+    while not machine.run(order, limit=1):
+        yield from _failure(machine, machine.done[-1][0], order)
+
+
+def _failure(machine: Machine, victim: int, order: random.Random) -> Iterator[Failure]:
+    failure = fail(machine, [victim], order)
+    if failure is not None:
+        yield failure
+
+
+def random_job(order: random.Random) -> Job:
+    """Returns a small job of any kind."""
+    stages = order.randint(1, 4)
+    ties: tuple[tuple[int, ...], ...] = ()
+    if stages > 1 and order.random() < 0.4:
+        ties = (tuple(sorted(order.sample(range(stages), 2))),)
+    pipelines = order.choice([1, 1, 2, 3]) if stages < 4 else 1
+    grid = Grid(stages, order.randint(1, 5), pipelines, ties)
+    policies: list[Redundancy] = ["lazy", "eager"] if pipelines == 1 else ["lazy", "lazy", "eager", "reroute", "none"]
+    redundancy = order.choice(policies)
+    return Job(grid, order.choice(["1f1b", "gpipe"]), redundancy, order.randint(1, 2), order.random() < 0.7)
+
+
+def random_history(job: Job, order: random.Random) -> tuple[Machine, list[Failure]] | None:
+    """Returns a run of `STEPS` steps with up to three failures, healed or not; None when a stage was lost."""
+    machine = Machine(job.ownership(), job.retain)
+    failures: list[Failure] = []
+    plan: Program | None = None
+    while plan is not None or machine.newest() < STEPS:
+        ownership, programs = _next_programs(job, machine, plan, order)
+        machine.enter(programs, ownership)
+        length = sum(len(line) for line in machine.program.values())
+        kill = len(failures) < 3 and order.random() < 0.8
+        if machine.run(order, order.randint(0, length) if kill else length):
+            plan = None
+            continue
+        victims = order.sample(sorted(machine.bodies), min(len(machine.bodies), order.choice([0, 1, 1, 1, 2])))
+        failure = fail(machine, victims, order)
+        if failure is None:
+            return None
+        failures.append(failure)
+        machine, plan = failure.machine, failure.plan.program
+    return machine, failures
+
+
+def _next_programs(
+    job: Job, machine: Machine, plan: Program | None, order: random.Random
+) -> tuple[Ownership, list[Program]]:
+    """Returns the plan and perhaps a step after it, or the next step, perhaps healed."""
+    ownership = machine.ownership
+    if plan is not None:
+        more = machine.newest() + 1 < STEPS and order.random() < 0.5
+        return ownership, [plan, job.program(ownership)] if more else [plan]
+    healing: list[tuple[int, Slot]] = []
+    if order.random() < 0.5:
+        ownership = job.healed(ownership, sorted(machine.bodies))
+        healing = [
+            (worker, slot)
+            for slot in ownership.grid.slots()
+            for worker in ownership.shadows_of(*slot)
+            if slot not in machine.bodies[worker].replicas
+        ]
+    return ownership, [job.program(ownership, healing)]

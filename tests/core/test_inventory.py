@@ -1,0 +1,95 @@
+"""Inventories as text: the text of one, exact round trips of many, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.errors import InvariantError
+from engine.core.inventory import Inventory, from_json, to_json
+from engine.core.requires import Kind, Value
+
+_SOME = Inventory(
+    3,
+    7,
+    whole=((0, 1), (0, 2)),
+    counted={(0, 1): 4},
+    added={(0, 1): 2},
+    logged=((0, 2),),
+    values=(*(Value(Kind.ACTIVATION, 0, 1, each) for each in (0, 1, 2, 5)), Value(Kind.RESIDUAL, 0, 1, 3)),
+)
+_TEXT = (
+    '{"worker":3,"step":7,"whole":[[0,1],[0,2]],"counted":[[0,1,4]],"added":[[0,1,2]],"logged":[[0,2]],'
+    '"values":[["activation",0,1,[0,2],[5,5]],["residual",0,1,[3,3]]]}'
+)
+
+
+def test_text_of_an_inventory() -> None:
+    assert to_json(_SOME) == _TEXT
+    assert from_json(_TEXT) == _SOME
+
+
+def test_order_of_what_is_given_does_not_matter() -> None:
+    turned = Inventory(
+        3, 7, _SOME.whole[::-1], _SOME.counted, _SOME.added, logged=_SOME.logged, values=_SOME.values[::-1]
+    )
+    assert to_json(turned) == _TEXT
+
+
+def test_length_does_not_grow_with_microbatches() -> None:
+    values = tuple(Value(kind, 0, 3, each) for kind in (Kind.ACTIVATION, Kind.RESIDUAL) for each in range(512))
+    assert len(to_json(Inventory(3, 0, ((0, 3),), values=values))) < 150
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_round_trip(seed: int) -> None:
+    order = random.Random(seed)  # noqa: S311 - nothing here is secret
+    slots = sorted({(order.randrange(3), order.randrange(4)) for _ in range(order.randrange(6))})
+    kinds = (Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.PENDING)
+    values = {Value(order.choice(kinds), *order.choice(slots), order.randrange(9)) for _ in range(20 if slots else 0)}
+    inventory = Inventory(
+        order.randrange(100),
+        order.randrange(100),
+        tuple(slots),
+        {slot: order.randrange(9) for slot in slots},
+        {slot: order.randrange(9) for slot in slots[1:]},
+        tuple(slots[:1]),
+        tuple(sorted(values)),
+    )
+    assert from_json(to_json(inventory)) == inventory
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (_TEXT, ""),
+        (_TEXT, "[]"),
+        (_TEXT, "[" * 100_000),
+        (_TEXT, "null"),
+        (_TEXT, '{"worker":3}'),
+        ('"worker":3', '"worker":-3'),
+        ('"worker":3', '"worker":3.0'),
+        ('"worker":3', '"worker":true'),
+        ('"worker":3', '"worker":"3"'),
+        ('"worker":3', '"worker": 3'),
+        ('"worker":3', '"worker":3,"more":1'),
+        ("[[0,1],[0,2]]", "[[0,2],[0,1]]"),
+        ("[[0,1],[0,2]]", "[[0,1],[0,1,2]]"),
+        ("[[0,1,4]]", "[[0,1]]"),
+        ("[[0,1,4]]", "[[0,1,4],[0,1,4]]"),
+        ("[0,2],[5,5]", "[0,2],[3,5]"),
+        ("[0,2],[5,5]", "[5,5],[0,2]"),
+        ("[0,2],[5,5]", "[2,0],[5,5]"),
+        ("[0,2],[5,5]", "[-1,2],[5,5]"),
+        ("[0,2],[5,5]", "[0,2,5]"),
+        ("[0,2],[5,5]", ""),
+        ('"activation"', '"state"'),
+        ('"activation"', '"Activation"'),
+        ('"residual"', '"activation"'),
+        ("]]}", "]]} "),
+    ],
+)
+def test_malformed_text_is_refused(old: str, new: str) -> None:
+    with pytest.raises(InvariantError, match="not an inventory"):
+        from_json(_TEXT.replace(old, new))
