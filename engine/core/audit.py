@@ -1,4 +1,8 @@
-"""The audit of a step: the hashes that owners report, compared over pipelines and put into rows of the trajectory."""
+"""The audit of a step: the hashes that replicas report, compared with each other and put into rows of the trajectory.
+
+Rules: all replicas of a layer have the same weights and optimizer state, in every pipeline; those of the same pipeline
+have the same buffers too. What has been reported twice must be equal as well.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +17,41 @@ LayerHashes = dict[int, tuple[str, str]]  # layer -> (weights and optimizer stat
 
 @dataclass(slots=True)
 class AuditBook:
-    """Collects the hashes of one step at a time; `num_layers` x `num_pipelines` of them make a step whole."""
+    """Collects the hashes of one step at a time; a step is whole with every layer of every pipeline."""
 
     num_layers: int
     num_pipelines: int
-    reported: dict[int, LayerHashes] = field(default_factory=dict)
+    _states: dict[int, tuple[str, str]] = field(default_factory=dict)  # layer -> hash, who said so
+    _buffers: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)  # (layer, pipeline) -> the same
 
-    def add(self, pipeline: int, hashes: LayerHashes) -> None:
-        """Takes the hashes of some layers of one pipeline."""
-        self.reported.setdefault(pipeline, {}).update(hashes)
+    def add(self, step: int, worker: int, pipeline: int, hashes: LayerHashes) -> None:
+        """Takes the hashes of some layers of a worker's replica in one pipeline.
+
+        Raises InvariantError when they differ from those of another replica.
+        """
+        who = f"worker {worker} in pipeline {pipeline}"
+        for layer, (state, buffers) in hashes.items():
+            _compare(step, f"layer {layer}", self._states.setdefault(layer, (state, who)), (state, who))
+            said = self._buffers.setdefault((layer, pipeline), (buffers, who))
+            _compare(step, f"a buffer of layer {layer}", said, (buffers, who))
 
     def close(self, step: int, loss: float) -> list[Row]:
-        """Returns the rows of `step` and begins the next; a step that was not audited, or not to the end, has none.
-
-        Raises InvariantError when two pipelines disagree on a layer's weights or optimizer state.
-        """
-        reported, self.reported = self.reported, {}
-        if any(len(reported.get(pipeline, ())) < self.num_layers for pipeline in range(self.num_pipelines)):
+        """Returns the rows of `step` and begins the next; a step that was not audited, or not to the end, has none."""
+        states, buffers, self._states, self._buffers = self._states, self._buffers, {}, {}
+        if len(buffers) < self.num_layers * self.num_pipelines:
             return []
         rows = []
         for layer in range(self.num_layers):
-            states = [reported[pipeline][layer][0] for pipeline in range(self.num_pipelines)]
-            for pipeline, state in enumerate(states):
-                if state != states[0]:
-                    raise InvariantError(
-                        f"step {step}: layer {layer} differs between pipelines 0 and {pipeline}: "
-                        f"{states[0][:12]} and {state[:12]}"
-                    )
-            buffers = [reported[pipeline][layer][1] for pipeline in range(self.num_pipelines)]
-            rows.append(Row(step, layer, states[0], _joined(buffers), loss))
+            joined = _joined([buffers[layer, pipeline][0] for pipeline in range(self.num_pipelines)])
+            rows.append(Row(step, layer, states[layer][0], joined, loss))
         return rows
+
+
+def _compare(step: int, what: str, one: tuple[str, str], other: tuple[str, str]) -> None:
+    if one[0] != other[0]:
+        raise InvariantError(
+            f"step {step}: {what} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}"
+        )
 
 
 def _joined(hashes: list[str]) -> str:

@@ -1,7 +1,8 @@
-"""The commit of a step: when every slot has voted, and what everybody learns with it.
+"""The commit of a step: when every replica has voted, and what everybody learns with it.
 
-A vote says that the owner of a slot holds all that its optimizer step will read. Norms are summed in layer order and
-losses in pipeline order, so that the outcome does not depend on who voted first.
+A vote says that one replica of a slot, its owner's or a shadow's, holds all that its optimizer step will read; so the
+step can be finished whoever dies next. Owners vote with norms and loss. Norms are summed in layer order and losses in
+pipeline order, so that the outcome does not depend on who voted first.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.core.ownership import Ownership, Slot
+
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One slot's word: squared gradient norm of each of its layers, and the training loss if it is the last stage."""
+    """A worker's word for its replica of a slot.
 
+    An owner adds the squared gradient norm of each layer of the slot; that of a last stage the training loss.
+    """
+
+    worker: int
+    epoch: int
     step: int
     pipeline: int
     stage: int
-    squared_norms: Mapping[int, float]
+    squared_norms: Mapping[int, float] = field(default_factory=dict)
     loss: float | None = None
 
 
@@ -34,38 +42,50 @@ class Commit:
 
 @dataclass(slots=True)
 class Ballot:
-    """The votes of the step that is open. Pure: no clock, no I/O; votes for another step are refused."""
+    """The votes for one step by the replicas of one ownership, in one epoch. Pure: no clock, no I/O."""
 
-    num_pipelines: int
-    num_stages: int
+    epoch: int
+    step: int
+    ownership: Ownership
     clip_norm: float
-    step: int = 0
-    votes: dict[tuple[int, int], Vote] = field(default_factory=dict)
+    votes: dict[tuple[int, Slot], Vote] = field(default_factory=dict)
+    missing: set[tuple[int, Slot]] = field(init=False)  # whose votes, as (worker, slot)
+
+    def __post_init__(self) -> None:
+        slots = self.ownership.grid.slots()
+        self.missing = {(worker, slot) for slot in slots for worker in self.ownership.replicas(*slot)}
 
     def add(self, vote: Vote) -> Commit | None:
-        """Takes a vote; returns the commit when it was the last one missing, and opens the next step."""
-        assert vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open"
-        self.votes[vote.pipeline, vote.stage] = vote
-        if len(self.votes) < self.num_pipelines * self.num_stages:
+        """Takes a vote; returns the commit when it was the last one missing.
+
+        A vote of another epoch means nothing: its voter has been frozen since, or soon will be.
+        """
+        slot = (vote.pipeline, vote.stage)
+        if vote.epoch != self.epoch:
             return None
-        commit = self._commit()
-        self.step += 1
-        self.votes = {}
-        return commit
+        assert vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open"
+        assert vote.worker in self.ownership.replicas(*slot), f"worker {vote.worker} has no replica of {slot}"
+        self.votes[vote.worker, slot] = vote
+        self.missing.discard((vote.worker, slot))
+        return None if self.missing else self._commit()
+
+    def _of_owner(self, pipeline: int, stage: int) -> Vote:
+        return self.votes[self.ownership.owner(pipeline, stage), (pipeline, stage)]
 
     def _commit(self) -> Commit:
-        losses = [self.votes[pipeline, self.num_stages - 1].loss for pipeline in range(self.num_pipelines)]
+        grid = self.ownership.grid
         total = 0.0
-        for loss in losses:
+        for pipeline in range(grid.pipelines):
+            loss = self._of_owner(pipeline, grid.stages - 1).loss
             assert loss is not None, "the last stage votes with its loss"
             total += loss
         squared = 0.0
-        for stage in range(self.num_stages):
-            norms = self.votes[0, stage].squared_norms
+        for stage in range(grid.stages):
+            norms = self._of_owner(0, stage).squared_norms
             for layer in sorted(norms):
                 squared += norms[layer]
         norm = math.sqrt(squared) if squared >= 0 else math.nan
-        return Commit(self.step, total / self.num_pipelines, norm, clip_factor(norm, self.clip_norm))
+        return Commit(self.step, total / grid.pipelines, norm, clip_factor(norm, self.clip_norm))
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from engine.core.errors import Problem, nearest
 from engine.core.lr_schedule import LR_SCHEDULES
+from engine.core.ownership import Redundancy
 from engine.core.schedule import SCHEDULES
 
 Scalar = str | int | float | bool
@@ -57,6 +58,12 @@ class Job:
     clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
     dtype: Dtype = _field("float32", "bfloat16 runs the layers under autocast")
     partition: str = _field("uniform", PARTITION_FORMS)
+    redundancy: Redundancy = _field(
+        "lazy",
+        "who can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also runs its "
+        "forwards when idle; reroute: the next pipeline",
+    )
+    redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
     activation_checkpoint: int = _field(0, "recompute the activations of every k layers; 0 = off")
     backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
     seed: int = _field(0, "seed of weights, data and dropout")
@@ -75,6 +82,7 @@ _AT_LEAST = {
     "pipelines": 1,
     "microbatches": 1,
     "microbatch_size": 1,
+    "redundancy_level": 1,
     "steps": 1,
     "threads": 1,
     "seed": 0,
@@ -113,6 +121,7 @@ def check_job(job: Job) -> list[Problem]:
     problems += _unknown("schedule", job.schedule, SCHEDULES)
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)
+    problems += _check_redundancy(job)
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
         problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
     return problems
@@ -122,6 +131,19 @@ def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
     if value in known:
         return []
     return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]
+
+
+def _check_redundancy(job: Job) -> list[Problem]:
+    """A shadow is another worker than the owner; the one worker of a job of one slot has nobody, and trains alone."""
+    if job.redundancy == "reroute" and job.pipelines == 1:
+        hint = "the next pipeline takes over: give --pipelines 2 or more"
+        return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
+    most = max(1, job.stages * job.pipelines - 1)
+    if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
+        expected = f"a whole number <= {most}"
+        hint = f"{most + 1} workers, and a shadow is another one than the owner"
+        return [Problem("redundancy_level", expected, repr(job.redundancy_level), hint)]
+    return []
 
 
 def _check_partition(job: Job) -> list[Problem]:

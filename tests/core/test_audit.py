@@ -1,4 +1,4 @@
-"""The audit book: whole steps become rows, pipelines that disagree are a broken promise."""
+"""The audit book: whole steps become rows, replicas that disagree are a broken promise."""
 
 from __future__ import annotations
 
@@ -10,34 +10,60 @@ from engine.core.audit import AuditBook
 from engine.core.errors import InvariantError
 from engine.core.trajectory import Row
 
+ONE, OTHER = "0" * 64, "f" * 64
+
 
 def test_layers_of_one_pipeline_become_rows_in_layer_order() -> None:
     book = AuditBook(num_layers=3, num_pipelines=1)
-    book.add(0, {2: ("s2", "b2")})
-    book.add(0, {0: ("s0", "b0"), 1: ("s1", "b1")})
+    book.add(7, 1, 0, {2: ("s2", "b2")})
+    book.add(7, 0, 0, {0: ("s0", "b0"), 1: ("s1", "b1")})
     assert book.close(7, 1.5) == [Row(7, layer, f"s{layer}", f"b{layer}", 1.5) for layer in range(3)]
 
 
 def test_an_unaudited_step_has_no_rows_and_a_closed_one_is_forgotten() -> None:
     book = AuditBook(num_layers=1, num_pipelines=1)
     assert book.close(0, 1.0) == []
-    book.add(0, {0: ("s", "b")})
+    book.add(1, 0, 0, {0: ("s", "b")})
     assert len(book.close(1, 1.0)) == 1
     assert book.close(2, 1.0) == []
+
+
+def test_a_layer_that_nobody_reported_leaves_the_step_without_rows() -> None:
+    book = AuditBook(num_layers=2, num_pipelines=2)
+    for pipeline in range(2):
+        book.add(0, pipeline, pipeline, {0: ("s", "b")})
+    book.add(0, 2, 1, {1: ("s", "b")})
+    assert book.close(0, 1.0) == []
 
 
 def test_buffers_of_pipelines_differ_by_right_and_are_hashed_in_pipeline_order() -> None:
     book = AuditBook(num_layers=1, num_pipelines=3)
     for pipeline in (2, 0, 1):
-        book.add(pipeline, {0: ("s", f"b{pipeline}")})
+        book.add(0, pipeline, pipeline, {0: ("s", f"b{pipeline}")})
     assert book.close(0, 1.0) == [Row(0, 0, "s", hashlib.sha256(b"b0\nb1\nb2").hexdigest(), 1.0)]
 
 
-def test_pipelines_that_disagree_on_weights_break_a_promise() -> None:
-    book = AuditBook(num_layers=2, num_pipelines=3)
-    for pipeline in range(3):
-        state = "f" * 64 if pipeline == 2 else "0" * 64
-        book.add(pipeline, {0: ("same", ""), 1: (state, "")})
+def test_an_owner_and_its_shadows_make_one_row() -> None:
+    book = AuditBook(num_layers=1, num_pipelines=1)
+    for worker in range(3):
+        book.add(0, worker, 0, {0: ("s", "b")})
+    assert book.close(0, 1.0) == [Row(0, 0, "s", "b", 1.0)]
+
+
+@pytest.mark.parametrize("pipeline", [0, 1])
+def test_replicas_that_disagree_on_weights_break_a_promise(pipeline: int) -> None:
+    book = AuditBook(num_layers=2, num_pipelines=2)
+    book.add(4, 0, 0, {0: ("same", ""), 1: (ONE, "")})
     with pytest.raises(InvariantError) as broken:
-        book.close(4, 1.0)
-    assert str(broken.value) == (f"step 4: layer 1 differs between pipelines 0 and 2: {'0' * 12} and {'f' * 12}")
+        book.add(4, 3, pipeline, {0: ("same", ""), 1: (OTHER, "")})
+    assert str(broken.value) == (
+        f"step 4: layer 1 differs between worker 0 in pipeline 0 and worker 3 in pipeline {pipeline}: "
+        f"{'0' * 12} and {'f' * 12}"
+    )
+
+
+def test_replicas_of_one_pipeline_that_disagree_on_buffers_break_a_promise() -> None:
+    book = AuditBook(num_layers=1, num_pipelines=1)
+    book.add(4, 0, 0, {0: ("same", ONE)})
+    with pytest.raises(InvariantError, match=r"^step 4: a buffer of layer 0 differs between worker 0 .* worker 1 "):
+        book.add(4, 1, 0, {0: ("same", OTHER)})

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from engine.core.commit import Ballot, Commit, Vote, clip_factor
+from engine.core.ownership import Grid, Ownership, one_slot_each
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}
 LOSSES = [1e16, 1.0, -1e16]
 
 
+EPOCH = 3
+
+
+def grid(num_pipelines: int, num_stages: int = 2) -> Grid:
+    return Grid(num_stages, microbatches=4, pipelines=num_pipelines)
+
+
+def ballot_of(num_pipelines: int, num_stages: int = 2, clip_norm: float = 0.0, step: int = 0) -> Ballot:
+    """Returns a ballot in which each slot has an owner of its own and no shadow."""
+    return Ballot(EPOCH, step, one_slot_each(grid(num_pipelines, num_stages)), clip_norm)
+
+
 def votes(num_pipelines: int, step: int = 0) -> list[Vote]:
     """Returns the votes of a step of two stages with three layers each, which stand in any order."""
     return [
         Vote(
-            step,
-            pipeline,
-            stage,
+            *(2 * pipeline + stage, EPOCH, step, pipeline, stage),
             {layer: NORMS[layer] for layer in (3 * stage + 2, 3 * stage, 3 * stage + 1)},
             LOSSES[pipeline] if stage == 1 else None,
         )
@@ -39,31 +51,54 @@ def commit_of(ballot: Ballot, cast: list[Vote]) -> Commit:
 
 def test_every_order_of_votes_gives_the_same_bits() -> None:
     cast = votes(num_pipelines=2)
-    commits = {commit_of(Ballot(2, 2, clip_norm=1.0), list(order)) for order in itertools.permutations(cast)}
+    commits = {commit_of(ballot_of(2, clip_norm=1.0), list(order)) for order in itertools.permutations(cast)}
     norm = math.sqrt(((((1.0 + 1.0) + 1e16) + 0.1) + 0.2) + 0.3)
     assert sum(reversed(NORMS.values())) != sum(NORMS.values())
     assert commits == {Commit(0, (1e16 + 1.0) / 2, norm, 1.0 / norm)}
 
 
 def test_losses_are_added_in_pipeline_order() -> None:
-    commit = commit_of(Ballot(3, 2, clip_norm=0.0), votes(num_pipelines=3)[::-1])
+    commit = commit_of(ballot_of(3), votes(num_pipelines=3)[::-1])
     assert commit.loss == ((1e16 + 1.0) + -1e16) / 3
 
 
 def test_the_norm_is_of_one_pipeline_as_reduced_gradients_are_equal() -> None:
     cast = votes(num_pipelines=2)
-    alone = commit_of(Ballot(1, 2, clip_norm=0.0), votes(num_pipelines=1))
-    assert commit_of(Ballot(2, 2, clip_norm=0.0), cast).grad_norm == alone.grad_norm
+    alone = commit_of(ballot_of(1), votes(num_pipelines=1))
+    assert commit_of(ballot_of(2), cast).grad_norm == alone.grad_norm
 
 
-def test_steps_follow_each_other() -> None:
-    ballot = Ballot(1, 2, clip_norm=0.0)
-    for step in range(3):
-        assert commit_of(ballot, votes(1, step)).step == step
+def test_the_word_of_every_shadow_is_waited_for() -> None:
+    ballot = Ballot(EPOCH, 0, Ownership(grid(1), (0, 1), ((1, 2), (0,))), clip_norm=0.0)
+    shadows = [Vote(worker, EPOCH, 0, 0, stage) for worker, stage in ((1, 0), (2, 0), (0, 1))]
+    assert [ballot.add(vote) for vote in [*shadows[:2], *votes(1)]] == [None] * 4
+    assert ballot.missing == {(0, (0, 1))}
+    commit = ballot.add(shadows[2])
+    assert commit == commit_of(ballot_of(1), votes(1))
+
+
+def test_a_worker_that_owns_several_slots_votes_for_each() -> None:
+    cast = [replace(vote, worker=5) for vote in votes(1)]
+    assert commit_of(Ballot(EPOCH, 0, Ownership(grid(1), (5, 5)), 0.0), cast) == commit_of(ballot_of(1), votes(1))
+
+
+@pytest.mark.parametrize("epoch", [EPOCH - 1, EPOCH + 1])
+def test_a_vote_of_another_epoch_means_nothing(epoch: int) -> None:
+    ballot = ballot_of(1)
+    first, last = votes(1)
+    assert ballot.add(first) is None
+    assert ballot.add(replace(last, epoch=epoch, step=9)) is None
+    assert ballot.missing == {(1, (0, 1))}
+    assert ballot.add(last) is not None
+
+
+def test_a_vote_without_a_replica_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match=r"worker 1 has no replica of \(0, 0\)"):
+        ballot_of(1).add(Vote(1, EPOCH, 0, 0, 0))
 
 
 def test_a_slot_that_votes_twice_is_one_slot() -> None:
-    ballot = Ballot(1, 2, clip_norm=0.0)
+    ballot = ballot_of(1)
     first, *rest = votes(1)
     assert ballot.add(first) is None
     assert commit_of(ballot, [first, *rest]).step == 0
@@ -71,25 +106,25 @@ def test_a_slot_that_votes_twice_is_one_slot() -> None:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_vote_for_another_step_is_a_bug(step: int) -> None:
-    ballot = Ballot(1, 2, clip_norm=0.0, step=1)
+    ballot = ballot_of(1, step=1)
     with pytest.raises(AssertionError, match=f"vote for step {step} while step 1 is open"):
         ballot.add(votes(1, step)[0])
 
 
 def test_the_last_stage_votes_with_its_loss() -> None:
     with pytest.raises(AssertionError, match="votes with its loss"):
-        Ballot(1, 1, clip_norm=0.0).add(Vote(0, 0, 0, {0: 1.0}))
+        ballot_of(1, 1).add(Vote(0, EPOCH, 0, 0, 0, {0: 1.0}))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
-    commit = Ballot(1, 1, clip_norm=1.0).add(Vote(0, 0, 0, {0: 1.0, 1: bad}, 0.5))
+    commit = ballot_of(1, 1, clip_norm=1.0).add(Vote(0, EPOCH, 0, 0, 0, {0: 1.0, 1: bad}, 0.5))
     assert commit is not None
     assert not math.isfinite(commit.grad_norm)
 
 
 def test_a_layer_without_parameters_adds_nothing() -> None:
-    commit = Ballot(1, 1, clip_norm=1.0).add(Vote(0, 0, 0, {}, 0.5))
+    commit = ballot_of(1, 1, clip_norm=1.0).add(Vote(0, EPOCH, 0, 0, 0, {}, 0.5))
     assert commit == Commit(0, 0.5, 0.0, 1.0)
 
 

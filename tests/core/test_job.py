@@ -28,6 +28,7 @@ def test_defaults_are_allowed_and_every_field_says_what_it_is() -> None:
     ("name", "least"),
     [
         *((name, 1) for name in ("stages", "pipelines", "microbatches", "microbatch_size", "steps", "threads")),
+        ("redundancy_level", 1),
         ("validation_microbatches", 1),
         *((name, 0) for name in ("seed", "warmup_steps", "activation_checkpoint", "audit", "validate_every")),
     ],
@@ -126,3 +127,26 @@ def test_all_problems_are_named_at_once() -> None:
 def test_the_product_of_the_counts_is_bounded() -> None:
     (problem,) = problems_of(stages=1024, microbatches=1024)
     assert "stages x pipelines x microbatches <= 1000000, found 1048576" in problem
+
+
+@pytest.mark.parametrize("redundancy", ["none", "lazy", "eager"])
+@pytest.mark.parametrize("sizes", [{"stages": 1}, {"stages": 2}, {"stages": 1, "pipelines": 2}])
+def test_one_shadow_is_allowed_whatever_the_size(redundancy: str, sizes: dict[str, int]) -> None:
+    assert problems_of(redundancy=redundancy, **sizes) == []
+
+
+def test_a_level_needs_as_many_other_workers() -> None:
+    assert problems_of(stages=2, pipelines=2, redundancy_level=3) == []
+    assert problems_of(stages=2, pipelines=2, redundancy="eager", redundancy_level=4) == [
+        "redundancy_level: expected a whole number <= 3, found 4 (4 workers, and a shadow is another one than the owner)"
+    ]
+    assert problems_of(stages=1, redundancy_level=2)[0].startswith("redundancy_level: expected a whole number <= 1")
+    assert problems_of(stages=2, redundancy="none", redundancy_level=4) == []
+
+
+def test_rerouting_needs_a_second_pipeline() -> None:
+    assert problems_of(redundancy="reroute", pipelines=2) == []
+    assert problems_of(redundancy="reroute") == [
+        "redundancy: expected none, lazy or eager with one pipeline, found 'reroute' "
+        "(the next pipeline takes over: give --pipelines 2 or more)"
+    ]

@@ -1,0 +1,92 @@
+"""Faults as users write them, and the moments at which they strike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.core.action import WHOLE_STAGE, Action, Op
+from engine.core.errors import UserError
+from engine.core.fault import Fault, parse_kill, parse_kills, struck_by
+from engine.core.job import Job
+
+JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("5:2", Fault("5:2", 5, 0, 2, Op.B, 4)),
+        ("5:2@1", Fault("5:2@1", 5, 1, 2, Op.B, 4)),
+        ("0:0:F", Fault("0:0:F", 0, 0, 0, Op.F, 4)),
+        ("19:3:B:7", Fault("19:3:B:7", 19, 0, 3, Op.B, 7)),
+        ("5:2:B:3@1", Fault("5:2:B:3@1", 5, 1, 2, Op.B, 3)),
+        ("5:2:STEP", Fault("5:2:STEP", 5, 0, 2, Op.STEP)),
+        ("5:2:SEND_B:0:after", Fault("5:2:SEND_B:0:after", 5, 0, 2, Op.SEND_B, 0, "after")),
+        ("5:2:LOG:during", Fault("5:2:LOG:during", 5, 0, 2, Op.LOG, WHOLE_STAGE, "during")),
+        ("5:2:after", Fault("5:2:after", 5, 0, 2, Op.B, 4, "after")),
+        (" 5:2 ", Fault("5:2", 5, 0, 2, Op.B, 4)),
+    ],
+)
+def test_forms_of_a_kill(text: str, expected: Fault) -> None:
+    assert parse_kill(text, JOB) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '' (such as 5:2 or 5:2:B:3)"),
+        ("5", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '5' (such as 5:2 or 5:2:B:3)"),
+        ("5:2@", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '5:2@' (such as 5:2 or 5:2:B:3)"),
+        ("20:2", "expected a step from 0 to 19, found '20:2' (found '20')"),
+        ("-1:2", "expected a step from 0 to 19, found '-1:2' (found '-1')"),
+        (":2", "expected a step from 0 to 19, found ':2' (it is missing)"),
+        ("5:4", "expected a stage from 0 to 3, found '5:4' (found '4')"),
+        ("5:2@2", "expected a pipeline from 0 to 1, found '5:2@2' (found '2')"),
+        ("5:2:B:8", "expected a microbatch from 0 to 7, found '5:2:B:8' (found '8')"),
+        ("5:2:SENDB", "found '5:2:SENDB' (did you mean 'SEND_B'?)"),
+        ("5:2:STEP:3", "expected no microbatch after STEP, which concerns the whole stage, found '5:2:STEP:3'"),
+        ("5:2:B:3:late", "found '5:2:B:3:late' (WHEN is one of before, during, after)"),
+        ("5:0:RECV_F:1", "expected an action of stage 0, found '5:0:RECV_F:1' (it has no RECV_F)"),
+        ("5:3:SEND_F:1", "expected an action of stage 3, found '5:3:SEND_F:1' (it has no SEND_F)"),
+    ],
+)
+def test_a_mistake_is_explained(text: str, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_kill(text, JOB)
+    (found,) = caught.value.problems
+    assert str(found).startswith("--kill: expected ")
+    assert str(found).endswith(problem)
+
+
+def test_all_mistakes_of_all_kills_are_named_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_kills(["99:9", "5:2:X", "1:1"], JOB)
+    assert len(caught.value.problems) == 3
+
+
+def test_the_same_moment_cannot_be_struck_twice() -> None:
+    assert [each.stage for each in parse_kills(["5:2", "5:3", "5:2:B:5"], JOB)] == [2, 3, 2]
+    with pytest.raises(UserError, match="expected each fault once, found '5:2:B:4'"):
+        parse_kills(["5:2", "5:2:B:4"], JOB)
+
+
+def test_the_middle_of_one_microbatch_is_the_first() -> None:
+    assert parse_kill("5:2", replace(JOB, microbatches=1)).microbatch == 0
+
+
+def test_a_fault_strikes_at_its_moment_and_at_no_other() -> None:
+    fault = parse_kill("5:2:B:3@1", JOB)
+    action = Action(2, Op.B, 3, 1)
+    assert fault.action == action
+    assert struck_by([fault], 5, action, "before") is fault
+    for other in (Action(1, Op.B, 3, 1), Action(2, Op.F, 3, 1), Action(2, Op.B, 2, 1), Action(2, Op.B, 3)):
+        assert struck_by([fault], 5, other, "before") is None
+    assert struck_by([fault], 4, action, "before") is None
+    assert struck_by([fault], 5, action, "after") is None
+    assert struck_by([], 5, action, "before") is None
+
+
+def test_a_fault_reads_as_a_sentence() -> None:
+    assert str(parse_kill("5:2:B:3@1", JOB)) == "kill before 2B3@1 of step 5"

@@ -1,0 +1,192 @@
+"""Recoveries, read off made-up events whose times are round numbers of milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.core.recovery_times import PHASES, RecoveryLog, recoveries
+
+Event = dict[str, Any]
+
+MS = 1_000_000
+
+
+def agent(event: str, at: int, **fields: Any) -> Event:
+    return {"event": event, "worker": -1, "at_ns": at * MS, **fields}
+
+
+def mark(worker: int, phase: str, at: int) -> Event:
+    return {"event": "mark", "worker": worker, "at_ns": at * MS, "phase": phase}
+
+
+def did(worker: int, step: int, action: str, end: int) -> Event:
+    times = {"start_ns": (end - 1) * MS, "end_ns": end * MS}
+    return {"event": "action", "worker": worker, "step": step, "action": action, **times}
+
+
+def exit_of(worker: int, seen: int, expected: bool = False) -> Event:
+    return agent("exit", seen + 1, of=worker, code=-9, expected=expected, seen_ns=seen * MS)
+
+
+def epoch(number: int, at: int, owners: tuple[int, ...], **verdict: str) -> Event:
+    out = [[int(worker.removeprefix("w")), why] for worker, why in verdict.items()]
+    return agent("epoch", at, epoch=number, members=[0], owners=list(owners), verdict=out, reason="an exit")
+
+
+BEGIN = [
+    agent("job", 0, stages=3, steps=9),
+    *(agent("started", 1, of=worker, child=100 + worker, slots=[[0, worker]]) for worker in range(3)),
+    agent("go", 2),
+]
+COMMITS = [agent("commit", 100, step=0), agent("commit", 150, step=1), agent("commit", 200, step=2)]
+# Worker 2, which owns the last stage, has finished two forwards and one backward of step 3.
+BEFORE = [
+    *(did(2, 3, action, 201 + index) for index, action in enumerate(["2F0", "2F1", "2B0"])),
+    did(1, 3, "1F2", 209),
+]
+FAULT = agent("fault", 210, fault="3:2", of=2)
+RECOVERED = [
+    exit_of(2, 212),
+    epoch(1, 215, (0, 1, 1), w2="was killed"),
+    mark(0, "fence", 216),
+    mark(1, "fence", 220),
+    mark(0, "inventory", 222),
+    mark(1, "inventory", 223),
+    mark(1, "regroup", 221),
+    mark(0, "regroup", 226),
+    agent("plan", 227, epoch=1),
+    agent("go", 230, epoch=1),
+]
+REPLAYED = [
+    did(1, 3, "2f0", 231),
+    did(1, 3, "2F1", 240),
+    did(1, 3, "2F2", 250),
+    did(1, 3, "2B0", 260),
+    did(1, 3, "2B1", 270),
+    did(0, 3, "0B0", 280),
+]
+COMMIT = agent("commit", 330, step=3)
+
+
+def test_a_kill_is_told_in_phases_that_add_up_to_the_pause() -> None:
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT])
+    assert (found.epoch, found.step, found.faults) == (1, 3, ("3:2",))
+    assert found.verdict == ((2, "was killed"),)
+    assert found.last_actions == {2: (3, "2B0")}
+    assert found.heirs == (((0, 2), 2, 1),)
+    expected = {"detect": 2, "agree": 3, "fence": 5, "regroup": 3, "inventory": 3, "plan": 4, "replay": 30}
+    assert {phase: taken // MS for phase, taken in found.phases_ns.items()} == expected
+    assert tuple(found.phases_ns) == PHASES
+    assert found.pause_ns == 50 * MS  # from the fault to the end of the 2B0 that was made again
+    assert found.resume_ns == 330 * MS
+    assert found.extra_ns == (330 - 200 - 50) * MS
+    assert found.lost_steps == 0
+
+
+def test_it_reads_as_one_sentence() -> None:
+    events = [*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
+    (found,) = recoveries(events)
+    sentence = "worker 2 was killed after 2B0 of step 3; worker 1 took over stage 2; recovered in 0.05 s, 0 steps lost"
+    assert str(found) == sentence
+    events[-len(RECOVERED) - len(REPLAYED)] = epoch(1, 215, (0, 1, 1), w2="was killed, after action 53 of step 2")
+    (found,) = recoveries(events)
+    assert str(found) == sentence
+    (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED[:2]])
+    assert str(found) == "worker 2 was killed; worker 1 took over stage 2; not recovered"
+
+
+def test_regrouping_that_ends_last_is_charged_with_the_rest() -> None:
+    late = [event for event in RECOVERED if event.get("phase") != "regroup"]
+    (found,) = recoveries([*BEGIN, *COMMITS, *late, mark(0, "regroup", 233), COMMIT])
+    assert (found.phases_ns["plan"], found.phases_ns["regroup"], found.phases_ns["replay"]) == (7 * MS, 3 * MS, 0)
+
+
+def test_plain_values_are_in_milliseconds() -> None:
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT])
+    assert found.as_dict() == {
+        "epoch": 1,
+        "step": 3,
+        "culprits": [2],
+        "verdict": ["worker 2 was killed"],
+        "reason": "an exit",
+        "last_actions": {2: "2B0 of step 3"},
+        "heirs": [{"slot": [0, 2], "from": 2, "heir": 1}],
+        "faults": ["3:2"],
+        "phases_ms": {"detect": 2, "agree": 3, "fence": 5, "regroup": 3, "inventory": 3, "plan": 4, "replay": 30},
+        "pause_ms": 50.0,
+        "extra_ms": 80.0,
+        "lost_steps": 0,
+    }
+
+
+def test_without_an_injected_fault_it_begins_when_the_end_was_seen() -> None:
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *RECOVERED, *REPLAYED, COMMIT])
+    assert (found.begin_ns, found.phases_ns["detect"], found.faults) == (212 * MS, 0, ())
+    assert found.pause_ns == 48 * MS
+
+
+def test_what_the_dead_had_not_finished_is_no_replay() -> None:
+    (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED, *REPLAYED, COMMIT])
+    assert found.phases_ns["replay"] == 0
+    assert found.last_actions == {2: None}
+
+
+def test_a_redundant_forward_of_the_dead_is_not_what_it_owned() -> None:
+    shadowing = did(2, 3, "0F0", 205)
+    (found,) = recoveries([*BEGIN, *COMMITS, shadowing, *RECOVERED, did(0, 3, "0F0", 280), COMMIT])
+    assert found.phases_ns["replay"] == 0
+
+
+def test_what_was_made_before_the_epoch_is_not_made_again() -> None:
+    shadowed = [did(1, 3, "2F0", 203), did(1, 3, "2F1", 204)]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *shadowed, *RECOVERED, did(1, 3, "2B0", 245), COMMIT])
+    assert found.phases_ns["replay"] == 15 * MS
+
+
+def test_a_failure_during_a_recovery_is_part_of_it() -> None:
+    second = [exit_of(1, 224), epoch(2, 225, (0, 0, 0), w1="was killed"), mark(0, "fence", 228), agent("go", 240)]
+    again = [did(0, 3, "2F0", 250), did(0, 3, "1F2", 262)]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED[:4], *second, *again, COMMIT])
+    assert (found.epoch, found.verdict) == (2, ((2, "was killed"), (1, "was killed")))
+    assert found.last_actions == {1: (3, "1F2"), 2: (3, "2B0")}
+    assert found.heirs == (((0, 1), 1, 0), ((0, 2), 2, 0))
+    assert found.phases_ns == {"detect": 2 * MS, "agree": 13 * MS, "fence": 3 * MS, "plan": 12 * MS, "replay": 22 * MS}
+
+
+def test_the_next_recovery_counts_from_the_owners_of_the_last() -> None:
+    second = [exit_of(1, 340), epoch(2, 341, (0, 0, 0), w1="was killed"), agent("go", 342)]
+    events = [*BEGIN, *COMMITS, *BEFORE, *RECOVERED, *REPLAYED, COMMIT, *second, agent("commit", 400, step=4)]
+    first, last = recoveries(events)
+    assert first.heirs == (((0, 2), 2, 1),)
+    assert last.heirs == (((0, 1), 1, 0), ((0, 2), 1, 0))
+    assert (last.step, last.lost_steps) == (4, 0)
+
+
+def test_a_recovery_that_never_ended_says_how_far_it_came() -> None:
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED[:4]])
+    assert (found.pause_ns, found.resume_ns, found.extra_ns) == (None, None, None)
+    assert list(found.phases_ns) == ["detect", "agree", "fence"]
+    assert found.as_dict()["pause_ms"] is None
+
+
+def test_steps_that_are_done_again_are_lost() -> None:
+    (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED, agent("commit", 300, step=1)])
+    assert (found.step, found.lost_steps) == (1, 2)
+
+
+def test_a_suspicion_without_a_dead_is_a_recovery_without_heirs() -> None:
+    events = [agent("suspicion", 210, of=1), epoch(1, 214, (0, 1, 2)), agent("go", 220), COMMIT]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *events])
+    assert (found.verdict, found.heirs, found.begin_ns) == ((), (), 210 * MS)
+
+
+def test_a_run_without_failures_has_none() -> None:
+    assert recoveries([*BEGIN, *COMMITS, exit_of(0, 300, expected=True)]) == []
+    assert recoveries([*BEGIN[:-1], epoch(1, 1, (0, 1, 2)), BEGIN[-1], *COMMITS]) == []
+
+
+def test_who_begins_in_the_middle_of_a_run_says_what_came_before() -> None:
+    log = RecoveryLog(3, True, {(0, worker): worker for worker in range(3)})
+    events = [*COMMITS[-1:], *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
+    (found,) = [recovery for event in events for recovery in log.read(event)]
+    assert (found.pause_ns, found.heirs, found.extra_ns) == (50 * MS, (((0, 2), 2, 1),), None)
