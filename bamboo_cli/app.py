@@ -15,7 +15,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from bamboo_cli.bench import bench
+from bamboo_cli.compare import EPILOG as COMPARE_EPILOG
+from bamboo_cli.compare import compare
 from bamboo_cli.doctor import doctor
+from bamboo_cli.report import EPILOG as REPORT_EPILOG
+from bamboo_cli.report import report
 from bamboo_cli.run import EPILOG, run
 from bamboo_cli.schedule import schedule
 from bamboo_cli.status import status
@@ -35,6 +39,8 @@ app = typer.Typer(
 app.command(epilog=EPILOG)(run)
 app.command()(doctor)
 app.command()(status)
+app.command(epilog=REPORT_EPILOG)(report)
+app.command(epilog=COMPARE_EPILOG)(compare)
 app.add_typer(schedule, name="schedule")
 app.add_typer(bench, name="bench")
 

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,20 +34,17 @@ def pipeline(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step's forwards and backwards, against torch.distributed.pipelining and the ideal time."""
-    from engine.core.errors import NothingMatchedError, nearest
     from engine.files.bench_file import bench_folder
     from engine.runtime.bench_session import bench_pipeline, pipeline_jobs
 
-    jobs = {name: job for name, job in pipeline_jobs().items() if case in name}
-    if not jobs:
-        hint = nearest(case, pipeline_jobs())
-        raise NothingMatchedError(f"no case {case!r}" + (f" ({hint})" if hint else ""))
+    jobs = pipeline_jobs()
+    names = _matching(case, jobs)
     _end_by_exception()
     folder = bench_folder(results)
     rows: list[Row] = []
-    for name, job in jobs.items():
+    for name in names:
         typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
-        rows += bench_pipeline(name, job, 3 if quick else 20, folder)
+        rows += bench_pipeline(name, jobs[name], 3 if quick else 20, folder)
     _show("pipeline", rows, as_json, folder)
 
 
@@ -96,6 +93,61 @@ def coordination(quick: Quick = False, as_json: AsJson = False, results: Results
     rows = bench_relay(5 if quick else 200, folder)
     rows += bench_forming(3 if quick else 20, folder) + bench_etcd_start(1 if quick else 20, folder)
     _show("coordination", rows, as_json, folder)
+
+
+@bench.command()
+def recovery(
+    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
+) -> None:
+    """Pause after a SIGKILL, in phases, against what must be computed again; and against torchrun's restart."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_recovery import POINTS, bench_pause, bench_restart, recovery_cases
+
+    cases = recovery_cases()
+    names = _matching(case, [*cases, "torchrun"])
+    _end_by_exception()
+    folder = bench_folder(results)
+    rows: list[Row] = []
+    for name in names:
+        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+        if name == "torchrun":
+            rows += bench_restart(1 if quick else 5, folder)
+        else:
+            rows += bench_pause(cases[name], 1 if quick else 10, (0.5,) if quick else POINTS, folder)
+    _show("recovery", rows, as_json, folder)
+
+
+@bench.command()
+def redundancy(
+    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
+) -> None:
+    """Time of a step and peak memory with lazy and eager redundancy, against none and what theory says."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_redundancy import MEMORY_CASE, bench_memory, bench_overhead, overhead_cases
+
+    cases = overhead_cases()
+    names = _matching(case, [*cases, MEMORY_CASE])
+    _end_by_exception()
+    folder = bench_folder(results)
+    rows: list[Row] = []
+    for name in names:
+        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+        if name == MEMORY_CASE:
+            rows += bench_memory(folder, quick)
+        else:
+            rows += bench_overhead(name, cases[name], 1 if quick else 5, 4 if quick else 12, folder)
+    _show("redundancy", rows, as_json, folder)
+
+
+def _matching(case: str, names: Collection[str]) -> list[str]:
+    """Returns the names that contain `case`; raises NothingMatchedError where none does."""
+    from engine.core.errors import NothingMatchedError, nearest
+
+    found = [name for name in names if case in name]
+    if not found:
+        hint = nearest(case, names)
+        raise NothingMatchedError(f"no case {case!r}" + (f" ({hint})" if hint else ""))
+    return found
 
 
 def _end_by_exception() -> None:

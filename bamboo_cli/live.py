@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 
 import typer
@@ -15,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bamboo_cli.live_recoveries import GONE, LiveRecoveries
 from engine.core.job import Job
 from engine.runtime.session import View, WorkerView
 
@@ -26,8 +28,9 @@ _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "
 class LivePicture:
     """Shows views of a run as they come; a context, so that the terminal is put back whatever happens."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, events: Path):
         self.job = job
+        self._recoveries = LiveRecoveries(job.stages, job.steps, events)
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
@@ -58,11 +61,20 @@ class LivePicture:
         self._history.append((now_s, computed, len(view.account.losses)))
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
+        for text in self._recoveries.look(view):
+            self._say(text)
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
         elif now_s - self._said_s >= _PLAIN_EVERY_S:
             self._said_s = now_s
             typer.echo(self._line(view), err=True)
+
+    def _say(self, text: str) -> None:
+        """Says something that stays: above the table, or as a line of its own."""
+        if self._is_terminal:
+            self._console.print(Text(text, style="bold"))
+        else:
+            typer.echo(text, err=True)
 
     def _line(self, view: View) -> str:
         account = view.account
@@ -96,20 +108,27 @@ class LivePicture:
         return Group(Text(self._line(view)), bar, table)  # a small screen cuts off the end
 
     def _row(self, each: WorkerView) -> tuple[str | Text, ...]:
-        stages = " ".join(
-            str(stage) if self.job.pipelines == 1 else f"{pipeline}.{stage}" for pipeline, stage in each.slots
-        )
         first_s, first, _ = self._history[0]
         elapsed_s = self._history[-1][0] - first_s
         # A microbatch is done with when it has been forward and back.
         rate = (each.progress.num_computed - first.get(each.worker, 0)) / 2 / elapsed_s if elapsed_s > 0 else 0.0
-        state = Text(each.state, style=_STATE_STYLES.get(each.state, ""))
+        style = _STATE_STYLES.get(each.state, "")
+        row_style = style if each.state in GONE else ""
         return (
-            str(each.worker),
-            str(each.pid),
-            stages,
-            state,
+            Text(str(each.worker), style=row_style),
+            Text(str(each.pid), style=row_style),
+            Text(self._stages(each), style=row_style),
+            Text(each.state, style=style),
             str(each.progress.step),
             each.progress.action,
             f"{rate:.1f}",
         )
+
+    def _stages(self, each: WorkerView) -> str:
+        """Returns the slots of a worker; of one that is gone, those that it had, and who has them now."""
+        texts = []
+        for pipeline, stage in self._recoveries.slots(each.worker):
+            owner = self._recoveries.owners[pipeline, stage]
+            text = str(stage) if self.job.pipelines == 1 else f"{pipeline}.{stage}"
+            texts.append(text if owner == each.worker else f"{text} (now worker {owner})")
+        return " ".join(texts)

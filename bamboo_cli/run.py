@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bamboo_cli.etcd_options import Endpoints, PlainHttp, etcd_settings
+from bamboo_cli.fault_options import DEFAULT_GRACE, Grace, Kills, NoTwin, faults_of, grace_seconds
 from bamboo_cli.job_options import takes_job
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
+    from bamboo_cli.aftermath import Aftermath
+    from engine.core.fault import Fault
     from engine.files.run_folder import RunFolder
     from engine.runtime.etcd_settings import EtcdSettings
     from engine.runtime.session import Ending
 
 EPILOG = (
     "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
-    "--set model_args.width=16  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
+    "--set model_args.width=16  |  bamboo run --kill 5:2  |  bamboo run --redundancy eager --kill 5:2:B:3 --kill 9:0  "
+    "|  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
 )
 
 
@@ -36,6 +40,9 @@ def run(
         bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
+    kill: Kills = None,
+    no_twin: NoTwin = False,
+    grace: Grace = DEFAULT_GRACE,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
     explained: Annotated[
@@ -43,6 +50,8 @@ def run(
     ] = False,
 ) -> None:
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
+    faults = faults_of(kill or (), resolved.job, with_twin=not no_twin)
+    grace_s = grace_seconds(grace)
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:
@@ -50,7 +59,8 @@ def run(
 
         print_plan(resolved.job, as_json)
     if not (explained or dry_run):
-        raise typer.Exit(_train(resolved, as_json, etcd_settings(etcd, etcd_plain_http)))
+        settings = etcd_settings(etcd, etcd_plain_http)
+        raise typer.Exit(_train(resolved, as_json, settings, faults, grace_s, with_twin=not no_twin))
 
 
 def _print_explanation(resolved: Resolved, as_json: bool) -> None:
@@ -64,9 +74,18 @@ def _print_explanation(resolved: Resolved, as_json: bool) -> None:
         typer.echo(f"{field:<{width}}  {value!r:<{value_width}}  {origin}")
 
 
-def _train(resolved: Resolved, as_json: bool, etcd: EtcdSettings | None) -> int:
+def _train(
+    resolved: Resolved,
+    as_json: bool,
+    etcd: EtcdSettings | None,
+    faults: tuple[Fault, ...],
+    grace_s: float,
+    *,
+    with_twin: bool,
+) -> int:
     started_s = time.monotonic()
     # These load torch-free parts only; still, --help should not pay for them.
+    from bamboo_cli.aftermath import aftermath_of
     from bamboo_cli.live import LivePicture
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
@@ -77,20 +96,41 @@ def _train(resolved: Resolved, as_json: bool, etcd: EtcdSettings | None) -> int:
         Path(job.results), job.name or _run_name(job.model), datetime.now(), secrets.token_hex(2)
     )
     _write_facts(folder, resolved)
-    with LivePicture(job) as picture:
-        ending = run_session(job, folder.events, folder.logs, picture.show, run_id=folder.path.name, etcd=etcd)
+    with LivePicture(job, folder.events) as picture:
+        ending = run_session(
+            job,
+            folder.events,
+            folder.logs,
+            picture.show,
+            run_id=folder.path.name,
+            etcd=etcd,
+            faults=faults,
+            grace_s=grace_s,
+        )
+    wall_s = time.monotonic() - started_s
     write_trajectory(folder.trajectory, ending.view.account.rows)
-    summary = _summary(folder, ending, time.monotonic() - started_s)
+    aftermath = aftermath_of(job, folder, ending, faults, etcd, with_twin=with_twin)
+    ending = _judged(ending, aftermath)
+    summary = _summary(folder, ending, wall_s) | aftermath.as_dict()
     _write_facts(folder, resolved, summary)
     try:
         if as_json:
             typer.echo(json.dumps(summary))
-        _print_ending(summary, ending, resolved, as_json)
+        _print_ending(summary, ending, aftermath, resolved, folder, as_json)
     except BrokenPipeError:
         pass  # everything is on disk; whoever read the output has had enough
     except OSError:
         return ending.exit_code or ExitCode.STORAGE
     return ending.exit_code
+
+
+def _judged(ending: Ending, aftermath: Aftermath) -> Ending:
+    """Returns the ending of a run, which failed also where it finished and its faults say otherwise."""
+    error = aftermath.error()
+    if ending.exit_code or error is None:
+        return ending
+    outcome = "invalid" if error.exit_code is ExitCode.INVALID_CASE else "failed"
+    return replace(ending, outcome=outcome, exit_code=int(error.exit_code), error=error)
 
 
 def _run_name(model: str) -> str:
@@ -126,7 +166,6 @@ def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]
         "launch_s": round((account.going_at_ns - ending.started_at_ns) / 1e9, 3) if account.going_at_ns else None,
         "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
         "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
-        "recoveries": [],
     }
 
 
@@ -138,11 +177,25 @@ def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
     return UserError(replace(problem, source=origins.get(problem.field, "")) for problem in error.problems)
 
 
-def _print_ending(summary: dict[str, Any], ending: Ending, resolved: Resolved, as_json: bool) -> None:
+def _print_ending(
+    summary: dict[str, Any],
+    ending: Ending,
+    aftermath: Aftermath,
+    resolved: Resolved,
+    folder: RunFolder,
+    as_json: bool,
+) -> None:
     """Prints the summary line; what went wrong goes to stderr, and so does everything when stdout is for JSON."""
     if ending.error is not None:
         for line in str(_with_origins(ending.error, resolved)).splitlines():
             typer.echo(f"bamboo: {line}", err=True)
+    if ending.exit_code == ExitCode.STATE_LOST:
+        from bamboo_cli.aftermath import state_lost_lines
+
+        for line in state_lost_lines(resolved.job, folder, ending):
+            typer.echo(f"  {line}", err=True)
+    for line in aftermath.lines(summary["steps"] - 1):
+        typer.echo(line, err=as_json)
     parts = [f"{ending.outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["steps"]:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")

@@ -10,14 +10,18 @@ from typing import Any
 from engine.core.errors import StorageError
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
     """Yields the events of a run in the order of writing; a last line that is still being written is left out.
+
+    `start` is the size, in bytes, that the file once had: what was written before is left out too.
 
     Raises:
         StorageError: the file cannot be read, or a line before the last is no event.
     """
     try:
-        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        with path.open("rb") as file:
+            file.seek(start)
+            *lines, _ = file.read().decode("utf-8", "replace").split("\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
@@ -25,6 +29,20 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(event, dict) or "event" not in event:
             raise StorageError(f"{path}:{number}: expected one event as JSON, found {line[:80]!r}")
         yield event
+
+
+def has_event(path: Path, kind: str) -> bool:
+    """Returns whether a run has an event of a kind, without parsing the others.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    wanted = f'{{"event":"{kind}"'.encode()
+    try:
+        with path.open("rb") as file:
+            return any(line.startswith(wanted) for line in file)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
 
 
 def _parsed(line: str) -> Any:

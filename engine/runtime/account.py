@@ -9,9 +9,20 @@ from engine.core.audit import AuditBook
 from engine.core.commit import Ballot, Commit, Vote
 from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
 from engine.core.job import Job
+from engine.core.membership_effects import Verdict
+from engine.core.ownership import Ownership, with_shadows
 from engine.core.trajectory import Row
 from engine.runtime.link import Message
 from engine.runtime.roster import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One epoch that a verdict made: who is out with it and why, and why it was made, in words."""
+
+    epoch: int
+    verdict: Verdict
+    reason: str
 
 
 @dataclass(slots=True)
@@ -24,25 +35,51 @@ class Account:
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
-    _ballot: Ballot = field(init=False)
+    _ballot: Ballot | None = None
 
-    def __post_init__(self) -> None:
-        self._ballot = Ballot(self.job.pipelines, self.job.stages, self.job.clip_norm)
+    @property
+    def committed(self) -> int:
+        """The last committed step, -1 before the first."""
+        return len(self.losses) - 1
+
+    @property
+    def shadows(self) -> tuple[tuple[int, ...], ...]:
+        """The shadows of each slot that vote in the open step; nothing while no votes are taken."""
+        return self._ballot.ownership.shadows if self._ballot is not None else ()
 
     def cut(self, message: Message) -> None:
         """Takes in how the model was cut into stages."""
         self.layers, self.starts = message["layers"], message["starts"]
         self._book = AuditBook(len(self.layers), self.job.pipelines)
 
-    def vote(self, message: Message) -> Commit | None:
+    def open(self, epoch: int, ownership: Ownership) -> None:
+        """Begins to take the votes of an epoch for the step after the last committed one."""
+        self._ballot = Ballot(epoch, self.committed + 1, ownership, self.job.clip_norm)
+
+    def freeze(self) -> None:
+        """Takes no more votes until the next epoch begins to train."""
+        self._ballot = None
+
+    def heal(self, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        """Begins the step after a committed one, with the shadows that are wanted: the workers do the same."""
+        job, ballot = self.job, self._ballot
+        assert ballot is not None
+        grown = with_shadows(ballot.ownership, job.redundancy, job.redundancy_level, members, leaving)
+        self.open(ballot.epoch, grown)
+
+    def vote(self, worker: int, message: Message) -> Commit | None:
         """Takes in a vote; returns what everybody learns if it was the last one missing.
 
-        Raises InvariantError when pipelines disagree on the step before, DivergedError for a norm that is not finite.
+        Raises InvariantError when replicas disagree on the step before, DivergedError for a norm that is not finite.
         """
-        norms = dict(message["norms"])
-        commit = self._ballot.add(Vote(message["step"], message["pipeline"], message["stage"], norms, message["loss"]))
+        if self._ballot is None:
+            return None
+        norms = dict(message["norms"] or ())
+        slot = (message["pipeline"], message["stage"])
+        commit = self._ballot.add(Vote(worker, message["epoch"], message["step"], *slot, norms, message["loss"]))
         if commit is not None:
             # Everyone who voted for this step has told the hashes of the one before.
             self.close_book()
@@ -58,20 +95,27 @@ class Account:
 
     def progress(self) -> str:
         """Returns the last committed step, in words."""
-        return f"last committed step {len(self.losses) - 1}" if self.losses else "no step was committed"
+        return f"last committed step {self.committed}" if self.losses else "no step was committed"
 
-    def audit(self, message: Message) -> None:
-        """Takes in the hashes of some layers."""
-        self._book.add(message["pipeline"], {layer: (state, buffers) for layer, state, buffers in message["rows"]})
+    def audit(self, worker: int, message: Message) -> None:
+        """Takes in the hashes of some layers; raises InvariantError when replicas disagree."""
+        if message["step"] == self.committed:
+            hashes = {layer: (state, buffers) for layer, state, buffers in message["rows"]}
+            self._book.add(message["step"], worker, message["pipeline"], hashes)
 
     def close_book(self) -> None:
-        """Makes rows of the hashes of the last committed step; raises InvariantError when pipelines disagree."""
+        """Makes rows of the hashes of the last committed step."""
         if self.losses:
-            self.rows += self._book.close(len(self.losses) - 1, self.losses[-1])
+            self.rows += self._book.close(self.committed, self.losses[-1])
 
     def validated(self, message: Message) -> None:
         """Takes in the outcome of a validation pass."""
         self.validations[message["step"]] = (message["loss"], message["metric"])
+
+    def owes_validation(self, is_last: bool) -> bool:
+        """Says whether the last committed step is one to validate, and nobody has told the outcome."""
+        every, step = self.job.validate_every, self.committed
+        return every > 0 and step >= 0 and step not in self.validations and ((step + 1) % every == 0 or is_last)
 
 
 def error_of(member: Member, message: Message) -> BambooError:

@@ -1,8 +1,8 @@
 """The agent: hears the workers of this host, has the coordinator decide, and tells the workers what was decided.
 
-A worker that ends before it may is dead by its pidfd's word; what another worker says of it is only a suspicion. The
-first cause of a failure is kept as the reason; then everyone is told to stop, and killed if they do not in time.
-`supervisor.py` is the loop that calls this.
+A worker that ends before it may is dead by its pidfd's word; what another worker says of it is only a suspicion. Nobody
+listens to a worker that is out. A failure that the others cannot make good is the run's: its first cause is kept, then
+everyone is told to stop, and killed if they do not in time. `supervisor.py` is the loop that calls this.
 """
 
 from __future__ import annotations
@@ -10,43 +10,35 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-from engine.core.commit import Commit as Committed
 from engine.core.errors import (
     BambooError,
     CoordinatorUnavailableError,
     ExitCode,
     WorkerFailedError,
 )
+from engine.core.fault import Fault
 from engine.core.job import Job
-from engine.core.membership_effects import (
-    Commit,
-    Effect,
-    Evict,
-    Fence,
-    Finish,
-    Halt,
-    Look,
-    PublishEpoch,
-    StartTraining,
-)
+from engine.core.membership_effects import Effect, Halt, PublishEpoch
 from engine.core.membership_events import (
     Done,
     Event,
     ExitSeen,
     Heartbeat,
+    Inventory,
     Joined,
     Notice,
+    PlanAcknowledged,
     StepCommitted,
     Suspicion,
     Tick,
 )
+from engine.core.membership_verdicts import in_words
 from engine.runtime.account import Account, error_of
 from engine.runtime.link import Message
 from engine.runtime.node import Node
+from engine.runtime.orders import Orders
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.roster import Member
 
@@ -55,6 +47,9 @@ _START_GRACE_S = 0.3
 _INTERRUPT_GRACE_S = 10.0
 
 AGENT = -1  # stands for the agent where events name a worker
+
+_NOT_RECOVERED = "training did not recover: "
+_BLOWS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
 class Agent:
@@ -67,22 +62,29 @@ class Agent:
         recorder: Recorder,
         node: Node,
         tick: Callable[[], None],
+        *,
+        grace_s: float = 120.0,
+        faults: Sequence[Fault] = (),
     ):
         self.members = members
         self.recorder = recorder
         self.node = node
         self.tick = tick
         self.account = Account(job)
+        self.orders = Orders(job, members, recorder, self.account)
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
-        self._epoch = 0
-        self._seen_ns: dict[int, int] = {}
-        self._commit: Committed | None = None
         self.deadline_s = float("inf")
+        self._grace_ns = round(grace_s * 1e9)
+        self._faults = {fault.id: fault for fault in faults}
+        self._seen_ns: dict[int, int] = {}
+        self._to_strike_off: list[int] = []
         self._stopping = False
 
     def hear(self, member: Member, message: Message) -> None:
-        """Takes in what a worker says."""
+        """Takes in what a worker says, unless it is out: it may not know yet, and what it says counts for nothing."""
+        if member.worker in self.node.state.out:
+            return
         with self._failing():
             _HANDLERS[message["kind"]](self, member, message)
 
@@ -93,20 +95,31 @@ class Agent:
     def exited(self, member: Member, code: int) -> None:
         """Takes in how a worker's process has ended."""
         member.exit_code = code
-        expected = member.state in ("finished", "failed") or self._stopping
+        is_out = member.worker in self.node.state.out
+        expected = is_out or member.state in ("finished", "failed") or self._stopping
         seen_ns = self._seen_ns.get(member.worker, now_ns())
         self.recorder.event("exit", of=member.worker, code=code, expected=expected, seen_ns=seen_ns)
-        member.state = "dead" if not expected else "left" if member.state == "finished" else member.state
+        if not expected or (is_out and code < 0):
+            member.state = "dead"
+        elif is_out or member.state == "finished":
+            member.state = "left"
         self._tell(ExitSeen(now_ns(), member.worker, code))
-        with self._failing():
-            self.node.strike_off(member.worker)
+        self._to_strike_off.append(member.worker)  # with the next tick: everybody waits for the epoch now
 
     def _tell(self, event: Event) -> None:
         """Has the coordinator decide on an event, and does what it says. A run that is ending needs no decisions."""
         with self._failing():
             if not self._stopping:
                 for effect in self.node.handle(event):
-                    _EFFECTS[type(effect)](self, effect)
+                    self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Halt):
+            self._halt(effect)
+        elif isinstance(effect, PublishEpoch) and effect.verdict and not self.account.going_at_ns:
+            self.fail(self._ended_by(_NOT_RECOVERED + in_words(dict(effect.verdict))))  # nobody can take over yet
+        elif not self._stopping:
+            self.orders.carry_out(effect, self.node.state)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -120,14 +133,12 @@ class Agent:
         """Does what is due: pictures, leases, deadlines, signs of life."""
         self.tick()
         with self._failing():
+            while self._to_strike_off:
+                self.node.strike_off(self._to_strike_off.pop())
             self.node.renew(now_ns())
             self.node.report(now_ns())
         self._tell(Tick(now_ns()))
-        self._broadcast("ping")
-
-    def _broadcast(self, kind: str, **fields: Any) -> None:
-        for member in self.members.values():
-            member.link.send(kind, **fields)
+        self.orders.broadcast("ping")
 
     def close(self) -> None:
         """Closes the account when every worker has ended."""
@@ -146,7 +157,7 @@ class Agent:
     def _stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            self._broadcast("stop")
+            self.orders.broadcast("stop")
             # Before training begins, workers may be forming a group that cannot be left; there is nothing to lose yet.
             self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.account.going_at_ns else _START_GRACE_S)
 
@@ -174,10 +185,10 @@ class Agent:
     def _on_partition(self, member: Member, message: Message) -> None:
         self.account.cut(message)
         self.recorder.event("partition", starts=message["starts"], layers=message["layers"])
-        self._broadcast("partition", starts=message["starts"])
+        self.orders.broadcast("partition", starts=message["starts"])
 
     def _on_border(self, member: Member, message: Message) -> None:
-        self._broadcast("border", stage=message["stage"], specs=message["specs"])
+        self.orders.broadcast("border", stage=message["stage"], specs=message["specs"])
 
     def _on_ready(self, member: Member, message: Message) -> None:
         member.state = "ready"
@@ -188,18 +199,20 @@ class Agent:
         self._tell(Heartbeat(now_ns(), member.worker, *at))
 
     def _on_vote(self, member: Member, message: Message) -> None:
-        commit = self.account.vote(message)
+        commit = self.account.vote(member.worker, message)
         if commit is not None:
-            self._commit = commit
-            self._tell(StepCommitted(now_ns(), message["epoch"], commit.step))
+            self.orders.decided = commit
+            self._tell(StepCommitted(now_ns(), message["epoch"], commit.step, self.account.shadows))
 
     def _on_audit(self, member: Member, message: Message) -> None:
-        self.account.audit(message)
-        self.recorder.event("audit", of=member.worker, step=message["step"], rows=message["rows"])
+        self.account.audit(member.worker, message)
+        fields = {name: message[name] for name in ("step", "pipeline", "rows")}
+        self.recorder.event("audit", of=member.worker, **fields)
 
     def _on_validation(self, member: Member, message: Message) -> None:
         self.account.validated(message)
         self.recorder.event("validation", step=message["step"], loss=message["loss"], metric=message["metric"])
+        self.orders.broadcast("validated", step=message["step"])
 
     def _on_finished(self, member: Member, message: Message) -> None:
         member.state = "finished"
@@ -218,43 +231,46 @@ class Agent:
         member.state = "failed"
         self.fail(error_of(member, message))
 
-    def _publish_epoch(self, effect: PublishEpoch) -> None:
-        if effect.epoch > self._epoch:
-            self._epoch = effect.epoch
-            self.recorder.event("epoch", **asdict(effect))
-            self._broadcast("epoch", epoch=effect.epoch, members=effect.members, owners=effect.owners)
+    def _on_inventory(self, member: Member, message: Message) -> None:
+        self._tell(Inventory(now_ns(), member.worker, message["epoch"], message["holds"]))
 
-    def _start_training(self, effect: StartTraining) -> None:
-        if not self.account.going_at_ns:
-            self.account.going_at_ns = now_ns()
-            self.recorder.event("go")
-            for member in self.members.values():
-                member.state = "running"
-            self._broadcast("go")
+    def _on_planned(self, member: Member, message: Message) -> None:
+        lost = tuple(message["lost_stages"])
+        self._tell(PlanAcknowledged(now_ns(), member.worker, message["epoch"], message["digest"], lost))
 
-    def _send_commit(self, effect: Commit) -> None:
-        commit, self._commit = self._commit, None
-        if commit is not None:  # else the order is repeated because nothing moves, and everybody has it
-            assert commit.step == effect.step
-            self.account.settle(commit)
-            self._broadcast("commit", step=commit.step, clip_factor=commit.clip_factor, last=effect.then == "end")
-            self.recorder.event("commit", **asdict(commit))
+    def _on_notice(self, member: Member, message: Message) -> None:
+        self.recorder.event("notice", of=member.worker, grace_s=self._grace_ns / 1e9)
+        self._tell(Notice(now_ns(), member.worker, self._grace_ns))
 
-    def _evict(self, effect: Evict) -> None:
-        self.members[effect.worker].child.signal(signal.SIGKILL)
+    def _on_strike(self, member: Member, message: Message) -> None:
+        """A moment has come for which a fault was asked: it is on disk before anybody feels it."""
+        fault = self._faults.pop(message["fault"], None)
+        if fault is not None:
+            self.recorder.event("fault", fault=fault.id, of=member.worker)
+            member.child.signal(_BLOWS[fault.do])
+            self.orders.broadcast("fired", fault=fault.id)
 
-    def _halt(self, effect: Halt) -> None:
+    def _ended_by(self, text: str) -> WorkerFailedError:
+        """Returns the error that ends the run, with where to read on about everyone who is out."""
         out = [self.members[worker] for worker in self.node.state.out]
         logs = [f"worker {each.worker} (pid {each.child.pid}) wrote {each.log}" for each in out]
-        error = WorkerFailedError("; ".join([effect.reason, *logs]))
+        return WorkerFailedError("; ".join([text, *logs]))
+
+    def _halt(self, effect: Halt) -> None:
+        if not self.account.going_at_ns:  # whatever else it says, nobody had anything to lose yet
+            self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out)))
+            return
+        error = self._ended_by(effect.reason)
+        if effect.lost_stages:
+            error = WorkerFailedError(f"{error}\n{_what_to_do(self.account.job)}")
         error.exit_code = ExitCode(effect.exit_code)
         self.fail(error)
 
-    def _finish(self, effect: Finish) -> None:
-        self._broadcast("bye")
 
-    def _need_not(self, effect: Effect) -> None:
-        """What it orders is done anyway: the loop watches every process, and a link has one reader only."""
+def _what_to_do(job: Job) -> str:
+    """Returns what a user can do whose run has lost a stage, which nobody can bring back."""
+    more = "--redundancy lazy" if job.redundancy == "none" else f"--set redundancy_level={job.redundancy_level + 1}"
+    return f"start the run again; with {more}, or with --pipelines {job.pipelines + 1}, it survives this"
 
 
 _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {
@@ -268,15 +284,8 @@ _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {
     "failed": Agent._on_failed,
     "suspicion": Agent._on_suspicion,
     "heartbeat": Agent._on_heartbeat,
-}
-
-_EFFECTS: dict[type[Effect], Callable[[Agent, Any], None]] = {
-    PublishEpoch: Agent._publish_epoch,
-    StartTraining: Agent._start_training,
-    Commit: Agent._send_commit,
-    Evict: Agent._evict,
-    Halt: Agent._halt,
-    Finish: Agent._finish,
-    Look: Agent._need_not,
-    Fence: Agent._need_not,
+    "inventory": Agent._on_inventory,
+    "planned": Agent._on_planned,
+    "notice": Agent._on_notice,
+    "strike": Agent._on_strike,
 }

@@ -44,8 +44,11 @@ def bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
     Raises:
         WorkerFailedError: a run failed.
     """
+    flags = ("--steps", str(num_steps))
     ours, peer = _in_turns(
-        lambda: _between_commits(folder, "1", num_steps), lambda: _between_commits(folder, "0", num_steps), num_pairs
+        lambda: seconds_between_commits(run_bamboo(folder, "--audit", "1", *flags)),
+        lambda: seconds_between_commits(run_bamboo(folder, "--audit", "0", *flags)),
+        num_pairs,
     )
     return [paired_row("gpt, --audit 1 beside --audit 0", "time between commits s", ours, peer, AUDIT_GOAL)]
 
@@ -60,7 +63,7 @@ def _in_turns(ours: Callable[[], float], peer: Callable[[], float], num_pairs: i
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """What came of one child: when it was started, what it wrote to stdout, and its events if it was ours."""
 
     started_ns: int
@@ -69,7 +72,7 @@ class _Run:
 
 
 def _launch_ours(folder: Path) -> float:
-    run = _run_bamboo(folder, "--steps", "1")
+    run = run_bamboo(folder, "--steps", "1")
     ends_ns = [each["end_ns"] for each in run.events if each["event"] == "action" and each["action"].endswith("STEP")]
     return (max(ends_ns) - run.started_ns) / 1e9
 
@@ -80,27 +83,36 @@ def _launch_torchrun(folder: Path) -> float:
     command += ["-m", "engine.runtime.bench_torchrun_peer", json.dumps(asdict(job))]
     # torchrun leaves its temporary files behind.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        run = _run(folder, command, TMPDIR=temporary)
+        run = run_python(folder, command, TMPDIR=temporary)
     ends_ns = [int(each) for each in re.findall(r"finished_ns=(\d+)", run.stdout)]
     assert len(ends_ns) == job.stages, run.stdout
     return (max(ends_ns) - run.started_ns) / 1e9
 
 
-def _between_commits(folder: Path, audit: str, num_steps: int) -> float:
-    run = _run_bamboo(folder, "--audit", audit, "--steps", str(num_steps))
+def seconds_between_commits(run: Run) -> float:
+    """Returns the median time of a step, from one commit to the next."""
     commits_ns = [each["at_ns"] for each in run.events if each["event"] == "commit"]
     return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
 
 
-def _run_bamboo(folder: Path, *flags: str) -> _Run:
+def run_bamboo(folder: Path, *flags: str) -> Run:
+    """Runs `bamboo run` with some arguments in `folder` and returns what it wrote; its run folder is gone then.
+
+    Raises:
+        WorkerFailedError: it failed.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as results:
-        run = _run(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags])
+        run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags])
         events = (Path(json.loads(run.stdout)["run_dir"]) / "events.jsonl").read_text().splitlines()
-        return _Run(run.started_ns, run.stdout, [json.loads(line) for line in events])
+        return Run(run.started_ns, run.stdout, [json.loads(line) for line in events])
 
 
-def _run(folder: Path, arguments: list[str], **variables: str) -> _Run:
-    """Runs Python with some arguments, and variables beside the user's, in `folder`, where no job file lies."""
+def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
+    """Runs Python with some arguments, and variables beside the user's, in `folder`, where no job file lies.
+
+    Raises:
+        WorkerFailedError: it failed; its last words are in the message.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
     environment |= {"PYTHONPATH": str(_ROOT), "XDG_CONFIG_HOME": str(folder), **variables}
     command = [sys.executable, *arguments]
@@ -117,4 +129,4 @@ def _run(folder: Path, arguments: list[str], **variables: str) -> _Run:
             raise
     if child.returncode != 0:
         raise WorkerFailedError(f"{' '.join(arguments[:3])} exited with code {child.returncode}:\n{stderr}")
-    return _Run(started_ns, stdout, [])
+    return Run(started_ns, stdout, [])

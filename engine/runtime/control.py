@@ -1,13 +1,16 @@
 """A worker's control thread: what the agent says reaches the worker, whatever its main thread is blocked in.
 
-Rule: the main thread waits in one place only. Arrived transfers and the agent's words both wake it there, so that the
-control thread can always take the worker out of a wait.
+Rules: the main thread waits in one place only. Arrived transfers and the agent's words both wake it there, so that the
+control thread can always take the worker out of a wait. A new epoch is a fence: what was said before it is dropped,
+and every wait ends with `Fenced` until the main thread has accepted it. What the worker says itself belongs to the
+epoch that it has accepted.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,9 +20,15 @@ from engine.runtime.link import Link, Message
 
 Found = TypeVar("Found")
 
+NOTICE = signal.SIGTERM  # whoever sends it is going to take the worker away
+
 
 class Stopped(Exception):
     """The agent has told this worker to stop; raised out of any wait."""
+
+
+class Fenced(Exception):
+    """A newer epoch than the accepted one has been told; raised out of any wait."""
 
 
 class Control:
@@ -31,7 +40,10 @@ class Control:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: dict[str, list[Message]] = {}
         self._stopped = False
-        self.epoch = 0
+        self._told: Message = {"epoch": 0}  # the newest epoch
+        self.accepted = 0  # the epoch that the main thread is in
+        self.fired: set[str] = set()  # ids of the faults that have struck somebody
+        self.has_given_notice = False
         self.at = (0, 0, False)  # step, actions begun in it, whether inside the last of them; the main thread writes it
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
@@ -48,31 +60,49 @@ class Control:
             if message["kind"] == "stop":
                 self._stopped = True
             elif message["kind"] == "epoch":
-                self.epoch = message["epoch"]
+                if message["epoch"] > self._told["epoch"]:
+                    self._inbox = {}  # one channel, in order: what follows belongs to this epoch
+                    self._told = message
+            elif message["kind"] == "fired":
+                self.fired.add(message["fault"])
             else:
                 self._inbox.setdefault(message["kind"], []).append(message)
             self.wake()
 
+    def give_notice_of_sigterm(self) -> None:
+        """From now on a SIGTERM is told to the agent at once, whatever the main thread is blocked in.
+
+        The signal must be blocked in every thread, so that it waits for the one that takes it here.
+        """
+
+        def listen() -> None:
+            signal.sigwait({NOTICE})
+            self.has_given_notice = True
+            self.send("notice")
+            while True:
+                signal.sigwait({NOTICE})  # once is enough
+
+        threading.Thread(target=listen, name="notice", daemon=True).start()
+
     def send(self, kind: str, **fields: Any) -> None:
-        """Tells the agent something, in the epoch that this worker knows of."""
-        self.link.send(kind, epoch=self.epoch, **fields)
+        """Tells the agent something, in the epoch that this worker is in."""
+        self.link.send(kind, epoch=self.accepted, **fields)
 
     def wake(self) -> None:
         """Has the main thread look again, from any thread, after what it looks for has been put in place."""
         self._news.put(None)
 
     def wait_until(self, look: Callable[[], Found | None]) -> Found:
-        """Waits until `look`, called again after each piece of news, finds something; raises Stopped when told to."""
+        """Waits until `look`, called again after each piece of news, finds something; raises Stopped or Fenced."""
         while True:
-            if self._stopped:
-                raise Stopped
+            self.check()
             found = look()
             if found is not None:
                 return found
             self._news.get()
 
     def take(self, kind: str) -> Message:
-        """Waits for the next message of a kind and returns it; raises Stopped when told to stop."""
+        """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""
 
         def look() -> Message | None:
             waiting = self._inbox.get(kind)
@@ -81,6 +111,18 @@ class Control:
         return self.wait_until(look)
 
     def check(self) -> None:
-        """Raises Stopped if this worker has been told to stop."""
+        """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch."""
         if self._stopped:
             raise Stopped
+        if self._told["epoch"] > self.accepted:
+            raise Fenced
+
+    def next_epoch(self) -> Message:
+        """Waits for a newer epoch than the accepted one, accepts the newest and returns it; raises Stopped."""
+        while True:
+            try:
+                self.wait_until(lambda: None)
+            except Fenced:
+                told = self._told
+                self.accepted = told["epoch"]
+                return told

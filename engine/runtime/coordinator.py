@@ -1,7 +1,8 @@
 """The coordinator's role: runs the membership protocol of one job, with all that it knows in the store.
 
 Rules: the new state is in the store, by compare-and-swap on the old one, before any effect is carried out; whoever
-finds another state there than it wrote has been replaced, and does nothing more. Keys, under the run's own root:
+finds another state there than it wrote has been replaced, and does nothing more. An answer that orders nothing is not
+written: the next coordinator asks again. Keys, under the run's own root:
 
 ``coordinator`` who holds the role, on a lease; ``state`` the protocol's state; ``epoch``, ``commit``, ``status`` and
 ``reconfigured`` what of it others want to read, ``verdicts`` the latest epochs and why they were made; ``plan`` the
@@ -18,7 +19,7 @@ from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.kv import KV, Change, KeyValue, Put, Txn, absent, equal
 from engine.core.membership import step
 from engine.core.membership_effects import Effect, PublishPlanInput
-from engine.core.membership_events import Event
+from engine.core.membership_events import Answer, Event
 from engine.core.membership_state import Phase, State, resume, to_json
 from engine.runtime.election import Election
 
@@ -57,7 +58,7 @@ class Coordinator:
             for effect in effects
             if isinstance(effect, PublishPlanInput)
         ]
-        if changes:
+        if changes and (effects or not isinstance(event, Answer)):
             written = to_json(new).encode()
             conditions = (self._election.fence, equal(STATE, self._written))
             self._transact(Txn(conditions, (Put(STATE, written), *changes)))

@@ -30,6 +30,7 @@ ROLES = {
     "bench-pipeline": ("engine.runtime.bench_pipeline", "main"),
     "bench-relay": ("engine.runtime.bench_relay_worker", "main"),
 }
+TAKES_NOTICE = ("worker",)  # SIGTERM waits for a thread that takes it, and ends nobody
 PRELOAD = ("engine.runtime.worker", "engine.runtime.store_server")
 
 
@@ -83,6 +84,8 @@ def _become(request: Message, parent: Link, selector: selectors.BaseSelector, se
     """Turns the forked child into what was asked for. Its first descriptor is its standard output and error."""
     code = 1
     try:
+        if request["role"] in TAKES_NOTICE:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is any other thread
         os.setsid()
         die_with_parent(server)
         for key in list(selector.get_map().values()):

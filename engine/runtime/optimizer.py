@@ -7,7 +7,7 @@ imports torch's compiler, which costs every start 0.8 s; and so the state is a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,12 @@ class LayerOptimizer:
         self.rule: Rule = OPTIMIZERS[job.optimizer](**job.optimizer_args)
         self.state: dict[str, Named] = {name: {} for name, _ in trainable(layer)}
 
-    def step(self, learning_rate: float) -> None:
-        """Updates every trained parameter from its gradient, then drops the gradients."""
+    def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """Updates every trained parameter from its gradient by name, times `factor`; the gradients stay as they are."""
         with torch.no_grad():
             for name, parameter in trainable(self.layer):
-                assert parameter.grad is not None
-                self.rule(parameter, parameter.grad, self.state[name], learning_rate)
-                parameter.grad = None
+                gradient = gradients[name] if factor == 1.0 else gradients[name] * factor
+                self.rule(parameter, gradient, self.state[name], learning_rate)
 
     def state_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yields the layer's weights, then its optimizer state, each with its name, in the order of the parameters."""

@@ -9,9 +9,7 @@ sockets, which ends every wait of the old epoch.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +21,7 @@ from engine.core.errors import WorkerFailedError
 from engine.models.layers import Tensors
 from engine.runtime.control import Control
 from engine.runtime.link import LOOPBACK
+from engine.runtime.sockets import descriptors_by_inode, shut_down
 from engine.runtime.tensor_spec import Border
 
 _JOIN_S = 0.05
@@ -37,10 +36,10 @@ class DataPlane:
     def __init__(self, control: Control, store: Store, worker: int, workers: Sequence[int], timeout_s: float = 1800.0):
         self.control = control
         self._rank = {each: rank for rank, each in enumerate(workers)}
-        before = _descriptors_by_inode().keys()
+        before = descriptors_by_inode().keys()
         with _suspecting("joining the others"):
             self._group = _gloo(store, self._rank[worker], len(workers), timeout_s)
-        self._sockets = _descriptors_by_inode().keys() - before
+        self._sockets = descriptors_by_inode().keys() - before
         self._arrived: dict[tuple[int, Key], Tensors] = {}
         self._failed: WorkerFailedError | None = None
         self._posted: dict[int, queue.SimpleQueue[tuple[Key, Tensors, list[Work]] | None]] = {}
@@ -99,7 +98,7 @@ class DataPlane:
         """Leaves the plane, whatever is still under way; returns within milliseconds."""
         for waiting in self._posted.values():
             waiting.put(None)
-        _shut_down(self._sockets)
+        shut_down(self._sockets)
         for waiter in self._waiters:
             waiter.join(_JOIN_S)
         self._sends = []
@@ -138,27 +137,3 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:  # torch
     options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=timeout_s)
     return ProcessGroupGloo(store, rank, size, options)
-
-
-def _descriptors_by_inode() -> dict[int, int]:
-    """Returns this process's sockets; a descriptor's number may be used again, an inode not."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            found[int(target[8:-1])] = int(name)
-    return found
-
-
-def _shut_down(inodes: set[int]) -> None:
-    for inode, fd in _descriptors_by_inode().items():
-        if inode not in inodes:
-            continue
-        # Gloo closes sockets of its own accord while this runs, when a peer leaves first.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as view:
-            # Shutting down a listening socket would end the process: gloo takes it for a fatal error.
-            if not view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                view.shutdown(socket.SHUT_RDWR)

@@ -16,7 +16,7 @@ from engine.runtime.progress_board import ProgressBoard
 
 @dataclass(slots=True)
 class Member:
-    """One worker. `state` is one of starting, ready, running, finished, left, dead."""
+    """One worker. `state` is one of starting, ready, running, finished, failed, left, dead."""
 
     worker: int
     slots: tuple[tuple[int, int], ...]
@@ -27,6 +27,14 @@ class Member:
     exit_code: int | None = None
     peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
     peak_memory_kib: int = 0
+    is_released: bool = False
+
+    def release(self) -> None:
+        """Gives back what this process holds of a worker that has ended."""
+        if not self.is_released:
+            self.is_released = True
+            self.link.close()
+            os.close(self.child.pidfd)
 
 
 def start_members(
@@ -69,7 +77,6 @@ class RendezvousStore:
 
 
 def close_members(members: Sequence[Member]) -> None:
-    """Releases what this process holds of workers that have ended."""
+    """Releases what this process still holds of workers."""
     for member in members:
-        member.link.close()
-        os.close(member.child.pidfd)
+        member.release()

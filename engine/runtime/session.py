@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
+from engine.core.fault import Fault
 from engine.core.job import Job
 from engine.core.membership_state import Options, State, begin
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.runtime.account import Account
 from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer
@@ -72,16 +73,22 @@ def run_session(
     etcd: EtcdSettings | None = None,
     ownership: Ownership | None = None,
     ranks: tuple[int, ...] | None = None,
+    grace_s: float = 120.0,
+    silence_s: float = 5.0,
+    faults: Sequence[Fault] = (),
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
     Without `etcd` a private one is started for this run. `ownership` gives slots to other workers than the usual
-    ones, `ranks` orders the workers in the process group: neither may change a bit of the result. Raises
-    EnvironmentLacksError, or CoordinatorUnavailableError, before training has begun.
+    ones, `ranks` orders the workers in the process group: neither may change a bit of the result. A worker that gives
+    notice will be gone after `grace_s`; one whom others can replace is given up when it is silent for `silence_s`.
+    `faults` strike workers. Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training has begun.
     """
     _refuse_backend(job)
     started_at_ns = now_ns()
     ownership = ownership or one_slot_each(Grid(job.stages, job.microbatches, job.pipelines))
+    ownership = with_shadows(ownership, job.redundancy, job.redundancy_level, ownership.workers())
+    first = first_state(job, ownership, silence_s)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         events_fd = open_events(events)
@@ -89,7 +96,7 @@ def run_session(
         recorder = Recorder(events_fd, AGENT)
         recorder.event("job", **asdict(job))
         server = stack.enter_context(ForkServer())
-        node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first_state(job, ownership), recorder)
+        node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
         stack.callback(board.close)
         store = RendezvousStore(server, logs)
@@ -97,9 +104,9 @@ def run_session(
         members = start_members(server, ownership, events_fd, board, logs)
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
-        agent = Agent(job, members, recorder, node, lambda: watch(_view(agent, board)))
+        agent = Agent(job, members, recorder, node, lambda: watch(_view(agent, board)), grace_s=grace_s, faults=faults)
         for member in members.values():
-            _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port)
+            _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
         supervise(agent, server, store, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
@@ -107,7 +114,13 @@ def run_session(
 
 
 def _welcome(
-    member: Member, recorder: Recorder, job: Job, ownership: Ownership, ranks: tuple[int, ...], store_port: int
+    member: Member,
+    recorder: Recorder,
+    job: Job,
+    ownership: Ownership,
+    ranks: tuple[int, ...],
+    store_port: int,
+    faults: Sequence[Fault],
 ) -> None:
     """Tells a worker all that it needs to join."""
     recorder.event("started", of=member.worker, child=member.child.pid, slots=member.slots)
@@ -116,27 +129,32 @@ def _welcome(
         worker=member.worker,
         job=asdict(job),
         owners=ownership.owners,
+        shadows=ownership.shadows,
         ranks=ranks,
         num_lines=max(ownership.workers()) + 1,
         store_port=store_port,
+        faults=[asdict(fault) for fault in faults],
     )
 
 
-def first_state(job: Job, ownership: Ownership) -> State:
-    """Returns the protocol's state before anybody has joined; nobody has a shadow yet."""
-    # Building a model, opening its data and a single action of a slow layer may take their time: as long as nobody can
-    # take over, giving up on the slow only ends the run. A broken pair that nobody died of cannot be mended.
+def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0) -> State:
+    """Returns the protocol's state before anybody has joined."""
+    # Building a model and opening its data may take their time, and nobody can take over before training begins.
     patience_ns = _PATIENCE_S * 1_000_000_000
     options = Options(
         stages=job.stages,
-        redundant=False,
+        redundant=job.redundancy != "none",
         form_ns=patience_ns,
-        hang_ns=patience_ns,
-        stall_ns=patience_ns,
-        silence_ns=patience_ns // 10,
-        max_repeats=0,
+        silence_ns=round(silence_s * 1e9),
     )
-    return begin(options, ownership.owners, tuple(() for _ in ownership.owners), job.steps - 1, now_ns())
+    if job.redundancy == "none" and job.pipelines == 1:
+        # A single action of a slow layer may take its time too: giving up on the slow only ends the run. A broken pair
+        # that nobody died of cannot be mended.
+        options = replace(
+            options, hang_ns=patience_ns, stall_ns=patience_ns, silence_ns=patience_ns // 10, max_repeats=0
+        )
+    shadows = ownership.shadows or tuple(() for _ in ownership.owners)
+    return begin(options, ownership.owners, shadows, job.steps - 1, now_ns())
 
 
 def join_store(

@@ -1,37 +1,32 @@
-"""One stage on one worker: its layers, what their forwards keep, their gradients and their optimizers.
+"""One replica of one slot: the layers of a stage, what their forwards keep, their gradients and their optimizers.
 
 Every layer is a segment of its own for autograd: its inputs are cut off from the layer before, and gradients are
 handed back layer by layer. So where a pipeline is cut into stages cannot change a bit of the result. Everything random
 inside a layer is drawn from a key of (seed, step, pipeline, layer, microbatch); gradients add up in microbatch order.
+
+Buffers and gradients are changed in place, so each carries a counter of the microbatches that are in, and takes the
+next one only. A forward or a backward that has counted can be redone without a trace, with the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from engine.core.errors import DivergedError
 from engine.core.job import Job
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.runtime.optimizer import LayerOptimizer
+from engine.runtime.buffers import BufferHistory, Buffers, copy_buffers, lending, modules_of
+from engine.runtime.holdings import retains
+from engine.runtime.optimizer import LayerOptimizer, trainable
+from engine.runtime.segment import Segment, cut_off
 from engine.runtime.tensor_spec import Border, border_of, check_border
-
-Buffers = list[dict[str, Tensor | None]]  # of each module of some layers, in order
-
-
-@dataclass(slots=True)
-class _Segment:
-    """What one layer keeps for its backward: the inputs it was cut off at, and its outputs."""
-
-    inputs: Tensors
-    outputs: Tensors
 
 
 @dataclass(slots=True)
@@ -46,13 +41,13 @@ class _Checkpoint:
 class Residual:
     """What a stage keeps of one microbatch: per group of layers either all segments, or what it takes to redo it."""
 
-    groups: list[list[_Segment] | _Checkpoint]
+    groups: list[list[Segment] | _Checkpoint]
     outputs: Tensors
-    loss: _Segment | None = None
+    loss: Segment | None = None
 
 
 class Stage:
-    """Layers `first` to `last` (exclusive) of a model for one pipeline."""
+    """Layers `first` to `last` (exclusive) of a model for one pipeline, in one step after another."""
 
     def __init__(self, job: Job, model: Model, pipeline: int, first: int, last: int):
         self.job = job
@@ -62,12 +57,42 @@ class Stage:
         self.is_last = last == len(model.layers)
         self.optimizers = {index: LayerOptimizer(job, layer) for index, layer in self.layers.items()}
         self.residuals: dict[int, Residual] = {}
-        self.losses: list[float] = []
+        self.losses: dict[int, float] = {}  # of the microbatches that are counted
+        self.counted = 0  # forwards that the buffers have seen in this step
+        self.added = 0  # backwards that the gradients have seen in this step
+        # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
+        self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if retains(job) else ()
         self.border: Border | None = None
-        self._first_returned: dict[int, Border] = {}
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
+        self._first_returned: dict[int, Border] = {}
         self._share: Tensor | None = None
+        self._history: BufferHistory | None = None
+        self._without_accumulator = self._trained()
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for layer in self.layers.values() for _, parameter in trainable(layer)]
+
+    def buffers(self) -> Tensors:
+        """Returns the buffers of the layers, in order."""
+        return tuple(buffer for layer in self.layers.values() for _, buffer in layer.named_buffers())
+
+    def copy_buffers(self) -> Tensors:
+        """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
+        return tuple(buffer.clone() for buffer in self.buffers()) if retains(self.job) else self.buffers()
+
+    def gradients(self) -> dict[int, dict[str, Tensor]]:
+        """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
+        return {index: {name: _gradient(p) for name, p in trainable(layer)} for index, layer in self.layers.items()}
+
+    def forget_step(self) -> None:
+        """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
+        self.residuals, self.losses, self.keys = {}, {}, {}
+        self.counted = self.added = 0
+        self._history = None
+        self._without_accumulator = self._trained()
+        for parameter in self._without_accumulator:
+            parameter.grad = None
 
     def prepare(self, step: int, microbatch: int) -> None:
         """Computes the keys of a coming forward."""
@@ -78,36 +103,75 @@ class Stage:
         return layer_key(self.job.seed, step, self.pipeline, index, microbatch)
 
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
-        """Runs the layers on one microbatch and keeps its residual; the last stage also computes the loss."""
+        """Runs the layers on the next microbatch and keeps its residual; the last stage also computes the loss."""
+        assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
+        if retains(self.job):
+            if self._history is None:
+                self._history = BufferHistory(modules_of(self.layers.values()))
+            self._history.note(microbatch)
+        residual = self._forward(step, microbatch, inputs, targets)
+        if residual.loss is not None:
+            self.losses[microbatch] = self._finite(residual.loss.outputs[0].item(), step, microbatch)
+        self.counted += 1
+        return residual.outputs
+
+    def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
+        """Runs a forward that has counted again: its residual is back, buffers, losses and counter are as before."""
+        history = self._history or BufferHistory(modules_of(self.layers.values()))
+        with lending(history.modules, history.copy_before(microbatch)):
+            return self._forward(step, microbatch, inputs, targets).outputs
+
+    def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:
         residual = Residual([], inputs)
         for group in self._groups():
             checkpoint = None
             if self.job.activation_checkpoint:
-                checkpoint = _Checkpoint(residual.outputs, self._copy_buffers(group))
+                checkpoint = _Checkpoint(residual.outputs, copy_buffers(self._modules(group)))
             segments = self._run(group, step, microbatch, residual.outputs)
             residual.outputs = segments[-1].outputs
             residual.groups.append(checkpoint or segments)
         if self.border is not None:
             check_border(self.border, residual.outputs, self.where(max(self.layers)))
         if targets is not None:
-            residual.loss = self._run_loss(step, microbatch, residual.outputs, targets)
+            cut = cut_off(residual.outputs)
+            residual.loss = Segment(cut, (self.model.loss(_in_float32(cut), targets),))
         self.residuals[microbatch] = residual
         self.peak_stash = max(self.peak_stash, len(self.residuals))
-        return residual.outputs
+        return residual
 
     def backward(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
-        """Runs the backward of one microbatch; adds to the parameters' gradients, frees the residual.
+        """Runs the next backward; adds to the parameters' gradients, frees the residual.
 
         `gradients` are those of the outputs that need one (none for the last stage); returns those of the inputs.
         """
+        assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
+        made = self._backward(step, microbatch, gradients)
+        if self._without_accumulator:
+            self._own_accumulators((*gradients, *made))
+        self.added += 1
+        return made
+
+    def backward_input(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
+        """Runs a backward for the gradients of the inputs only; frees the residual, leaves no other trace."""
+        return self._backward(step, microbatch, gradients, only_inputs=True)
+
+    def _backward(self, step: int, microbatch: int, gradients: Tensors, only_inputs: bool = False) -> Tensors:
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
-            gradients = _backward(residual.loss, (self._share_of(residual.loss.outputs[0]),))
+            gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
         for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, kept) if isinstance(kept, _Checkpoint) else kept
             for segment in reversed(segments):
-                gradients = _backward(segment, gradients)
+                gradients = segment.backward(gradients, only_inputs)
         return gradients
+
+    def _own_accumulators(self, handed: Tensors) -> None:
+        """Autograd may have taken a view of what was handed in or out for an accumulator, and would add to it."""
+        shared = {tensor.untyped_storage().data_ptr() for tensor in handed}
+        for parameter in self._without_accumulator:
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in shared:
+                parameter.grad = parameter.grad.clone()
+        self._without_accumulator = [each for each in self._without_accumulator if each.grad is None]
 
     def evaluate(self, inputs: Tensors) -> Tensors:
         """Runs the layers as in use: no dropout, no gradients, buffers unchanged."""
@@ -132,7 +196,8 @@ class Stage:
     def probe(self, inputs: Tensors) -> Border:
         """Runs the layers once on `inputs` to learn the border behind them; leaves no trace in buffers or gradients."""
         layers = list(self.layers)
-        with self._lending(layers, self._copy_buffers(layers)):
+        modules = self._modules(layers)
+        with lending(modules, copy_buffers(modules)):
             self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
         return self.border
 
@@ -150,15 +215,15 @@ class Stage:
             groups.setdefault(index // every, []).append(index)
         return list(groups.values())
 
-    def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[_Segment]:
+    def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[Segment]:
         segments = []
         for index in group:
             key = self.keys.pop((step, index, microbatch), None)
             torch.default_generator.manual_seed(self._key(step, index, microbatch) if key is None else key)
-            cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
+            cut = cut_off(inputs)
             outputs = self._call(index, cut)
             check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
-            segments.append(_Segment(cut, outputs))
+            segments.append(Segment(cut, outputs))
             inputs = outputs
         return segments
 
@@ -172,21 +237,18 @@ class Stage:
             raise
         return tuple(output.contiguous() for output in outputs)
 
-    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: _Checkpoint) -> list[_Segment]:
+    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: _Checkpoint) -> list[Segment]:
         """Runs forwards again that have counted already: pure, with the same bits."""
-        with self._lending(group, kept.buffers):
+        with lending(self._modules(group), kept.buffers):
             return self._run(group, step, microbatch, kept.inputs)
 
-    def _run_loss(self, step: int, microbatch: int, outputs: Tensors, targets: Tensors) -> _Segment:
-        cut = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
-        loss = self.model.loss(_in_float32(cut), targets)
-        self.losses.append(loss.item())
-        if not math.isfinite(self.losses[-1]):
+    def _finite(self, loss: float, step: int, microbatch: int) -> float:
+        if not math.isfinite(loss):
             raise DivergedError(
-                f"the loss is {self.losses[-1]} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
+                f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
                 "a lower lr or a clip_norm often helps"
             )
-        return _Segment(cut, (loss,))
+        return loss
 
     def _share_of(self, loss: Tensor) -> Tensor:
         """Returns the gradient of a microbatch's loss: the loss of a step is their mean."""
@@ -200,29 +262,7 @@ class Stage:
         return contextlib.nullcontext()
 
     def _modules(self, group: Sequence[int]) -> list[nn.Module]:
-        return [module for index in group for module in self.layers[index].modules()]
-
-    def _copy_buffers(self, group: Sequence[int]) -> Buffers:
-        return [
-            {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-            for module in self._modules(group)
-        ]
-
-    @contextlib.contextmanager
-    def _lending(self, group: Sequence[int], buffers: Buffers) -> Iterator[None]:
-        """Lends these buffers to the layers for a forward that must leave no trace in their own (BatchNorm).
-
-        The tensors themselves are swapped, because autograd may have saved the lent ones for the backward.
-        """
-        modules = self._modules(group)
-        kept = [dict(module._buffers) for module in modules]
-        for module, lent in zip(modules, buffers, strict=True):
-            module._buffers.update(lent)
-        try:
-            yield
-        finally:
-            for module, own in zip(modules, kept, strict=True):
-                module._buffers.update(own)
+        return modules_of(self.layers[index] for index in group)
 
 
 def build_layer(job: Job, model: Model, index: int) -> nn.Module:
@@ -243,23 +283,11 @@ def build_layer(job: Job, model: Model, index: int) -> nn.Module:
     return layer
 
 
-def _backward(segment: _Segment, gradients: Tensors) -> Tensors:
-    """Runs one segment's backward; a missing gradient counts as zeros, so that what is sent does not depend on use."""
-    outputs = tuple(output for output in segment.outputs if output.requires_grad)
-    if outputs:
-        # What torch.autograd.backward calls; the wrapper would import sympy to compare shapes, 0.3 s in every worker.
-        _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-    needed = [tensor for tensor in segment.inputs if tensor.requires_grad]
-    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in needed)
-
-
 def _in_float32(tensors: Tensors) -> Tensors:
     return tuple(tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors)
 
 
-def squared_norm(gradients: Sequence[Tensor]) -> float:
-    """Returns the sum of squares of some gradients in float64, added in the order given."""
-    total = 0.0
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
-    return total
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

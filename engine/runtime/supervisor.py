@@ -21,18 +21,18 @@ def supervise(agent: Agent, server: ForkServer, store: RendezvousStore, interrup
     members = list(agent.members.values())
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
-        selector.register(server.link, selectors.EVENT_READ, lambda: _note_exit(agent, server))
+        selector.register(server.link, selectors.EVENT_READ, lambda: _note_exit(selector, agent, server))
         selector.register(store.child.pidfd, selectors.EVENT_READ, lambda: _lose_store(selector, agent, store))
         for member in members:
             _watch(selector, agent, member)
         while server.has_early_exits():
-            _note_exit(agent, server)
+            _note_exit(selector, agent, server)
         ticked_s = 0.0
         while any(member.exit_code is None for member in members):
             wait_s = min(_TICK_S, agent.deadline_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
                 # What was ready may have been dealt with by what came before it in this round.
-                if key.fileobj in selector.get_map():
+                if key.fd in selector.get_map():
                     with contextlib.suppress(BlockingIOError):
                         key.data()
             now_s = time.monotonic()
@@ -76,7 +76,7 @@ def _lose_store(selector: selectors.BaseSelector, agent: Agent, store: Rendezvou
     agent.fail(InvariantError(f"the rendezvous store (pid {store.child.pid}) has ended"))
 
 
-def _note_exit(agent: Agent, server: ForkServer) -> None:
+def _note_exit(selector: selectors.BaseSelector, agent: Agent, server: ForkServer) -> None:
     """The fork server reports how a child ended."""
     message = server.next_exit()
     if message is None:
@@ -85,6 +85,10 @@ def _note_exit(agent: Agent, server: ForkServer) -> None:
         agent.fail(InvariantError("the fork server has ended, and with it every worker"))
         return
     for member in agent.members.values():
-        if member.child.pid == message["pid"]:
+        if member.child.pid == message["pid"] and member.exit_code is None:
             _hear_last_words(agent, member)
             agent.exited(member, message["code"])
+            for end in (member.link, member.child.pidfd):
+                if end in selector.get_map():
+                    selector.unregister(end)
+            member.release()

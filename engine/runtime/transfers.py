@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.core.action import RECEIVE_OPS, Action, Op
-from engine.core.ownership import Grid, Ownership
-from engine.core.requires import requires
+from engine.core.ownership import Grid
+from engine.core.requires import Value, carried
+from engine.core.routes import Routes
 from engine.models.layers import Tensors
 from engine.runtime.plane import DataPlane
 from engine.runtime.tensor_spec import Border
@@ -18,7 +19,7 @@ _POSTED_AHEAD = 4
 _MAX_TIES = 64
 
 
-class Kind(IntEnum):
+class Purpose(IntEnum):
     """What a transfer carries."""
 
     ACTIVATION = 0
@@ -27,19 +28,23 @@ class Kind(IntEnum):
     SCATTER = 3
     GATHER = 4
     TIE = 5
+    ENDING = 6  # buffers and losses of a pipeline
+    LOG = 7
+    HEAL = 8
 
 
-def transfer_key(grid: Grid, kind: Kind, pipeline: int, stage: int, index: int = 0) -> int:
-    """Returns the number of a transfer made by a slot; `index` is a microbatch, a tie, or nothing."""
+def transfer_key(grid: Grid, purpose: Purpose, pipeline: int, stage: int, index: int = 0) -> int:
+    """Returns the number of a transfer made for a slot; `index` is a microbatch, a tie, or nothing."""
     num_indexes = grid.microbatches + _MAX_TIES
     assert index < num_indexes
-    return ((kind * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
+    return ((purpose * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """One receive of a program: from whom, under which key, into what."""
+    """One receive of a program: of what, from whom, under which key, into what."""
 
+    value: Value
     source: int
     key: int
     border: Border
@@ -69,38 +74,46 @@ class Receiver:
             self._plane.post(receive.source, receive.key, receive.border)
             self._num_posted += 1
 
-    def take(self) -> Tensors:
-        """Waits for the next receive of the program and returns its tensors, ready to be a layer's input."""
+    def take(self) -> tuple[Value, Tensors]:
+        """Waits for the next receive of the program; returns its tensors, ready to be a layer's input."""
         receive = self._receives[self._num_taken]
         if self.must_wait():  # as for one that is not posted yet
             self._post()
         tensors = self._plane.take(receive.source, receive.key)
         self._num_taken += 1
-        return tuple(
+        ready = tuple(
             tensor.requires_grad_(spec.needs_grad) for tensor, spec in zip(tensors, receive.border, strict=True)
         )
+        return receive.value, ready
 
 
 def receives_of(
-    actions: Sequence[Action], worker: int, ownership: Ownership, borders: Sequence[Border], validation: bool = False
+    actions: Sequence[Action], routes: Routes, grid: Grid, borders: Sequence[Border], validation: bool = False
 ) -> list[Receive]:
     """Returns the receives of a worker's actions, in order."""
-    found = []
-    for action in actions:
-        if action.op in RECEIVE_OPS:
-            ((source, send),) = requires(action, worker, ownership)
-            found.append(Receive(source, send_key(ownership.grid, send, validation), border_behind(send, borders)))
-    return found
+    return [
+        Receive(
+            carried(action),
+            routes.sources[carried(action)],
+            carrier_key(grid, action, validation),
+            border_of_carried(action, borders),
+        )
+        for action in actions
+        if action.op in RECEIVE_OPS
+    ]
 
 
-def send_key(grid: Grid, send: Action, validation: bool = False) -> int:
-    """Returns the key of a SEND_F or SEND_B."""
-    kind = Kind.GRADIENT if send.op is Op.SEND_B else Kind.VALIDATION if validation else Kind.ACTIVATION
-    return transfer_key(grid, kind, send.pipeline, send.stage, send.microbatch)
+def carrier_key(grid: Grid, transfer: Action, validation: bool = False) -> int:
+    """Returns the key of a SEND or RECV: that of what it carries."""
+    _, pipeline, stage, microbatch = carried(transfer)
+    backward = transfer.op in (Op.SEND_B, Op.RECV_B)
+    purpose = Purpose.GRADIENT if backward else Purpose.VALIDATION if validation else Purpose.ACTIVATION
+    return transfer_key(grid, purpose, pipeline, stage, microbatch)
 
 
-def border_behind(send: Action, borders: Sequence[Border]) -> Border:
-    """Returns what a send carries: the stage's outputs, or the gradients of those inputs that need one."""
-    if send.op is Op.SEND_F:
-        return borders[send.stage]
-    return tuple(spec.as_gradient() for spec in borders[send.stage - 1] if spec.needs_grad)
+def border_of_carried(transfer: Action, borders: Sequence[Border]) -> Border:
+    """Returns what a SEND or RECV carries: a stage's outputs, or the gradients of those inputs that need one."""
+    stage = carried(transfer).stage
+    if transfer.op in (Op.SEND_F, Op.RECV_F):
+        return borders[stage]
+    return tuple(spec.as_gradient() for spec in borders[stage - 1] if spec.needs_grad)

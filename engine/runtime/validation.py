@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from engine.core.program import build_validation
+from engine.core.requires import carried
+from engine.core.routes import routes_of
 from engine.models.layers import Tensors
 from engine.runtime.executor import Surroundings
-from engine.runtime.transfers import Receiver, receives_of, send_key
+from engine.runtime.plane import DataPlane
+from engine.runtime.transfers import Receiver, carrier_key, receives_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,44 +25,53 @@ class Validated:
 
 
 class Validation:
-    """One worker's share of a validation pass."""
+    """One worker's share of the validation passes under one ownership."""
 
-    def __init__(self, around: Surroundings):
+    def __init__(self, around: Surroundings, plane: DataPlane, ownership: Ownership):
         self.around = around
-        grid = replace(around.ownership.grid, microbatches=around.job.validation_microbatches)
-        self.ownership = Ownership(grid, around.ownership.owners)
-        self.actions: Sequence[Action] = build_validation(self.ownership)[around.worker]
-        self.receives = receives_of(self.actions, around.worker, self.ownership, around.borders, validation=True)
+        self.plane = plane
+        self.grid = replace(ownership.grid, microbatches=around.job.validation_microbatches)
+        alone = replace(ownership, grid=self.grid)
+        program = build_validation(alone)
+        self.actions = program.get(around.worker, ())
+        self.routes = routes_of(around.worker, program, alone)
+        self.receives = receives_of(self.actions, self.routes, self.grid, around.borders, validation=True)
 
     def run(self) -> Validated | None:
         """Runs the pass; the owner of the last stage gets the result, the others None."""
-        around = self.around
-        receiver = Receiver(around.plane, self.receives)
-        made: Tensors = ()
+        receiver = Receiver(self.plane, self.receives)
+        made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
         results: list[tuple[float, float | None]] = []
         for action in self.actions:
-            around.control.check()
+            self.around.control.check()
             if action.op is Op.RECV_F:
-                made = receiver.take()
+                value, tensors = receiver.take()
+                made[value.stage, value.index] = tensors
             elif action.op is Op.SEND_F:
-                target = self.ownership.owner(0, action.stage + 1)
-                around.plane.send(target, send_key(self.ownership.grid, action, validation=True), made)
+                tensors = made.pop((action.stage, action.microbatch))
+                for target in self.routes.targets[carried(action)]:
+                    self.plane.send(target, carrier_key(self.grid, action, validation=True), tensors)
             else:
-                made = self._forward(action, made, results)
+                self._forward(action, made, results)
         if not results:
             return None
         losses, metrics = zip(*results, strict=True)
         return Validated(fmean(losses), None if metrics[0] is None else fmean(metrics))
 
-    def _forward(self, action: Action, made: Tensors, results: list[tuple[float, float | None]]) -> Tensors:
-        around = self.around
-        stage = around.stages[0, action.stage]
+    def _forward(
+        self, action: Action, made: dict[tuple[int, int], Tensors], results: list[tuple[float, float | None]]
+    ) -> None:
+        around, stage = self.around, self.around.replicas.stages[0, action.stage]
         batch = None
         if action.stage == 0 or stage.is_last:
             batch = around.data.validation(action.microbatch, around.job.microbatch_size)
-            made = batch.inputs if action.stage == 0 else made
-        made = stage.evaluate(made)
+        if action.stage == 0:
+            assert batch is not None
+            outputs = stage.evaluate(batch.inputs)
+        else:
+            outputs = stage.evaluate(made.pop((action.stage - 1, action.microbatch)))
         if stage.is_last:
             assert batch is not None
-            results.append(stage.evaluate_loss(made, batch.targets))
-        return made
+            results.append(stage.evaluate_loss(outputs, batch.targets))
+        else:
+            made[action.stage, action.microbatch] = outputs

@@ -29,10 +29,10 @@ def _profile(job: Job, model: Model, data: Data) -> list[int]:
         targets = batch.targets if stage.is_last else None
         times = []
         # The first round warms caches and is not counted.
-        for _ in range(1 + _ROUNDS):
+        for microbatch in range(1 + _ROUNDS):
             start_ns = time.perf_counter_ns()
-            outputs = stage.forward(0, 0, inputs, targets)
-            stage.backward(0, 0, () if stage.is_last else _ones(outputs))
+            outputs = stage.forward(0, microbatch, inputs, targets)
+            stage.backward(0, microbatch, () if stage.is_last else _ones(outputs))
             times.append(time.perf_counter_ns() - start_ns)
         weights.append(max(1, round(median(times[1:]))))
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.recovery_times import PHASES
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -22,15 +23,19 @@ CASE = "1f1b timed P=4 M=8"
 COLUMNS = ["case", "metric", "ours", "peer", "ratio", "goal", "met", "n"]
 
 
-def rows_of(launch: Launch, name: str, *arguments: str) -> list[dict[str, Any]]:
-    """Runs a benchmark with --quick and --json, checks what holds for all of them, and returns its rows."""
+def rows_of(launch: Launch, name: str, *arguments: str, positive: bool = True) -> list[dict[str, Any]]:
+    """Runs a benchmark with --quick and --json, checks what holds for all of them, and returns its rows.
+
+    A figure is `positive`, unless it is a difference or something that may take no time at all.
+    """
     launcher = launch("bench", name, "--quick", "--json", *arguments)
     done = launcher.wait(110)
     assert done.code == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     for row in rows:
         assert list(row) == COLUMNS
-        assert all(math.isfinite(row[name]) and row[name] > 0 for name in ("ours", "peer", "ratio"))
+        assert all(math.isfinite(row[name]) for name in ("ours", "peer", "ratio"))
+        assert not positive or all(row[name] > 0 for name in ("ours", "peer", "ratio"))
         assert (row["goal"] is None) == (row["met"] is None)
     (path,) = (launcher.folder / "results" / "bench").iterdir()
     with path.open(newline="") as file:
@@ -63,11 +68,43 @@ def test_audit(launch: Launch) -> None:
     assert (row["goal"], row["n"]) == (1.02, 1)
 
 
+def test_redundancy_in_time(launch: Launch) -> None:
+    rows = rows_of(launch, "redundancy", "--case", "timed P=4")
+    beside_the_floor = [row for row in rows if row["metric"] == "time / none, beside the floor"]
+    assert [(row["case"], row["peer"], row["goal"]) for row in beside_the_floor] == [
+        ("lazy timed P=4 M=8", 1.0, 1.01),
+        ("eager timed P=4 M=8", 1.0303, 1.0503),
+    ]
+
+
+def test_redundancy_in_memory(launch: Launch) -> None:
+    lazy, eager = rows_of(launch, "redundancy", "--case", "memory")
+    assert (lazy["goal"], eager["goal"]) == (1.05, 1.05)
+    assert 1 < lazy["peer"] < eager["peer"]  # what the model says, which the machine does not change
+
+
 def test_kv(launch: Launch) -> None:
     rows = rows_of(launch, "kv")
     assert {(row["case"], row["goal"], row["n"]) for row in rows} == {
         (case, 1.2, 50) for case in ("put", "get", "transaction", "watch delivery")
     }
+
+
+def test_recovery(launch: Launch) -> None:
+    rows = rows_of(launch, "recovery", "--case", "gpt P=2", positive=False)
+    pauses = [row for row in rows if row["metric"].startswith("pause ms")]
+    assert [row["case"] for row in pauses] == [
+        f"gpt P=2 M=8 {redundancy}, killed at 50%" for redundancy in ("lazy", "lazy", "eager", "eager")
+    ]
+    assert all(row["ours"] > 0 and row["peer"] > 0 and row["goal"] > 1.1 * row["peer"] for row in pauses)
+    assert {row["metric"].split()[0] for row in rows} >= set(PHASES)
+
+
+def test_recovery_beside_torchrun(launch: Launch) -> None:
+    extra, attempts = rows_of(launch, "recovery", "--case", "torchrun", positive=False)
+    assert (extra["goal"], extra["n"]) == (0.0285714, 1)
+    assert extra["peer"] > extra["ours"]
+    assert (attempts["ours"], attempts["peer"] >= 1) == (1, True)
 
 
 def test_an_unknown_case_is_told_from_a_failure(launch: Launch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import StorageError
-from engine.files.events_file import read_events
+from engine.files.events_file import has_event, read_events
 from engine.runtime.recorder import Recorder, open_events
 
 
@@ -42,3 +42,23 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"events\.jsonl: No such file"):
         list(read_events(tmp_path / "events.jsonl"))
+
+
+def test_reading_can_begin_where_the_file_once_ended(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event":"job"}\n')
+    size = path.stat().st_size
+    with path.open("a") as file:
+        file.write('{"event":"go"}\n')
+    assert [event["event"] for event in read_events(path, size)] == ["go"]
+
+
+def test_a_kind_of_event_is_found_without_parsing(tmp_path: Path) -> None:
+    fd = open_events(tmp_path / "events.jsonl")
+    Recorder(fd, 3).event("failed", error='{"event":"epoch"')
+    assert not has_event(tmp_path / "events.jsonl", "epoch")
+    Recorder(fd, 3).event("epoch", epoch=1)
+    assert has_event(tmp_path / "events.jsonl", "epoch")
+    os.close(fd)
+    with pytest.raises(StorageError):
+        has_event(tmp_path / "none.jsonl", "epoch")

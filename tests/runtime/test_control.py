@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from engine.core.errors import ExitCode
-from engine.runtime.control import Control, Stopped
+from engine.runtime.control import Control, Fenced, Stopped
 from engine.runtime.link import Link
 
 # The thread ends by an exception where it would end the process.
@@ -101,3 +101,58 @@ def test_what_a_look_raises_comes_through(pair: tuple[Control, Link]) -> None:
     with pytest.raises(ZeroDivisionError):
         control.wait_until(look)
     assert control.wait_until(lambda: 1) == 1
+
+
+def test_a_new_epoch_ends_a_wait_and_every_later_one_until_it_is_accepted(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    later(lambda: agent.send("epoch", epoch=2, members=[0]))
+    with pytest.raises(Fenced):
+        control.take("never")
+    with pytest.raises(Fenced):
+        control.check()
+    with pytest.raises(Fenced):
+        control.wait_until(lambda: "found")
+    assert control.next_epoch().items() >= {"epoch": 2, "members": [0]}.items()
+    control.check()
+
+
+def test_what_was_said_before_an_epoch_is_dropped_and_what_came_after_is_kept(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    agent.send("commit", step=1)
+    agent.send("epoch", epoch=2)
+    agent.send("commit", step=2)
+    assert control.next_epoch()["epoch"] == 2
+    assert control.take("commit")["step"] == 2
+
+
+def test_only_the_newest_epoch_is_accepted(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    for number in (1, 2, 3, 2):
+        agent.send("epoch", epoch=number)
+    agent.send("seen")
+    with pytest.raises(Fenced):
+        while True:
+            control.take("seen")
+    while control.accepted < 3:
+        control.next_epoch()
+    assert control.take("seen")
+    control.check()
+
+
+def test_it_speaks_in_the_epoch_that_it_has_accepted(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    agent.send("epoch", epoch=2)
+    with pytest.raises(Fenced):
+        control.take("never")
+    control.send("vote")
+    assert control.next_epoch()["epoch"] == 2
+    control.send("inventory")
+    said = [agent.receive(), agent.receive()]
+    assert [(each["kind"], each["epoch"]) for each in said if each] == [("vote", 0), ("inventory", 2)]
+
+
+def test_stop_is_heard_while_an_epoch_is_awaited(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    later(lambda: agent.send("stop"))
+    with pytest.raises(Stopped):
+        control.next_epoch()

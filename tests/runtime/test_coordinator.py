@@ -18,6 +18,7 @@ from engine.core.membership_events import (
     Heartbeat,
     Inventory,
     Joined,
+    Notice,
     PlanAcknowledged,
     StepCommitted,
     Suspicion,
@@ -92,12 +93,25 @@ def test_what_decides_nothing_writes_nothing(backend: Backend) -> None:
     assert reader.read_prefix("").revision == before
 
 
+def test_an_answer_that_orders_nothing_is_not_written_and_a_notice_is(backend: Backend) -> None:
+    client, reader = backend.client(), backend.client()
+    coordinator = start(client, first_state())
+    tell(coordinator, *JOINED, StepCommitted(2, 1, 0), ExitSeen(3, 1, -9))
+    before = reader.read_prefix("").revision
+    assert tell(coordinator, Inventory(4, 0, 2, "held by 0")) == ()
+    assert reader.read_prefix("").revision == before
+    assert tell(coordinator, Notice(4, 0, S)) == ()
+    assert json.loads(keys_of(reader)[STATE])["leaving"] == [0]
+
+
 def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backend) -> None:
     client, later = backend.client(), backend.client()
     lost, late = candidate(client, "first", ttl_s=1), candidate(later, "second")
     assert lost.poll() and not late.poll()
     first = Coordinator(client, lost, first_state(), 0)
-    tell(first, *JOINED, StepCommitted(2, 1, 0), ExitSeen(3, 1, -9), Inventory(4, 0, 2, "held by 0"))
+    tell(first, *JOINED, StepCommitted(2, 1, 0), ExitSeen(3, 1, -9))
+    known = first.state.decided()
+    tell(first, Inventory(4, 0, 2, "held by 0"))  # an answer that orders nothing: the next one asks again
     (held,) = later.read_prefix(ROLE).items
     backend.outlast(Lease(held.lease_id, 1))
     watch = late.watch
@@ -106,7 +120,7 @@ def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backe
     watch.take = lambda: seen  # type: ignore[method-assign]
     assert late.poll()
     second = Coordinator(later, late, first_state(), 1000 * S)  # on another clock
-    assert second.state.decided() == first.state.decided()
+    assert second.state.decided() == known
     assert second.state.sightings.keys() == {0, 2}
     # The first has been asleep. Nothing that it decides is written, or done.
     with pytest.raises(
@@ -114,7 +128,8 @@ def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backe
     ):
         first.handle(Inventory(5, 2, 2, "held by 2"))
     assert keys_of(later)[STATE] == to_json(second.state).encode()
-    tell(second, Inventory(1000 * S, 2, 2, "held by 2"))
+    assert GatherInventories(2) in tell(second, Tick(1001 * S))
+    tell(second, *(Inventory(1001 * S, worker, 2, f"held by {worker}") for worker in (0, 2)))
     tell(second, *(PlanAcknowledged(1000 * S, worker, 2, "plan") for worker in (0, 2)))
     assert (second.state.phase, second.state.epoch, second.state.committed) == (Phase.RUNNING, 2, 0)
     verdicts = json.loads(keys_of(later)["verdicts"])

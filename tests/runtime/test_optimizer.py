@@ -29,11 +29,17 @@ class Layer(nn.Module):
         self.register_buffer("counted", torch.zeros(1))
 
 
-def give_gradients(layer: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
+def give_gradients(layer: nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
     for parameter in layer.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def step(optimizer: LayerOptimizer, rate: float) -> None:
+    """Takes a step from the gradients that the layer has."""
+    found = {name: parameter.grad for name, parameter in trainable(optimizer.layer)}
+    optimizer.step(rate, {name: gradient for name, gradient in found.items() if gradient is not None})
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -57,11 +63,11 @@ def test_the_bits_are_those_of_torchs_own_class(name: str, args: Args, theirs: d
     optimizer = LayerOptimizer(Job(optimizer=name, optimizer_args=args), ours)  # type: ignore[arg-type]
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     reference = CLASSES[name](parameters, lr=1.0, foreach=False, **({"fused": False} | theirs))  # type: ignore[call-arg]
-    for step in range(6):
-        rate = 0.1 / (step + 1)
+    for number in range(6):
+        rate = 0.1 / (number + 1)
         for layer in (ours, plain):
-            give_gradients(layer, step)
-        optimizer.step(rate)
+            give_gradients(layer, number)
+        step(optimizer, rate)
         reference.param_groups[0]["lr"] = rate
         reference.step()
         assert bits(dict(ours.named_parameters())) == bits(dict(plain.named_parameters()))
@@ -77,7 +83,7 @@ def test_frozen_parameters_and_buffers_are_left_alone(name: str) -> None:
     args: Args = {"weight_decay": 0.5}
     optimizer = LayerOptimizer(Job(optimizer=name, optimizer_args=args), layer)  # type: ignore[arg-type]
     give_gradients(layer, 0)
-    optimizer.step(0.1)
+    step(optimizer, 0.1)
     assert [each for each, _ in trainable(layer)] == ["scale", "narrow", "linear.weight", "linear.bias"]
     assert list(optimizer.state) == [each for each, _ in trainable(layer)]
     assert torch.equal(layer.frozen, before)
@@ -85,12 +91,17 @@ def test_frozen_parameters_and_buffers_are_left_alone(name: str) -> None:
     assert layer.get_buffer("counted").item() == 0
 
 
-def test_gradients_are_dropped_by_the_step() -> None:
-    layer = Layer()
-    optimizer = LayerOptimizer(Job(), layer)
-    give_gradients(layer, 0)
-    optimizer.step(0.1)
-    assert all(parameter.grad is None for parameter in layer.parameters())
+def test_a_factor_scales_the_gradients_and_leaves_them_as_they_are() -> None:
+    one, other = Layer(), Layer()
+    optimizers = [LayerOptimizer(Job(), layer) for layer in (one, other)]
+    for number in range(3):
+        give_gradients(one, number)
+        gradients = {name: parameter.grad.clone() for name, parameter in trainable(one) if parameter.grad is not None}
+        before = bits(gradients)
+        optimizers[0].step(0.1, gradients, 0.3)
+        assert bits(gradients) == before
+        optimizers[1].step(0.1, {name: gradient.mul_(0.3) for name, gradient in gradients.items()})
+    assert bits(dict(one.named_parameters())) == bits(dict(other.named_parameters()))
 
 
 def test_a_missing_gradient_is_a_bug() -> None:
@@ -98,13 +109,13 @@ def test_a_missing_gradient_is_a_bug() -> None:
     optimizer = LayerOptimizer(Job(), layer)
     give_gradients(layer, 0)
     layer.scale.grad = None
-    with pytest.raises(AssertionError):
-        optimizer.step(0.1)
+    with pytest.raises(KeyError, match="scale"):
+        step(optimizer, 0.1)
 
 
 def test_a_layer_without_parameters_has_nothing_to_step() -> None:
     optimizer = LayerOptimizer(Job(), nn.ReLU())
-    optimizer.step(0.1)
+    optimizer.step(0.1, {})
     assert list(optimizer.state_tensors()) == []
 
 
@@ -114,7 +125,7 @@ def test_state_comes_in_the_order_of_parameters_weights_first() -> None:
     weights = ["frozen", "scale", "narrow", "linear.weight", "linear.bias"]
     assert [name for name, _ in optimizer.state_tensors()] == weights
     give_gradients(layer, 0)
-    optimizer.step(0.1)
+    step(optimizer, 0.1)
     state = [f"{name}.{key}" for name in weights[1:] for key in ("exp_avg", "exp_avg_sq", "step")]
     assert [name for name, _ in optimizer.state_tensors()] == weights + state
 
@@ -124,18 +135,18 @@ def test_momentum_is_state_and_its_absence_is_none() -> None:
     for momentum, keys in ((0.0, []), (0.9, ["weight.momentum_buffer", "bias.momentum_buffer"])):
         optimizer = LayerOptimizer(Job(optimizer="sgd", optimizer_args={"momentum": momentum}), copy.deepcopy(layer))
         give_gradients(optimizer.layer, 0)
-        optimizer.step(0.1)
+        step(optimizer, 0.1)
         assert [name for name, _ in optimizer.state_tensors()] == ["weight", "bias", *keys]
 
 
 def test_two_layers_share_nothing() -> None:
     first, second = Layer(), Layer()
     optimizers = [LayerOptimizer(Job(), layer) for layer in (first, second)]
-    for step in range(3):
-        give_gradients(first, step)
-        optimizers[0].step(0.1)
+    for number in range(3):
+        give_gradients(first, number)
+        step(optimizers[0], 0.1)
     give_gradients(second, 0)
-    optimizers[1].step(0.1)
+    step(optimizers[1], 0.1)
     assert optimizers[0].state["scale"]["step"].item() == 3
     assert optimizers[1].state["scale"]["step"].item() == 1
 

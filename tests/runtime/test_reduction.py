@@ -12,7 +12,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.runtime.control import Control
 from engine.runtime.link import Link
 from engine.runtime.plane import DataPlane
-from engine.runtime.reduction import mean_over_pipelines
+from engine.runtime.reduction import Circle, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.store_server import connect
 from tests.runtime.peers import PeerServer
 
@@ -46,25 +46,34 @@ def expected(num_pipelines: int, shapes: list[list[int]], order: list[int] | Non
     return bits(means)
 
 
-def reduces(port: int, prefix: str, pipeline: int, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> Any:
-    """Reduces twice over one plane; returns shapes, bits, and whether the local gradients are intact."""
+def reduces(port: int, prefix: str, worker: int, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> Any:
+    """Reduces twice over one plane; returns shapes, bits, what was gathered, and whether the local parts are intact."""
     near, far = Link.pair()
     far_ends.append(far)
     num_pipelines = len(owners) // 2
     ownership = Ownership(Grid(2, 1, num_pipelines), tuple(owners))
-    plane = DataPlane(Control(near), connect(port, prefix), ownership.owner(pipeline, STAGE), ranks, 10.0)
-    local = gradients_of(pipeline, shapes)
+    plane = DataPlane(Control(near), connect(port, prefix), worker, ranks, 10.0)
+    circle = Circle(plane, ownership, worker, STAGE)
+    local = {each: gradients_of(each, shapes) for each in circle.pipelines(worker)}
     answers = []
     for _ in range(2):
-        reduced = mean_over_pipelines(plane, ownership, pipeline, STAGE, local)
-        answers.append([[list(each.shape) for each in reduced], bits(reduced)])
+        endings = {each: (torch.tensor(each), torch.full((3,), 0.5 + each)) for each in local}
+        gathered = gather_over_pipelines(circle, endings)
+        reduced = mean_over_pipelines(circle, local)
+        answers.append(
+            [
+                [list(each.shape) for each in reduced],
+                bits(reduced),
+                [[one.tolist(), other.tolist()] for one, other in gathered],
+            ]
+        )
         for each in reduced:
-            each.zero_()  # as an optimizer may; the local ones must not be what was handed out
+            each.zero_()  # the local ones must not be what was handed out
     assert answers[0] == answers[1]
-    intact = bits(local) == bits(gradients_of(pipeline, shapes))
+    intact = all(bits(part) == bits(gradients_of(each, shapes)) for each, part in local.items())
     # A plane is closed when everybody has what they need.
     plane.reap()
-    mean_over_pipelines(plane, ownership, pipeline, STAGE, [torch.zeros(1)])
+    mean_over_pipelines(circle, {each: [torch.zeros(1)] for each in local})
     plane.reap()
     plane.close()
     return [*answers[0], intact]
@@ -73,14 +82,16 @@ def reduces(port: int, prefix: str, pipeline: int, owners: list[int], ranks: lis
 def reduced(
     peers: PeerServer, port: int, owners: list[int], ranks: list[int], shapes: list[list[int]]
 ) -> list[list[int]]:
-    """Reduces over as many processes as there are pipelines; they must agree. Returns the bits."""
+    """Reduces over one process for each owner of the stage; they must agree. Returns the bits."""
     num_pipelines = len(owners) // 2
     prefix = f"reduce/{owners}/{ranks}/{shapes}"
-    started = [peers.start(reduces, port, prefix, each, owners, ranks, shapes) for each in range(num_pipelines)]
+    workers = sorted(set(owners[STAGE::2]))
+    started = [peers.start(reduces, port, prefix, each, owners, ranks, shapes) for each in workers]
     answers = [peer.result() for peer in started]
-    for found_shapes, found_bits, intact in answers:
+    for found_shapes, found_bits, gathered, intact in answers:
         assert found_shapes == shapes
         assert found_bits == answers[0][1]
+        assert gathered == [[each, [0.5 + each] * 3] for each in range(num_pipelines)]
         assert intact, "a local gradient has changed"
     bits_found: list[list[int]] = answers[0][1]
     return bits_found
@@ -113,6 +124,11 @@ def test_two_pipelines(peers: PeerServer, port: int) -> None:
     assert reduced(peers, port, [3, 2, 1, 0], [0, 2], SHAPES) == expected(2, SHAPES)
 
 
+@pytest.mark.parametrize("owners", [[0, 1, 2, 1, 3, 4], [0, 4, 2, 1, 3, 4], [0, 4, 2, 1, 3, 1], [0, 4, 2, 4, 3, 1]])
+def test_a_worker_that_owns_several_pipelines_changes_no_bit(peers: PeerServer, port: int, owners: list[int]) -> None:
+    assert reduced(peers, port, owners, [4, 1], SHAPES) == expected(3, SHAPES)
+
+
 class NoPlane:
     """Fails whoever uses it."""
 
@@ -120,13 +136,22 @@ class NoPlane:
         raise AssertionError(f"used {name}")
 
 
+def circle_of(owners: tuple[int, ...], num_pipelines: int) -> Circle:
+    plane: Any = NoPlane()
+    return Circle(plane, Ownership(Grid(2, 1, num_pipelines), owners), owners[STAGE], STAGE)
+
+
+def test_a_worker_that_owns_all_pipelines_sends_nothing() -> None:
+    parts = {each: gradients_of(each, SHAPES) for each in range(3)}
+    assert bits(mean_over_pipelines(circle_of((0, 1, 2, 1, 3, 1), 3), parts)) == expected(3, SHAPES)
+
+
 def test_one_pipeline_sends_nothing_and_copies_nothing() -> None:
     gradients = gradients_of(0, SHAPES)
-    plane: Any = NoPlane()
-    means = mean_over_pipelines(plane, Ownership(Grid(2, 1), (0, 1)), 0, STAGE, gradients)
+    means = mean_over_pipelines(circle_of((0, 1), 1), {0: gradients})
     assert all(mean is gradient for mean, gradient in zip(means, gradients, strict=True))
 
 
-def test_a_stage_without_parameters_sends_nothing() -> None:
-    plane: Any = NoPlane()
-    assert mean_over_pipelines(plane, Ownership(Grid(1, 1, 2), (0, 1)), 0, 0, []) == []
+def test_a_stage_without_parameters_or_buffers_sends_nothing() -> None:
+    circle = circle_of((0, 1, 2, 3), 2)
+    assert mean_over_pipelines(circle, {0: []}) == []

@@ -15,7 +15,8 @@ from engine.core.errors import DivergedError, UserError
 from engine.core.job import Job
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import LayerSpec, Model, Tensors, Tie, as_tensors
-from engine.runtime.stage import Stage, build_layer, squared_norm
+from engine.runtime.log import squared_norm
+from engine.runtime.stage import Stage, build_layer
 from engine.runtime.tensor_spec import TensorSpec
 
 M = 3
@@ -168,7 +169,7 @@ def trained_by(stages: Sequence[Stage]) -> tuple[dict[str, Tensor | None], dict[
             gradients = stage.backward(STEP, microbatch, gradients)
         handed_back[microbatch] = gradients
     assert set(handed_back.values()) == {()}, "the model's input needs no gradient"
-    return *tensors_of([layer for stage in stages for layer in stage.layers.values()]), stages[-1].losses
+    return *tensors_of([layer for stage in stages for layer in stage.layers.values()]), list(stages[-1].losses.values())
 
 
 def tensors_of(layers: Sequence[nn.Module]) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
@@ -233,6 +234,7 @@ def test_seed_step_and_pipeline_decide_what_is_dropped() -> None:
     def outputs(seed: int, step: int, pipeline: int, microbatch: int) -> Tensor:
         stage = Stage(job_of(seed=seed), model, pipeline, 0, 1)
         stage.layers[0].load_state_dict(reference.layers[0].state_dict())
+        stage.counted = microbatch
         return stage.forward(step, microbatch, inputs_of(0), None)[0]
 
     reference = Stage(job_of(), model, 0, 0, 1)
@@ -271,12 +273,11 @@ def test_a_residual_is_freed_by_its_backward_and_the_peak_is_kept() -> None:
     for microbatch in range(M):
         stage.forward(STEP, microbatch, inputs_of(microbatch), TARGETS)
     assert sorted(stage.residuals) == [0, 1, 2]
-    stage.backward(STEP, 0, ())
-    stage.forward(STEP, 0, inputs_of(0), TARGETS)
     for microbatch in range(M):
         stage.backward(STEP, microbatch, ())
     assert stage.residuals == {}
-    stage.forward(STEP, 0, inputs_of(0), TARGETS)
+    stage.forget_step()
+    stage.forward(STEP + 1, 0, inputs_of(0), TARGETS)
     assert stage.peak_stash == 3
 
 
@@ -389,8 +390,8 @@ def test_a_layer_that_returns_no_tensors_is_named(returned: object, kind: str) -
 def test_a_loss_that_is_no_finite_number_is_named(bad: float) -> None:
     stage = Stage(job_of(), model_of([partial(nn.Linear, WIDTH, 2)]), 1, 0, 1)
     with pytest.raises(DivergedError) as diverged:
-        stage.forward(4, 2, inputs_of(0), (torch.tensor(bad),))
-    assert str(diverged.value).startswith(f"the loss is {bad} at step 4, pipeline 1, microbatch 2; ")
+        stage.forward(4, 0, inputs_of(0), (torch.tensor(bad),))
+    assert str(diverged.value).startswith(f"the loss is {bad} at step 4, pipeline 1, microbatch 0; ")
 
 
 def test_a_layers_weights_are_the_same_wherever_it_is_built() -> None:
@@ -466,3 +467,123 @@ def test_squared_norm_is_in_float64_and_in_the_given_order() -> None:
     assert squared_norm(gradients) == (1e10**2 + 1.0) + 1.0
     assert squared_norm(gradients[::-1]) == (1.0 + 1.0) + float(torch.tensor(1e10).double()) ** 2
     assert squared_norm([]) == 0.0
+
+
+class Conv(nn.Module):
+    """Convolutions and a norm over channels on the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x.unsqueeze(1)).mean(1))
+
+
+REDONE = {**MODELS, "conv": [Conv, Block, Conv, Conv]}
+
+
+def stage_and_twin(name: str, checkpoint: int, first: int) -> tuple[Stage, Stage, list[Tensors]]:
+    """Returns the layers from `first` on twice, and the inputs of each microbatch."""
+    model, job = model_of(REDONE[name]), job_of(seed=3, activation_checkpoint=checkpoint)
+    entries = []
+    front = Stage(job, model, 0, 0, first) if first else None
+    for microbatch in range(M):
+        entry = front.forward(STEP, microbatch, inputs_of(microbatch), None) if front else inputs_of(microbatch)
+        entries.append(tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in entry))
+    one, other = (Stage(job, model, 0, first, len(model.layers)) for _ in range(2))
+    return one, other, entries
+
+
+def state_bits(stage: Stage) -> list[list[int]]:
+    tensors = [gradient for named in stage.gradients().values() for gradient in named.values()]
+    return [each.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for each in [*tensors, *stage.buffers()]]
+
+
+@pytest.mark.parametrize("checkpoint", [0, 2])
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("name", REDONE)
+def test_what_is_redone_has_the_same_bits_and_leaves_no_trace(name: str, first: int, checkpoint: int) -> None:
+    disturbed, plain, entries = stage_and_twin(name, checkpoint, first)
+    for stage in (disturbed, plain):
+        outputs = [stage.forward(STEP, each, entries[each], TARGETS) for each in range(M)]
+        gradients = [stage.backward(STEP, each, ()) for each in range(M)]
+    before, losses = state_bits(disturbed), dict(disturbed.losses)
+    for microbatch in (2, 0, 0, 1):
+        (again,) = disturbed.redo_forward(STEP, microbatch, entries[microbatch], TARGETS)
+        assert same_bits(again, outputs[microbatch][0])
+        made = disturbed.backward_input(STEP, microbatch, ())
+        assert len(made) == len(gradients[microbatch])
+        assert all(same_bits(*pair) for pair in zip(made, gradients[microbatch], strict=True))
+        assert disturbed.residuals == {}
+    assert disturbed.losses == losses
+    assert (disturbed.counted, disturbed.added) == (M, M)
+    assert state_bits(disturbed) == before == state_bits(plain)
+
+
+@pytest.mark.parametrize("name", REDONE)
+def test_a_forward_redone_in_between_does_not_shift_what_comes_after(name: str) -> None:
+    disturbed, plain, entries = stage_and_twin(name, 0, 1)
+    for microbatch in range(M):
+        for stage in (disturbed, plain):
+            stage.forward(STEP, microbatch, entries[microbatch], TARGETS)
+        disturbed.redo_forward(STEP, 0, entries[0], TARGETS)
+        disturbed.backward_input(STEP, 0, ())
+    disturbed.redo_forward(STEP, 0, entries[0], TARGETS)
+    for microbatch in range(M):
+        assert all(
+            same_bits(*pair)
+            for pair in zip(disturbed.backward(STEP, microbatch, ()), plain.backward(STEP, microbatch, ()), strict=True)
+        )
+    assert state_bits(disturbed) == state_bits(plain)
+
+
+def test_a_counter_takes_the_next_microbatch_only() -> None:
+    stage = Stage(job_of(), model_of([Block, Block]), 0, 0, 2)
+    stage.forward(STEP, 0, inputs_of(0), TARGETS)
+    for microbatch in (0, 2):
+        with pytest.raises(AssertionError, match=f"forward {microbatch} where 1 are in"):
+            stage.forward(STEP, microbatch, inputs_of(microbatch), TARGETS)
+    stage.forward(STEP, 1, inputs_of(1), TARGETS)
+    with pytest.raises(AssertionError, match="backward 1 where 0 are in"):
+        stage.backward(STEP, 1, ())
+    stage.backward(STEP, 0, ())
+    assert (stage.counted, stage.added) == (2, 1)
+    stage.forget_step()
+    assert (stage.counted, stage.added, stage.losses, stage.residuals) == (0, 0, {}, {})
+    assert all(parameter.grad is None for parameter in parameters(stage))
+
+
+class Shifted(nn.Module):
+    """Is a parameter, moved: autograd hands the incoming gradient on to it, as a view of the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.detach().reshape(-1) + self.shift).view(4, WIDTH)
+
+
+def test_what_was_handed_in_or_out_never_changes() -> None:
+    model = model_of([partial(nn.Linear, WIDTH, WIDTH), Shifted, Shifted, partial(nn.Linear, WIDTH, 2)])
+    stage = Stage(job_of(), model, 0, 1, 3)
+    handed: list[Tensor] = []
+    before: list[Tensor] = []
+    for microbatch in range(M):
+        entry = (inputs_of(microbatch)[0].requires_grad_(),)
+        handed += [*entry, *stage.forward(STEP, microbatch, entry, None)]
+        gradient = torch.full((4, WIDTH), 1.0 + microbatch)
+        handed += [gradient, *stage.backward(STEP, microbatch, (gradient,))]
+        before += [each.detach().clone() for each in handed[len(before) :]]
+    assert all(same_bits(now.detach(), then) for now, then in zip(handed, before, strict=True))
+    assert stage.gradients()[2]["shift"].unique().tolist() == [6.0]
+
+
+def test_nobody_who_could_take_over_costs_no_copies() -> None:
+    stage = Stage(job_of(redundancy="none"), model_of([Block, Block]), 0, 0, 2)
+    stage.forward(STEP, 0, inputs_of(0), TARGETS)
+    assert stage.boundary == ()
+    assert stage._history is None
+    assert all(one is other for one, other in zip(stage.copy_buffers(), stage.buffers(), strict=True))

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.action import SEND_OPS, Op
+from engine.core.action import SEND_OPS
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program import build_program, build_validation
+from engine.core.program import Program, build_program, build_validation
+from engine.core.requires import Kind, Value, carried
+from engine.core.routes import routes_of
 from engine.core.schedule import SCHEDULES
 from engine.models.layers import Tensors
 from engine.runtime.tensor_spec import Border, TensorSpec
-from engine.runtime.transfers import Kind, Receive, Receiver, receives_of, send_key, transfer_key
+from engine.runtime.transfers import Purpose, Receive, Receiver, carrier_key, receives_of, transfer_key
 
 
 def spec(*shape: int, grad: bool = True) -> TensorSpec:
@@ -27,8 +29,8 @@ BORDERS: list[Border] = [(spec(4, 2), spec(4, grad=False)), (spec(4, 3),), (spec
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(4, 8, pipelines=3), Grid(3, 130, pipelines=2)])
 def test_no_two_transfers_of_a_step_have_one_key(grid: Grid) -> None:
     keys = [
-        transfer_key(grid, kind, pipeline, stage, index)
-        for kind, (pipeline, stage) in itertools.product(Kind, grid.slots())
+        transfer_key(grid, purpose, pipeline, stage, index)
+        for purpose, (pipeline, stage) in itertools.product(Purpose, grid.slots())
         for index in range(grid.microbatches + 64)
     ]
     assert len(set(keys)) == len(keys)
@@ -37,41 +39,48 @@ def test_no_two_transfers_of_a_step_have_one_key(grid: Grid) -> None:
 
 def test_an_index_beyond_its_range_is_a_bug() -> None:
     with pytest.raises(AssertionError):
-        transfer_key(Grid(2, 4), Kind.TIE, 0, 0, 4 + 64)
+        transfer_key(Grid(2, 4), Purpose.TIE, 0, 0, 4 + 64)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_receiver_and_sender_agree_on_order_keys_and_shapes(schedule: str) -> None:
-    ownership = Ownership(Grid(3, 5, pipelines=2), (4, 2, 0, 1, 5, 3))
+@pytest.mark.parametrize("owners", [(4, 2, 0, 1, 5, 3), (4, 2, 4, 1, 2, 3)])
+def test_receiver_and_sender_agree_on_order_keys_and_shapes(schedule: str, owners: tuple[int, ...]) -> None:
+    ownership = Ownership(Grid(3, 5, pipelines=2), owners)
     program = build_program(schedule, ownership)
     sent: dict[tuple[int, int], list[int]] = {}
-    for worker, actions in program.items():
-        for action in actions:
-            if action.op in SEND_OPS:
-                step = 1 if action.op is Op.SEND_F else -1
-                target = ownership.owner(action.pipeline, action.stage + step)
-                sent.setdefault((worker, target), []).append(send_key(ownership.grid, action))
     received: dict[tuple[int, int], list[int]] = {}
     for worker, actions in program.items():
-        for receive in receives_of(actions, worker, ownership, BORDERS):
+        routes = routes_of(worker, program, ownership)
+        for action in actions:
+            if action.op in SEND_OPS:
+                for target in routes.targets[carried(action)]:
+                    sent.setdefault((worker, target), []).append(carrier_key(ownership.grid, action))
+        for receive in receives_of(actions, routes, ownership.grid, BORDERS):
             received.setdefault((receive.source, worker), []).append(receive.key)
     assert received == sent
+    assert all(len(set(keys)) == len(keys) for keys in sent.values())
+
+
+def receives(program: Program, worker: int, ownership: Ownership, validation: bool = False) -> list[Receive]:
+    routes = routes_of(worker, program, ownership)
+    return receives_of(program[worker], routes, ownership.grid, BORDERS, validation)
 
 
 def test_forward_carries_the_border_and_backward_the_gradients_that_it_needs() -> None:
     ownership = one_slot_each(Grid(2, 1))
     program = build_program("1f1b", ownership)
-    (forward,) = receives_of(program[1], 1, ownership, BORDERS)
-    (backward,) = receives_of(program[0], 0, ownership, BORDERS)
+    (forward,) = receives(program, 1, ownership)
+    (backward,) = receives(program, 0, ownership)
+    assert forward.value == Value(Kind.ACTIVATION, 0, 0, 0)
     assert forward.border == BORDERS[0]
+    assert backward.value == Value(Kind.GRADIENT, 0, 1, 0)
     assert backward.border == (spec(4, 2, grad=False),)
 
 
 def test_validation_has_keys_of_its_own() -> None:
-    grid = Grid(2, 3)
-    ownership = one_slot_each(grid)
-    validation = receives_of(build_validation(ownership)[1], 1, ownership, BORDERS, validation=True)
-    training = receives_of(build_program("1f1b", ownership)[1], 1, ownership, BORDERS)
+    ownership = one_slot_each(Grid(2, 3))
+    validation = receives(build_validation(ownership), 1, ownership, validation=True)
+    training = receives(build_program("1f1b", ownership), 1, ownership)
     assert len(validation) == len(training) == 3
     assert not {each.key for each in validation} & {each.key for each in training}
 
@@ -96,7 +105,8 @@ class Plane:
         return tuple(torch.zeros(1) for _ in range(2))
 
 
-RECEIVES = [Receive(key % 2, key, (spec(1), spec(1, grad=False))) for key in range(9)]
+VALUES = [Value(Kind.ACTIVATION, 0, 0, key) for key in range(9)]
+RECEIVES = [Receive(VALUES[key], key % 2, key, (spec(1), spec(1, grad=False))) for key in range(9)]
 
 
 def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
@@ -105,7 +115,8 @@ def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
     num_ahead = len(plane.posted)
     assert 1 < num_ahead < 9
     for number in range(9):
-        tensors = receiver.take()
+        value, tensors = receiver.take()
+        assert value == VALUES[number]
         assert plane.posted == [(each.source, each.key) for each in RECEIVES[: number + num_ahead]]
         assert plane.taken[-1] == (number % 2, number)
         assert [tensor.requires_grad for tensor in tensors] == [True, False]

@@ -1,0 +1,129 @@
+"""What came of the failures of a run: its recoveries, faults that struck or did not, and the comparison with its twin.
+
+Rules: a case whose fault never struck is invalid, never passed. Weights are called identical only where the hashes of
+the last committed step were compared with the twin's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.core.errors import BambooError, ExitCode
+from engine.core.fault import Fault
+from engine.core.job import Job
+from engine.core.recovery_times import Recovery, RecoveryLog, recoveries
+from engine.core.twin import Comparison
+from engine.files.events_file import has_event, read_events
+from engine.files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from engine.runtime.etcd_settings import EtcdSettings
+    from engine.runtime.session import Ending
+
+
+@dataclass(slots=True)
+class Aftermath:
+    """All of it; `twin_error` says why there is no comparison where one was wanted."""
+
+    faults: tuple[Fault, ...]
+    fired: frozenset[str]
+    recoveries: list[Recovery]
+    comparison: Comparison | None = None
+    twin_error: BambooError | None = None
+
+    @property
+    def missed(self) -> list[Fault]:
+        """The faults that did not strike."""
+        return [each for each in self.faults if each.id not in self.fired]
+
+    def error(self) -> BambooError | None:
+        """Returns what makes a run that finished a failed one, or None."""
+        if self.comparison is not None and self.comparison.difference is not None:
+            error = BambooError(f"the weights are not those of the fault-free twin: {self.comparison.difference}")
+            error.exit_code = ExitCode.EXPECTATION_FAILED
+            return error
+        if self.missed:
+            faults = ", ".join(f"--kill {each.id} ({each})" for each in self.missed)
+            error = BambooError(f"the case is invalid, nothing was proved: did not strike: {faults}")
+            error.exit_code = ExitCode.INVALID_CASE
+            return error
+        return self.twin_error
+
+    def lines(self, committed: int) -> list[str]:
+        """Returns one line per recovery; `committed` is the last committed step."""
+        proved = ""
+        if self.comparison is not None and self.comparison.difference is None and self.comparison.num_steps:
+            last = self.comparison.last_step
+            proved = ", weights identical" if last == committed else f", weights identical up to step {last}"
+        return [f"{each}{proved if each.pause_ns is not None else ''}" for each in self.recoveries]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields of the run's summary."""
+        comparison = self.comparison
+        twin = comparison and {"steps_compared": comparison.num_steps, "difference": comparison.difference}
+        if self.twin_error is not None:
+            twin = {"error": str(self.twin_error)}
+        return {
+            "recoveries": [each.as_dict() for each in self.recoveries],
+            "faults": [{"fault": each.id, "fired": each.id in self.fired} for each in self.faults],
+            "twin": twin,
+        }
+
+
+def aftermath_of(
+    job: Job, folder: RunFolder, ending: Ending, faults: Sequence[Fault], etcd: EtcdSettings | None, *, with_twin: bool
+) -> Aftermath:
+    """Reads the events of a run; runs its twin when faults struck, it finished and the twin is wanted."""
+    fired = frozenset[str]()
+    found: list[Recovery] = []
+    if faults or has_event(folder.events, "epoch"):
+        events = list(read_events(folder.events))
+        fired = frozenset(each["fault"] for each in events if each["event"] == "fault")
+        found = recoveries(events)
+    aftermath = Aftermath(tuple(faults), fired, found)
+    if with_twin and fired and not ending.exit_code:
+        from bamboo_cli.twin import compare_with_twin
+
+        try:
+            aftermath.comparison = compare_with_twin(job, ending.view.account.rows, folder, etcd)
+        except BambooError as error:
+            aftermath.twin_error = error
+    return aftermath
+
+
+def state_lost_lines(job: Job, folder: RunFolder, ending: Ending) -> list[str]:
+    """Returns what a user wants to know when the state of a stage is lost: who died, what is left, what to do."""
+    log = RecoveryLog()
+    for event in read_events(folder.events):
+        list(log.read(event))
+    lines = []
+    for sign in log.signs:
+        if sign["event"] == "exit":
+            worker, at = sign["of"], log.last_action(sign["of"])
+            slots = [slot for slot, owner in sorted(log.owners.items()) if owner == worker]
+            stages = " ".join(f"{stage}@{pipeline}" if pipeline else str(stage) for pipeline, stage in slots)
+            where = (
+                f"its last action was {at[1]} of step {at[0]}" if at else "it had done nothing since the last commit"
+            )
+            lines.append(f"died   worker {worker} (stage {stages or 'none'}): {where}")
+    committed = len(ending.view.account.losses) - 1
+    lines.append(f"kept   steps 0 to {committed} were committed" if committed >= 0 else "kept   no step was committed")
+    lines.append(f"why    {_why(job)}")
+    lines.append("next   there is no checkpoint to resume from: start the run again, with")
+    more = [f"--redundancy-level {job.redundancy_level + 1}"] if job.redundancy in ("lazy", "eager") else []
+    more += ["--redundancy lazy"] if job.redundancy == "none" else []
+    more += [f"--pipelines {job.pipelines + 1}"]
+    lines.append(f"       {' or '.join(more)} to survive this")
+    return lines
+
+
+def _why(job: Job) -> str:
+    if job.redundancy == "none":
+        return "no redundancy: each stage is held by its owners only"
+    if job.redundancy == "reroute":
+        return "reroute: a stage is held by its owners, one per pipeline, and by nobody else"
+    copies = (job.redundancy_level + 1) * job.pipelines
+    text = f"{job.redundancy} redundancy of level {job.redundancy_level}: {copies} copies of each stage"
+    return f"{text}, and all of some are gone"

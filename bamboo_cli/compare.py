@@ -1,0 +1,32 @@
+"""`bamboo compare A B`: what got slower from one run to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run, print_table
+
+EPILOG = "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json"
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="The run to measure against: name, beginning, or folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The run that is measured.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    results: Results = DEFAULT_RESULTS,
+) -> None:
+    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and what got slower."""
+    from engine.report.compare import compare as compared
+    from engine.report.formats import as_text
+
+    table = compared(*(load_run(find(results, run)) for run in (a, b)))
+    if as_json:
+        typer.echo(as_text(table, "json"), nl=False)
+        return
+    slower = ", ".join(table[table["verdict"] == "slower"]["figure"])
+    typer.echo(typer.style(f"B is slower in: {slower}" if slower else "Nothing got slower.", bold=True))
+    print_table(table)

@@ -1,0 +1,64 @@
+"""The options of `bamboo run` about failures: what to do to whom, what to compare with, how long a leaver has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from engine.core.fault import Fault
+    from engine.core.job import Job
+
+DEFAULT_GRACE = "120s"
+_PANEL = "Faults"
+
+Kills = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kill",
+        metavar="STEP:STAGE[:ACTION[:MICROBATCH]]",
+        help="SIGKILL the worker of a stage: 5:2 (before the middle backward of stage 2 at step 5), 5:2:F:3, "
+        "5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then compared with those of a "
+        "fault-free twin.",
+        rich_help_panel=_PANEL,
+    ),
+]
+NoTwin = Annotated[
+    bool,
+    typer.Option("--no-twin", help="With --kill: do not run the twin, compare nothing.", rich_help_panel=_PANEL),
+]
+Grace = Annotated[
+    str,
+    typer.Option(
+        "--grace",
+        metavar="SECONDS",
+        help="What a worker that gets SIGTERM has until it must be gone: 120 or 120s.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def faults_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> tuple[Fault, ...]:
+    """Returns the faults that the user asked for; raises UserError with every problem."""
+    from engine.core.fault import parse_kills
+
+    if kills and with_twin and not job.audit:
+        hint = "without hashes nothing can be compared; --no-twin goes without"
+        raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
+    return parse_kills(kills, job)
+
+
+def grace_seconds(text: str) -> float:
+    """Returns the seconds that `text` spells; raises UserError when it spells none."""
+    try:
+        seconds = float(text.strip().removesuffix("s"))
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UserError([Problem("--grace", "seconds > 0, such as 120 or 120s", repr(text))])
+    return seconds

@@ -1,0 +1,76 @@
+"""What the live picture knows of recoveries: whose slots they were, whose they are now, and how long it took.
+
+Rule: while all is well it only notes how long the events file is. When somebody is gone it is read, from a little
+before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from engine.core.errors import StorageError
+from engine.core.ownership import Slot
+from engine.core.recovery_times import RecoveryLog
+from engine.files.events_file import read_events
+from engine.runtime.session import View
+
+GONE = ("dead", "failed", "left")
+_MAX_LOOKS = 8  # at the events, for a recovery that the picture expects; there may be none
+
+
+class LiveRecoveries:
+    """Follows the views of one run, whose events go to `events`."""
+
+    def __init__(self, num_stages: int, num_steps: int, events: Path):
+        self.owners: dict[Slot, int] = {}  # as the last recovery left them
+        self._num_stages = num_stages
+        self._num_steps = num_steps
+        self._events = events
+        self._marks: deque[tuple[int, int]] = deque()  # (steps committed, size of the file), the last few
+        self._slots: dict[int, tuple[Slot, ...]] = {}  # of each worker, while it was there
+        self._known_gone: set[int] = set()
+        self._looks_left = 0
+        self._looked_at = 0  # steps committed
+
+    def slots(self, worker: int) -> tuple[Slot, ...]:
+        """Returns the slots that a worker owns; of one that is gone, those that it owned at last."""
+        return self._slots.get(worker, ())
+
+    def look(self, view: View) -> list[str]:
+        """Takes in a view; returns what is to be said of the recoveries that have ended since the last one."""
+        self.owners = self.owners or {slot: each.worker for each in view.workers for slot in each.slots}
+        num_steps = len(view.account.losses)
+        gone = {each.worker for each in view.workers if each.state in GONE}
+        for each in view.workers:
+            if each.worker not in gone:
+                self._slots[each.worker] = tuple(slot for slot, owner in self.owners.items() if owner == each.worker)
+        if gone - self._known_gone and num_steps < self._num_steps:
+            self._looks_left, self._looked_at = _MAX_LOOKS, num_steps
+        self._known_gone |= gone
+        if self._looks_left and num_steps > self._looked_at:
+            self._looks_left, self._looked_at = self._looks_left - 1, num_steps
+            return self._read()
+        if not self._looks_left:
+            self._note(num_steps)
+        return []
+
+    def _note(self, num_steps: int) -> None:
+        """Keeps a mark before the open step; a worker may be a step ahead of the agent's account."""
+        size = self._events.stat().st_size if self._events.exists() else 0
+        self._marks.append((num_steps, size))
+        while len(self._marks) > 1 and self._marks[1][0] <= num_steps - 2:
+            self._marks.popleft()
+
+    def _read(self) -> list[str]:
+        log = RecoveryLog(self._num_stages, True, dict(self.owners))
+        start = self._marks[0][1] if self._marks else 0
+        try:
+            found = [recovery for event in read_events(self._events, start) for recovery in log.read(event)]
+        except StorageError:
+            return []  # the picture is no reason to end a run
+        if found and not log.epochs:
+            self._looks_left = 0
+            self.owners = log.owners
+            self._marks.clear()
+        return [str(recovery) for recovery in found] if not self._looks_left else []

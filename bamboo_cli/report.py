@@ -1,0 +1,181 @@
+"""`bamboo report`: what happened in runs, as a page, as tables, as a trace; and whether it was good enough."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.core.errors import ExitCode, Problem, StorageError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas
+
+    from engine.files.run_folder import RunFolder
+    from engine.report.load import RunTables
+
+EPILOG = (
+    "Examples:  bamboo report  |  bamboo report --table steps --format csv  |  bamboo report --trace trace.json  |  "
+    "bamboo report --fail-if 'recovery.total_ms.p95 > 500'"
+)
+
+
+class Table(StrEnum):
+    """The tables of a run."""
+
+    RECOVERY = "recovery"
+    STEPS = "steps"
+    WORKERS = "workers"
+    ACTIONS = "actions"
+
+
+class Format(StrEnum):
+    """The forms of a table."""
+
+    TERMINAL = "terminal"
+    CSV = "csv"
+    JSON = "json"
+    MARKDOWN = "markdown"
+    HTML = "html"
+    PARQUET = "parquet"
+
+
+Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")]
+DEFAULT_RESULTS = Path("results")
+
+
+def report(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Names of runs, beginnings of names, or folders.")
+    ] = None,
+    *,
+    table: Annotated[Table, typer.Option(help="Which table to print.")] = Table.RECOVERY,
+    form: Annotated[Format, typer.Option("--format", help="In which form; others than terminal print nothing else.")] = (
+        Format.TERMINAL
+    ),
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page here, not to RUN/report.html.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a trace that Perfetto opens.")] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CONDITION", help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds; repeatable."),
+    ] = None,
+    results: Results = DEFAULT_RESULTS,
+) -> None:
+    """Say what happened in a run: tables, a page that opens without a network, a trace. Reads its events only."""
+    folders = [find(results, run) for run in runs or [None]]
+    if len(folders) > 1 and (page or trace):
+        raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
+    if form is Format.PARQUET and output is None:
+        raise UserError([Problem("--format parquet", "--output FILE")])
+    loaded = [load_run(folder) for folder in folders]
+    fails = _check(loaded, fail_if or ())
+    if form is Format.TERMINAL:
+        _say(loaded)
+    _write_table(loaded, table, form, output)
+    if page is not None or form is Format.TERMINAL:
+        for folder, run in zip(folders, loaded, strict=True):
+            _write_page(page or folder.path / "report.html", run)
+    if trace is not None:
+        from engine.report.trace import trace as traced
+
+        write(trace, json.dumps(traced(loaded[0]), separators=(",", ":")))
+    if fails:
+        raise typer.Exit(ExitCode.EXPECTATION_FAILED)
+
+
+def find(results: Path, run: str | None) -> RunFolder:
+    """Returns the run that a user named: by its folder, its name or the beginning of it; the latest by default."""
+    from engine.files.run_folder import RunFolder, find_run
+
+    if run is not None and (Path(run) / "events.jsonl").is_file():
+        return RunFolder(Path(run).resolve())
+    return find_run(results, run)
+
+
+def load_run(folder: RunFolder) -> RunTables:
+    """Returns the tables of a run."""
+    from engine.files.events_file import read_events
+    from engine.report.load import load
+
+    return load(read_events(folder.events), folder.path.name)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file; raises StorageError when it cannot be."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def print_table(table: pandas.DataFrame) -> None:
+    """Prints a table, as wide as it is."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+    from rich.text import Text
+
+    from engine.report.formats import for_terminal
+
+    titles, numeric, rows = for_terminal(table)
+    if not rows:
+        return
+    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
+    for title, number in zip(titles, numeric, strict=True):
+        drawn.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    # Whoever reads from a pipe cuts lines where they want.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(drawn)
+
+
+def _say(runs: Sequence[RunTables]) -> None:
+    from engine.report.headline import headline
+
+    colours = {"good": typer.colors.GREEN, "bad": typer.colors.RED, "open": typer.colors.BLUE}
+    for run in runs:
+        mood, sentence = headline(run)
+        typer.echo(f"{run.name}: {typer.style(sentence, fg=colours[mood], bold=True)}")
+
+
+def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:
+    from engine.report.formats import as_parquet, as_text, for_reading
+    from engine.report.load import joined
+
+    frame = joined(runs, table)
+    if form is Format.PARQUET:
+        assert output is not None
+        write(output, as_parquet(frame))
+    elif form is Format.TERMINAL and output is None:
+        print_table(for_reading(frame, table) if len(runs) > 1 else for_reading(frame, table).drop(columns="run"))
+    elif output is None:
+        typer.echo(as_text(frame, form), nl=False)
+    else:
+        write(output, as_text(frame, Format.CSV if form is Format.TERMINAL else form))
+
+
+def _write_page(path: Path, run: RunTables) -> None:
+    from engine.report.page import page
+
+    write(path, page(run))
+    typer.echo(str(path), err=True)
+
+
+def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> bool:
+    """Says of each condition whether it holds, and returns whether any does; raises UserError when one is none."""
+    from engine.report.conditions import parse_condition
+    from engine.report.load import TABLES, joined
+
+    tables = {name: joined(runs, name) for name in TABLES} if texts else {}
+    conditions = [parse_condition(text, tables) for text in texts]
+    found = [(condition, condition.measure(tables)) for condition in conditions]
+    for condition, figure in found:
+        said = "failed" if condition.holds(figure) else "passed"
+        typer.echo(f"{said}: {condition.text} (found {figure:.6g})", err=True)
+    return any(condition.holds(figure) for condition, figure in found)

@@ -1,0 +1,58 @@
+"""Compares a run with its fault-free twin, which is run unless one of before may be used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from engine.core.errors import BambooError, ExitCode
+
+if TYPE_CHECKING:
+    from engine.core.job import Job
+    from engine.core.trajectory import Row
+    from engine.core.twin import Comparison
+    from engine.files.run_folder import RunFolder
+    from engine.runtime.etcd_settings import EtcdSettings
+
+
+def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSettings | None) -> Comparison:
+    """Returns how the rows of a run compare with those of its twin, whose own files go to ``twin/`` in `folder`.
+
+    Raises:
+        BambooError: the twin did not finish.
+    """
+    import engine
+    from engine.core.twin import compare, fingerprint
+    from engine.files.host_facts import host_facts
+    from engine.files.twin_file import keep_twin, kept_twin, source_hash
+
+    sources = source_hash(Path(engine.__path__[0]))
+    name = fingerprint(job, host_facts(Path.cwd()), sources)
+    twin = kept_twin(Path(job.results), name) if name else None
+    if twin is None:
+        typer.echo("running the fault-free twin, to compare the weights with", err=True)
+        twin = _run_twin(job, folder, etcd)
+        if name:
+            keep_twin(Path(job.results), name, twin)
+    return compare(rows, twin)
+
+
+def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None) -> list[Row]:
+    from bamboo_cli.live import LivePicture
+    from engine.core.twin import twin_of
+    from engine.files.run_folder import RunFolder
+    from engine.runtime.session import run_session
+
+    own = RunFolder(folder.path / "twin")
+    own.logs.mkdir(mode=0o700, parents=True)
+    twin = twin_of(job)
+    with LivePicture(twin, own.events) as picture:
+        ending = run_session(twin, own.events, own.logs, picture.show, run_id=f"{folder.path.name}-twin", etcd=etcd)
+    if ending.exit_code:
+        error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
+        interrupted = ending.outcome == "interrupted"
+        error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode(ending.exit_code)
+        raise error
+    return ending.view.account.rows

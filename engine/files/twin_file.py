@@ -1,0 +1,47 @@
+"""Trajectories of fault-free twins, kept for the next run of the same job: ``<results>/twins/<fingerprint>.csv``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.core.errors import StorageError
+from engine.core.trajectory import Row
+from engine.files.trajectory_file import read_trajectory, write_trajectory
+
+
+def kept_twin(results: Path, fingerprint: str) -> list[Row] | None:
+    """Returns the rows of a twin that ran before, or None.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    path = _path(results, fingerprint)
+    return read_trajectory(path) if path.exists() else None
+
+
+def keep_twin(results: Path, fingerprint: str, rows: Iterable[Row]) -> None:
+    """Keeps the rows of a twin.
+
+    Raises:
+        StorageError: they could not be written.
+    """
+    path = _path(results, fingerprint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {str(path.parent)!r}: {error.strerror}") from error
+    write_trajectory(path, rows)
+
+
+def source_hash(package: Path) -> str:
+    """Returns the SHA-256 (hex) over the Python files of a package: another program may compute other bits."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _path(results: Path, fingerprint: str) -> Path:
+    return results / "twins" / f"{fingerprint}.csv"

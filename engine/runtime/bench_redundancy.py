@@ -1,0 +1,115 @@
+"""The redundancy benchmark: whole runs without redundancy, lazy and eager in turns; their steps and their memory.
+
+Time is measured on stages that sleep, because with more workers than cores real compute would fill the very bubbles
+that redundant forwards are for. Memory is measured on a real model, and predicted: the process without redundancy,
+plus what the memory model says that the tensors of the same program with redundancy take more.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from engine.core.bench_rows import (
+    EAGER_GOAL_OVER_FLOOR,
+    LAZY_GOAL,
+    MEMORY_GOAL,
+    Row,
+    overhead_rows,
+    prediction_row,
+)
+from engine.core.job import Job
+from engine.core.memory_model import StageBytes, peak_bytes
+from engine.core.ownership import Grid, Redundancy, one_slot_each, with_shadows
+from engine.core.program import build_program
+from engine.core.redundant import overhead_floor
+from engine.runtime.bench_runs import run_bamboo, run_python, seconds_between_commits
+
+MEMORY_CASE = "memory gpt P=4 M=8"
+_MODES: tuple[Redundancy, ...] = ("none", "lazy", "eager")
+_SHAPES = ((4, 8), (12, 32))  # P, M
+_FORWARD_MS, _BACKWARD_MS = 10, 20
+_WIDTH = 256  # of the timed layers and of what enters them, so that nothing need be widened
+
+
+def overhead_cases() -> dict[str, Job]:
+    """Returns the timed cases, name -> job."""
+    return {
+        f"timed P={stages} M={microbatches}": Job(
+            model="timed",
+            model_args={"layers": stages, "forward_ms": _FORWARD_MS, "backward_ms": _BACKWARD_MS, "width": _WIDTH},
+            data_args={"features": _WIDTH},
+            stages=stages,
+            microbatches=microbatches,
+        )
+        for stages, microbatches in _SHAPES
+    }
+
+
+def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
+    """Measures the time of a step of one case with each redundancy; every round begins with another.
+
+    Raises:
+        WorkerFailedError: a run failed.
+    """
+    seconds: dict[Redundancy, list[float]] = {mode: [] for mode in _MODES}
+    for number in range(num_rounds):
+        for mode in _MODES[number % 3 :] + _MODES[: number % 3]:
+            run = run_bamboo(folder, *_flags(replace(job, redundancy=mode, steps=num_steps)))
+            seconds[mode].append(seconds_between_commits(run))
+    floor = overhead_floor(job.stages, job.microbatches, _FORWARD_MS, _BACKWARD_MS)
+    return [
+        *overhead_rows(f"lazy {case}", seconds["lazy"], seconds["none"], 0.0, LAZY_GOAL),
+        *overhead_rows(f"eager {case}", seconds["eager"], seconds["none"], floor, floor + EAGER_GOAL_OVER_FLOOR),
+    ]
+
+
+def bench_memory(folder: Path, quick: bool = False) -> list[Row]:
+    """Measures the peak memory of all workers with each redundancy, and predicts it.
+
+    Raises:
+        WorkerFailedError: a run failed.
+    """
+    width, depth = (64, 4) if quick else (512, 8)
+    job = Job(model="gpt", model_args={"width": width, "depth": depth}, steps=3)
+    found, tensors = {}, {}
+    sizes = _stage_sizes(job, folder)
+    for mode in _MODES:
+        run = run_bamboo(folder, *_flags(replace(job, redundancy=mode)))
+        found[mode] = sum(json.loads(run.stdout)["peak_memory_mib"].values()) * 2**20
+        tensors[mode] = _predicted_bytes(job, mode, sizes)
+    metric = "peak memory / none, beside the model"
+    return [
+        prediction_row(
+            f"{mode} {MEMORY_CASE}",
+            metric,
+            found[mode] / found["none"],
+            (found["none"] + tensors[mode] - tensors["none"]) / found["none"],
+            MEMORY_GOAL,
+        )
+        for mode in _MODES[1:]
+    ]
+
+
+def _flags(job: Job) -> list[str]:
+    flags = ["--audit", "0", "--validate-every", "0"]
+    for name in ("model", "stages", "microbatches", "redundancy", "steps"):
+        flags += [f"--{name}", str(getattr(job, name))]
+    for field in ("model_args", "data_args"):
+        for name, value in getattr(job, field).items():
+            flags += ["--set", f"{field}.{name}={value}"]
+    return flags
+
+
+def _stage_sizes(job: Job, folder: Path) -> list[StageBytes]:
+    run = run_python(folder, ["-m", "engine.runtime.bench_stage_bytes", json.dumps(asdict(job))])
+    return [StageBytes(*each) for each in json.loads(run.stdout)]
+
+
+def _predicted_bytes(job: Job, mode: Redundancy, sizes: list[StageBytes]) -> int:
+    """Returns the sum of what the tensors of every worker take at its peak."""
+    fresh = one_slot_each(Grid(job.stages, job.microbatches))
+    ownership = with_shadows(fresh, mode, 1, fresh.workers())
+    program = build_program(job.schedule, ownership, mode)
+    return sum(peak_bytes(actions, worker, ownership, sizes) for worker, actions in program.items())

@@ -1,0 +1,70 @@
+"""Buffers of layers (BatchNorm's averages): copied, lent to a forward that must leave no trace, remembered for a redo.
+
+The tensors themselves are swapped, never overwritten, where autograd may have saved one for a backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+Buffers = list[dict[str, Tensor | None]]  # of each module, in order
+
+
+def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns all modules of some layers, in order: one may get its first buffer in a forward."""
+    return [module for layer in layers for module in layer.modules()]
+
+
+def copy_buffers(modules: Sequence[nn.Module]) -> Buffers:
+    """Returns copies of the buffers as they are now."""
+    return _copies([module._buffers for module in modules])
+
+
+def _copies(buffers: Buffers) -> Buffers:
+    return [{name: None if each is None else each.clone() for name, each in named.items()} for named in buffers]
+
+
+@contextlib.contextmanager
+def lending(modules: Sequence[nn.Module], buffers: Buffers) -> Iterator[None]:
+    """Has the modules use these buffers in place of their own."""
+    kept = [dict(module._buffers) for module in modules]
+    for module, lent in zip(modules, buffers, strict=True):
+        module._buffers.update(lent)
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, kept, strict=True):
+            module._buffers.update(own)
+
+
+@dataclass(slots=True)
+class BufferHistory:
+    """The buffers of some modules as they were before each forward of a step; what did not change is copied once."""
+
+    modules: list[nn.Module]
+    _before: dict[int, Buffers] = field(default_factory=dict)
+    _last: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+
+    def note(self, microbatch: int) -> None:
+        """Remembers the buffers as they are now, before the forward of `microbatch`."""
+        self._before[microbatch] = [
+            {name: self._copy(place, name, buffer) for name, buffer in module._buffers.items()}
+            for place, module in enumerate(self.modules)
+        ]
+
+    def _copy(self, place: int, name: str, buffer: Tensor | None) -> Tensor | None:
+        if buffer is None:
+            return None
+        last = self._last.get((place, name))
+        if last is None or last[0] is not buffer or last[1] != buffer._version:
+            last = (buffer, buffer._version, buffer.clone())
+            self._last[place, name] = last
+        return last[2]
+
+    def copy_before(self, microbatch: int) -> Buffers:
+        """Returns copies of the buffers as they were before that forward; as they are now if it has not been seen."""
+        return _copies(self._before[microbatch]) if microbatch in self._before else copy_buffers(self.modules)

@@ -1,0 +1,65 @@
+"""Forms the plane of an epoch beside whatever else the worker does, and gives it up when a higher epoch comes.
+
+Gloo's constructor returns when all members have come. If one of them dies meanwhile it would block for long, and with
+it the connection to the store that it waits on. So an attempt that is given up loses its sockets, that connection too,
+which ends it at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from engine.core.errors import WorkerFailedError
+from engine.runtime.control import Control
+from engine.runtime.plane import DataPlane
+from engine.runtime.recorder import Recorder
+from engine.runtime.sockets import descriptors_by_inode, shut_down
+from engine.runtime.store_server import Rendezvous
+
+
+class Forming:
+    """One attempt: a thread that makes the plane of `epoch` among `members`, whose place there is their rank."""
+
+    def __init__(
+        self,
+        control: Control,
+        rendezvous: Rendezvous,
+        recorder: Recorder,
+        worker: int,
+        epoch: int,
+        members: Sequence[int],
+    ):
+        self._control = control
+        self._rendezvous = rendezvous
+        self._recorder = recorder
+        self._before = descriptors_by_inode().keys()
+        self._plane: DataPlane | None = None
+        self._failed: WorkerFailedError | None = None
+        threading.Thread(target=self._form, args=(worker, epoch, members), name="forming", daemon=True).start()
+
+    def _form(self, worker: int, epoch: int, members: Sequence[int]) -> None:
+        try:
+            self._plane = DataPlane(self._control, self._rendezvous.of_epoch(epoch), worker, members)
+            self._recorder.event("mark", phase="regroup", epoch=epoch)
+        except WorkerFailedError as error:
+            self._failed = error
+        self._control.wake()
+
+    def plane(self) -> DataPlane:
+        """Waits for the plane; raises Stopped, Fenced, or WorkerFailedError when it could not be formed."""
+
+        def look() -> DataPlane | None:
+            if self._failed is not None:
+                raise self._failed
+            return self._plane
+
+        return self._control.wait_until(look)
+
+    def give_up(self) -> None:
+        """Leaves the plane, made or half made."""
+        if self._plane is not None:
+            self._plane.close()
+        elif self._failed is None:
+            self._rendezvous.hang_up()
+            shut_down(descriptors_by_inode().keys() - self._before)

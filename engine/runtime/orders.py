@@ -1,0 +1,161 @@
+"""Carries out what the coordinator has ordered: tells the workers, and kills whom a verdict has put out.
+
+Rule: an order says what shall be, and may come again; whoever has been told already is not told twice.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from engine.core.commit import Commit as Committed
+from engine.core.job import Job
+from engine.core.membership_effects import (
+    Commit,
+    Effect,
+    Evict,
+    Fence,
+    Finish,
+    GatherInventories,
+    Look,
+    OrderHandOver,
+    PublishEpoch,
+    PublishPlanInput,
+    StartTraining,
+)
+from engine.core.membership_state import GATHERING, Phase, State
+from engine.core.ownership import Grid, Ownership
+from engine.runtime.account import Account, Epoch
+from engine.runtime.link import Message
+from engine.runtime.recorder import Recorder, now_ns
+from engine.runtime.roster import Member
+
+
+class Orders:
+    """Carries out orders for one job, over members that have been started."""
+
+    def __init__(self, job: Job, members: dict[int, Member], recorder: Recorder, account: Account):
+        self.members = members
+        self.recorder = recorder
+        self.account = account
+        self.grid = Grid(job.stages, job.microbatches, job.pipelines)
+        self.decided: Committed | None = None  # by the ballot, and not yet told
+        self._epoch: Message = {"epoch": 0}
+        self._planned, self._started = 0, 0  # the epochs in which plan and go were told
+        self._leaving: tuple[int, ...] = ()  # as the workers know them
+        self._told: Message | None = None  # the last commit
+
+    def carry_out(self, effect: Effect, state: State) -> None:
+        """Does what an order says; `state` is the one that it was read off."""
+        _CARRY_OUT[type(effect)](self, effect, state)
+
+    def broadcast(self, kind: str, **fields: Any) -> None:
+        """Tells every worker that has not ended."""
+        for member in self.members.values():
+            if member.exit_code is None:
+                member.link.send(kind, **fields)
+
+    def _publish_epoch(self, effect: PublishEpoch, state: State) -> None:
+        if effect.epoch <= self._epoch["epoch"]:
+            return
+        # The workers first: each of them is waiting for it.
+        self._epoch = {
+            "epoch": effect.epoch,
+            "members": effect.members,
+            "gather": state.phase in GATHERING,
+            "regroup": state.phase is Phase.FAILING_OVER,
+        }
+        self.broadcast(**self._epoch_message())
+        self.account.freeze()
+        self.recorder.event("epoch", **asdict(effect), shadows=state.shadows)
+        self.account.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
+        ownership = self._ownership(state)
+        for worker in effect.members:
+            self.members[worker].slots = ownership.slots_of(worker)
+
+    def _epoch_message(self) -> Message:
+        return {"kind": "epoch", **self._epoch}
+
+    def _ownership(self, state: State) -> Ownership:
+        return Ownership(self.grid, state.owners, state.shadows)
+
+    def _fence(self, effect: Fence, state: State) -> None:
+        member = self.members.get(effect.worker)
+        if member is not None and member.exit_code is None and self._epoch["epoch"]:
+            member.link.send(**self._epoch_message())
+
+    def _send_plan(self, effect: PublishPlanInput, state: State) -> None:
+        if effect.epoch <= self._planned:
+            return
+        self._planned = effect.epoch
+        self._leaving = effect.leaving
+        self.broadcast(
+            "plan",
+            epoch=effect.epoch,
+            committed=effect.committed,
+            owners=effect.owners,
+            shadows=effect.shadows,
+            members=effect.members,
+            leaving=effect.leaving,
+            inventories=effect.inventories,
+            commit=self._told,
+            validate=self.account.owes_validation(effect.committed >= state.last_step),
+        )
+        self.recorder.event("plan", epoch=effect.epoch, committed=effect.committed)
+
+    def _start_training(self, effect: StartTraining, state: State) -> None:
+        if effect.epoch <= self._started:
+            return
+        self._started = effect.epoch
+        self.account.open(effect.epoch, self._ownership(state))
+        self.broadcast("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING)
+        self.recorder.event("go", epoch=effect.epoch)
+        if not self.account.going_at_ns:
+            self.account.going_at_ns = now_ns()
+        for worker in state.members:
+            self.members[worker].state = "running"
+
+    def _send_commit(self, effect: Commit, state: State) -> None:
+        commit, self.decided = self.decided, None
+        if commit is None:
+            return  # the order is repeated, and everybody has it, or it was in the plan
+        assert commit.step == effect.step
+        self.account.settle(commit)
+        self._told = {
+            "step": commit.step,
+            "loss": commit.loss,
+            "clip_factor": commit.clip_factor,
+            "last": effect.then == "end",
+            "then": effect.then,
+        }
+        self.broadcast("commit", **self._told)
+        self.recorder.event("commit", **asdict(commit))
+        if effect.then == "step":
+            self.account.heal(state.members, self._leaving)
+
+    def _evict(self, effect: Evict, state: State) -> None:
+        member = self.members[effect.worker]
+        if member.exit_code is None:
+            member.child.signal(signal.SIGKILL)
+
+    def _finish(self, effect: Finish, state: State) -> None:
+        self.broadcast("bye")
+
+    def _need_not(self, effect: Effect, state: State) -> None:
+        """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
+
+
+_CARRY_OUT: dict[type[Effect], Callable[[Orders, Any, State], None]] = {
+    PublishEpoch: Orders._publish_epoch,
+    GatherInventories: Orders._need_not,
+    PublishPlanInput: Orders._send_plan,
+    StartTraining: Orders._start_training,
+    Commit: Orders._send_commit,
+    OrderHandOver: Orders._need_not,
+    Evict: Orders._evict,
+    Fence: Orders._fence,
+    Look: Orders._need_not,
+    Finish: Orders._finish,
+}

@@ -1,0 +1,214 @@
+"""Training as one worker sees it: step after step, through every epoch.
+
+Rules: an epoch takes the worker out of whatever it waits for. It then says what it holds and is frozen: it takes no
+step and no commit until the plan, or a higher epoch. The plan finishes the open step under the ownership that the
+verdict left; with the step after it the slots get the shadows that are wanted (heal), and from then on the program is
+the usual one. A broken transfer is a suspicion: it is told, and the next epoch says what came of it.
+"""
+
+from __future__ import annotations
+
+from engine.core.errors import WorkerFailedError
+from engine.core.inventory import from_json, to_json
+from engine.core.ownership import Ownership, Slot, with_shadows
+from engine.core.program import Program, build_program
+from engine.core.recovery import Plan, PlanInput, make_plan
+from engine.runtime.control import Fenced
+from engine.runtime.executor import Executor, Surroundings
+from engine.runtime.forming import Forming
+from engine.runtime.link import Message
+from engine.runtime.plane import DataPlane
+from engine.runtime.state_hash import hash_tensors
+from engine.runtime.store_server import Rendezvous
+from engine.runtime.validation import Validation
+
+_ROWS_PER_MESSAGE = 500
+
+
+class Out(Exception):
+    """This worker is not a member of the epoch: it has been given up, or may leave."""
+
+
+class Training:
+    """One worker's part in training; `ownership` is that of the open step."""
+
+    def __init__(self, around: Surroundings, ownership: Ownership, rendezvous: Rendezvous, plane: DataPlane):
+        self.around = around
+        self.ownership = ownership
+        self._rendezvous = rendezvous
+        self._plane = plane
+        self._forming: Forming | None = None
+        self._executor = Executor(around)
+        self._members: tuple[int, ...] = ownership.workers()
+        self._leaving: tuple[int, ...] = ()
+        self._is_steady = False  # whether the program is the one that every step has
+        self._is_over = False
+        self._audited = -1  # the last step that was, or need not be
+
+    def run(self) -> None:
+        """Trains to the end of the job, once this worker has said that it is ready; raises Stopped, or Out."""
+        self._reconvene()
+        while True:
+            try:
+                while not self._is_over:
+                    self._advance()
+                self._finish()
+                return
+            except Fenced:
+                self._reconvene()
+            except WorkerFailedError as suspicion:
+                self._suspect(suspicion)
+                self._reconvene()
+
+    def _suspect(self, suspicion: WorkerFailedError) -> None:
+        self.around.control.send("suspicion", text=str(suspicion))
+
+    def _advance(self) -> None:
+        """Runs the open step and what follows its commit."""
+        commit = self._executor.run_step()
+        self._is_over = commit["last"]
+        self._drop_others()  # what had no part in the step has missed it
+        self._audit(commit, self._slots())
+        if commit["then"] == "epoch":
+            self._reconvene()  # an epoch follows at once; it says whether this step is to be validated
+            return
+        if self._is_due(self.around.job.validate_every, commit):
+            self._validate(commit["step"])
+        if not self._is_steady and not self._is_over:
+            self._heal()
+
+    def _finish(self) -> None:
+        around = self.around
+        peaks = [[*slot, around.replicas.stages[slot].peak_stash] for slot in self.ownership.slots_of(around.worker)]
+        around.control.send("finished", peak_stash=peaks, peak_memory_kib=_peak_memory_kib())
+        around.control.take("bye")  # when everybody has finished, nobody waits for a transfer any more
+        self._plane.close()
+
+    def _reconvene(self) -> None:
+        """Enters the newest epoch, and every one that comes meanwhile, until training goes on in one of them."""
+        while True:
+            epoch = self.around.control.next_epoch()
+            try:
+                self._enter(epoch)
+                return
+            except Fenced:
+                continue
+            except WorkerFailedError as suspicion:
+                self._suspect(suspicion)
+
+    def _enter(self, epoch: Message) -> None:
+        around, control = self.around, self.around.control
+        control.at = (*control.at[:2], False)
+        if around.worker not in epoch["members"]:
+            raise Out
+        validate, program = False, None
+        if epoch["gather"]:
+            self._mark("fence")
+            control.send("inventory", holds=to_json(self._executor.inventory()))
+            self._mark("inventory")
+            if epoch["regroup"]:
+                self._regroup(epoch)
+            told = control.take("plan")
+            program = self._plan(told).program
+            validate = told["validate"]
+            self._mark("plan")
+        go = control.take("go")
+        if self._forming is not None:
+            self._plane = self._forming.plane()
+            self._forming = None
+        self._is_steady = program is None
+        self._is_over = go["end"]
+        self._executor.enter(self._plane, self.ownership, program or self._usual_program())
+        if validate:
+            self._validate(self._executor.step - 1)
+
+    def _mark(self, phase: str) -> None:
+        self.around.recorder.event("mark", phase=phase, epoch=self.around.control.accepted)
+
+    def _regroup(self, epoch: Message) -> None:
+        around = self.around
+        if self._forming is not None:
+            self._forming.give_up()
+        self._plane.close()
+        self._forming = Forming(
+            *(around.control, self._rendezvous, around.recorder, around.worker, epoch["epoch"], epoch["members"])
+        )
+
+    def _plan(self, told: Message) -> Plan:
+        """Catches up with the last commit, makes the plan, and takes over what it says."""
+        around, commit = self.around, told["commit"]
+        self.ownership = Ownership(self.ownership.grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
+        self._members, self._leaving = tuple(told["members"]), tuple(told["leaving"])
+        self._executor.catch_up(commit)
+        if commit is not None and commit["step"] > self._audited:
+            self._audit(commit, self._slots())
+        inventories = tuple(from_json(text) for _, text in told["inventories"])
+        plan = make_plan(PlanInput(told["epoch"], told["committed"], self.ownership, inventories))
+        around.control.send("planned", digest=plan.digest, lost_stages=plan.lost_stages)
+        if not plan.lost_stages:
+            adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == around.worker]
+            for slot in adopted:
+                around.replicas.adopt(slot)
+            if commit is not None:
+                self._audit(commit, adopted)
+            self._drop_others()
+        return plan
+
+    def _slots(self) -> tuple[Slot, ...]:
+        """Returns the slots of which this worker holds a replica in the open step."""
+        return (*self.ownership.slots_of(self.around.worker), *self.ownership.shadowed_by(self.around.worker))
+
+    def _drop_others(self) -> None:
+        """Drops the replicas that have no part in the open step."""
+        replicas = self.around.replicas
+        for slot in replicas.stages.keys() - set(self._slots()):
+            replicas.drop(slot)
+
+    def _heal(self) -> None:
+        """Opens a step with the shadows that are wanted: once more with those who get their replica, then as usual."""
+        job, before = self.around.job, self.ownership
+        self.ownership = with_shadows(before, job.redundancy, job.redundancy_level, self._members, self._leaving)
+        new = frozenset(
+            (worker, slot)
+            for slot in before.grid.slots()
+            for worker in self.ownership.shadows_of(*slot)
+            if worker not in before.shadows_of(*slot)
+        )
+        self._is_steady = not new
+        self._executor.enter(self._plane, self.ownership, self._usual_program(new))
+
+    def _usual_program(self, healing: frozenset[tuple[int, Slot]] = frozenset()) -> Program:
+        job = self.around.job
+        return build_program(job.schedule, self.ownership, job.redundancy, healing)
+
+    def _is_due(self, every: int, commit: Message) -> bool:
+        return every > 0 and ((commit["step"] + 1) % every == 0 or commit["last"])
+
+    def _validate(self, step: int) -> None:
+        """Runs a validation pass; so that it can be redone, nobody begins the next step before the outcome is told."""
+        control = self.around.control
+        result = Validation(self.around, self._plane, self.ownership).run()
+        if result is not None:
+            control.send("validation", step=step, loss=result.loss, metric=result.metric)
+        control.take("validated")
+
+    def _audit(self, commit: Message, slots: tuple[Slot, ...] | list[Slot]) -> None:
+        """Tells the agent the hash of every layer of these replicas, if the step is one to audit."""
+        self._audited = commit["step"]
+        if not self._is_due(self.around.job.audit, commit):
+            return
+        for pipeline, index in slots:
+            stage = self.around.replicas.stages[pipeline, index]
+            rows = [
+                [layer, hash_tensors(stage.optimizers[layer].state_tensors()), hash_tensors(module.named_buffers())]
+                for layer, module in stage.layers.items()
+            ]
+            for first in range(0, len(rows), _ROWS_PER_MESSAGE):
+                part = rows[first : first + _ROWS_PER_MESSAGE]
+                self.around.control.send("audit", step=commit["step"], pipeline=pipeline, rows=part)
+
+
+def _peak_memory_kib() -> int:
+    """Returns the most memory that this process has held resident, in KiB."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))

@@ -1,0 +1,133 @@
+"""What came of the failures of a run: words, exit codes, and what may be claimed."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bamboo_cli.aftermath import Aftermath, aftermath_of, state_lost_lines
+from bamboo_cli.fault_options import faults_of, grace_seconds
+from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.fault import parse_kill
+from engine.core.job import Job
+from engine.core.recovery_times import Recovery
+from engine.core.twin import Comparison
+from engine.files.run_folder import RunFolder, create_run_folder
+from engine.runtime.account import Account
+from engine.runtime.session import Ending, View
+
+JOB = Job(stages=3, steps=9)
+FAULT = parse_kill("5:2:B:3", JOB)
+RECOVERY = Recovery(1, 5, "", ((2, "died"),), {2: None}, (), (FAULT.id,), 0, {"detect": 0, "replay": 120_000_000}, 1)
+
+
+def aftermath(comparison: Comparison | None = None, fired: bool = True, **more: Any) -> Aftermath:
+    return Aftermath((FAULT,), frozenset({FAULT.id} if fired else ()), [RECOVERY], comparison, **more)
+
+
+def test_weights_are_called_identical_only_when_they_were_compared() -> None:
+    text = "worker 2 died; recovered in 0.12 s, 0 steps lost"
+    assert aftermath().lines(8) == [text]
+    assert aftermath(Comparison(9, 8, None)).lines(8) == [f"{text}, weights identical"]
+    assert aftermath(Comparison(8, 7, None)).lines(8) == [f"{text}, weights identical up to step 7"]
+    assert aftermath(Comparison(0, -1, None)).lines(8) == [text]
+    assert aftermath(Comparison(9, 8, "step 5, layer 1: state differs")).lines(8) == [text]
+
+
+def test_a_run_passes_when_its_fault_struck_and_no_bit_differs() -> None:
+    assert aftermath(Comparison(9, 8, None)).error() is None
+    assert aftermath().error() is None
+
+
+def test_a_difference_fails_the_run_and_says_where() -> None:
+    error = aftermath(Comparison(9, 8, "step 5, layer 1: state differs")).error()
+    assert error is not None
+    assert error.exit_code is ExitCode.EXPECTATION_FAILED
+    assert str(error).endswith("twin: step 5, layer 1: state differs")
+
+
+def test_a_fault_that_did_not_strike_makes_the_case_invalid() -> None:
+    error = aftermath(Comparison(9, 8, None), fired=False).error()
+    assert error is not None
+    assert error.exit_code is ExitCode.INVALID_CASE
+    assert str(error).endswith("did not strike: --kill 5:2:B:3 (kill before 2B3 of step 5)")
+
+
+def test_a_twin_that_failed_fails_the_comparison() -> None:
+    error = BambooError("the twin")
+    assert aftermath(twin_error=error).error() is error
+    assert aftermath(twin_error=error).as_dict()["twin"] == {"error": "the twin"}
+
+
+def test_the_summary_has_plain_values() -> None:
+    said = aftermath(Comparison(9, 8, None)).as_dict()
+    assert json.loads(json.dumps(said))["faults"] == [{"fault": "5:2:B:3", "fired": True}]
+    assert said["twin"] == {"steps_compared": 9, "difference": None}
+    assert said["recoveries"][0]["pause_ms"] == 120.0
+    assert aftermath().as_dict()["twin"] is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("120", 120.0), ("120s", 120.0), (" 0.5 s", 0.5), ("1e2", 100.0)])
+def test_a_grace_in_seconds(text: str, seconds: float) -> None:
+    assert grace_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "2m", "0", "-1", "nan", "inf"])
+def test_no_grace(text: str) -> None:
+    with pytest.raises(UserError, match="--grace: expected seconds > 0, such as 120 or 120s, found"):
+        grace_seconds(text)
+
+
+def test_a_comparison_needs_hashes() -> None:
+    with pytest.raises(UserError, match="audit: expected 1 or more with --kill, found 0"):
+        faults_of(["5:2"], Job(audit=0), with_twin=True)
+    assert [each.id for each in faults_of(["5:2"], Job(audit=0), with_twin=False)] == ["5:2"]
+    assert faults_of([], Job(audit=0), with_twin=True) == ()
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> RunFolder:
+    return create_run_folder(tmp_path, "x", datetime(2026, 1, 1), "abcd")
+
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "job", "stages": 3},
+    *({"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(3)),
+    {"event": "go", "at_ns": 0},
+    {"event": "commit", "step": 0, "at_ns": 1},
+    {"event": "action", "worker": 2, "step": 1, "action": "2B0", "start_ns": 2, "end_ns": 3},
+    {"event": "fault", "fault": FAULT.id, "of": 2, "at_ns": 3},
+    *({"event": "exit", "of": worker, "code": -9, "expected": False, "seen_ns": 4, "at_ns": 5} for worker in (1, 2)),
+]
+
+
+def ending(code: int) -> Ending:
+    return Ending("failed", code, None, View(Account(JOB, losses=[0.5]), ()), 0, 0)
+
+
+def write(folder: RunFolder, events: list[dict[str, Any]]) -> None:
+    folder.events.write_text("".join(json.dumps(each) + "\n" for each in events))
+
+
+def test_the_screen_of_a_lost_state_says_who_died_where_and_what_to_do(folder: RunFolder) -> None:
+    write(folder, EVENTS)
+    assert state_lost_lines(JOB, folder, ending(80)) == [
+        "died   worker 1 (stage 1): it had done nothing since the last commit",
+        "died   worker 2 (stage 2): its last action was 2B0 of step 1",
+        "kept   steps 0 to 0 were committed",
+        "why    lazy redundancy of level 1: 2 copies of each stage, and all of some are gone",
+        "next   there is no checkpoint to resume from: start the run again, with",
+        "       --redundancy-level 2 or --pipelines 2 to survive this",
+    ]
+
+
+def test_what_fired_is_read_off_the_events_also_when_the_run_failed(folder: RunFolder) -> None:
+    write(folder, EVENTS)
+    found = aftermath_of(JOB, folder, ending(3), [FAULT], None, with_twin=True)
+    assert (found.missed, found.comparison, found.recoveries) == ([], None, [])
+    write(folder, EVENTS[:5])
+    assert aftermath_of(JOB, folder, ending(0), [FAULT], None, with_twin=True).missed == [FAULT]

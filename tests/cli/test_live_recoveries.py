@@ -1,0 +1,94 @@
+"""The live picture's knowledge of recoveries: read off the events once somebody is gone, and not before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bamboo_cli.live_recoveries import LiveRecoveries
+from engine.core.job import Job
+from engine.runtime.account import Account
+from engine.runtime.progress_board import Progress
+from engine.runtime.session import View, WorkerView
+
+JOB = Job(stages=2, steps=9)
+
+
+def view(num_steps: int, *states: str) -> View:
+    workers = [
+        WorkerView(worker, 100 + worker, ((0, worker),), state, Progress(0, 0, ""), 0, 0)
+        for worker, state in enumerate(states)
+    ]
+    return View(Account(JOB, losses=[0.5] * num_steps), tuple(workers))
+
+
+def append(path: Path, *events: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def commit(step: int, at_ms: int) -> dict[str, Any]:
+    return {"event": "commit", "step": step, "at_ns": at_ms * 1_000_000}
+
+
+def failure(worker: int, heir: int, at_ms: int, number: int = 1) -> list[dict[str, Any]]:
+    at_ns = at_ms * 1_000_000
+    verdict = [[worker, "was ended by SIGKILL"]]
+    return [
+        {"event": "exit", "of": worker, "code": -9, "expected": False, "seen_ns": at_ns, "at_ns": at_ns},
+        {"event": "epoch", "epoch": number, "owners": [heir, heir], "verdict": verdict, "reason": "", "at_ns": at_ns},
+        {"event": "go", "epoch": number, "at_ns": at_ns + 250_000_000},
+    ]
+
+
+def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    live = LiveRecoveries(JOB.stages, JOB.steps, path)
+    assert live.look(view(0, "starting", "starting")) == []
+    for step in range(4):
+        append(path, commit(step, step))
+        assert live.look(view(step + 1, "running", "running")) == []
+    append(path, *failure(1, 0, 10))
+    assert live.look(view(4, "running", "dead")) == []
+    assert live.slots(1) == ((0, 1),)
+    assert live.owners[0, 1] == 1
+    append(path, commit(4, 300))
+    assert live.look(view(5, "running", "dead")) == [
+        "worker 1 was ended by SIGKILL; worker 0 took over stage 1; recovered in 0.25 s, 0 steps lost"
+    ]
+    assert live.look(view(6, "running", "dead")) == []
+    assert live.slots(0) == ((0, 0), (0, 1))
+    assert live.slots(1) == ((0, 1),)
+    assert live.owners == {(0, 0): 0, (0, 1): 0}
+
+
+def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("no event\n")
+    live = LiveRecoveries(JOB.stages, JOB.steps, path)
+    for num_steps in range(4):
+        live.look(view(num_steps, "running", "running"))
+    append(path, commit(3, 3))
+    live.look(view(4, "running", "running"))
+    append(path, *failure(1, 0, 10), commit(4, 300))
+    assert live.look(view(4, "running", "dead")) == []
+    assert len(live.look(view(5, "running", "dead"))) == 1
+
+
+def test_the_end_of_a_run_is_no_failure(tmp_path: Path) -> None:
+    live = LiveRecoveries(JOB.stages, JOB.steps, tmp_path / "events.jsonl")
+    live.look(view(0, "running", "running"))
+    assert live.look(view(9, "left", "left")) == []
+    assert live.look(view(9, "left", "left")) == []
+
+
+def test_one_that_left_without_a_recovery_is_not_looked_for_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append(path, commit(0, 1))
+    live = LiveRecoveries(2, 1000, path)
+    live.look(view(1, "running", "running"))
+    for num_steps in range(1, 20):
+        assert live.look(view(num_steps, "running", "left")) == []
+    path.unlink()
+    assert live.look(view(21, "running", "left")) == []

@@ -1,0 +1,61 @@
+"""The plan of a job: who shadows what stands beside the grid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bamboo_cli.plan import planned, print_plan
+from engine.core.job import Job
+
+SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("job", "line"),
+    [
+        (Job(**SIZES), "redundancy lazy, shadows by stage: 0: 2, 1: 0, 2: 1"),
+        (Job(**SIZES, redundancy="none"), "redundancy none: nobody shadows a stage"),
+        (Job(stages=1), "redundancy lazy: nobody shadows a stage"),
+        (
+            Job(**SIZES, redundancy="eager"),
+            "redundancy eager, shadows by stage: 0: 2, 1: 0, 2: 1 (its redundant forwards stand in brackets)",
+        ),
+        (
+            Job(stages=1, pipelines=2, redundancy_level=1),
+            "redundancy lazy, shadows by stage: 0: 1, 0@1: 0",
+        ),
+        (
+            Job(stages=1, pipelines=2, redundancy="reroute"),
+            "redundancy reroute: the owner of the same stage in the next pipeline takes over",
+        ),
+    ],
+)
+def test_who_would_take_over(job: Job, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(job, as_json=False)
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_redundant_forwards_are_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(Job(**SIZES, redundancy="eager"), as_json=False)
+    assert "(1F0)" in capsys.readouterr().out
+    print_plan(Job(**SIZES), as_json=False)
+    assert "(1F0)" not in capsys.readouterr().out
+
+
+def test_json_has_the_shadows_of_each_stage_and_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(Job(**SIZES, redundancy_level=2), as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["redundancy"] == "lazy"
+    assert {slot: sorted(line) for slot, line in said["shadows"].items()} == {
+        "0@0": [1, 2],
+        "1@0": [0, 2],
+        "2@0": [0, 1],
+    }
+
+
+def test_every_worker_but_the_owner_may_shadow() -> None:
+    _, ownership = planned(Job(**SIZES, pipelines=2, redundancy_level=5))
+    assert all(len(set(ownership.replicas(*slot))) == 6 for slot in ownership.grid.slots())

@@ -1,0 +1,122 @@
+"""`bamboo run --kill` as its users see it: what is said of a recovery, what is compared, and the exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launcher import ROOT, Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+Launch = Callable[..., Launcher]
+
+SMALL = ("run", "--model", "mlp", "--stages", "3", "--microbatches", "4", "--steps", "6", "--validate-every", "0")
+
+
+def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -> None:
+    launcher = launch(*SMALL, "--kill", "2:1", "--json")
+    done = launcher.wait()
+    said = json.loads(done.stdout)
+    assert (done.code, said["exit_code"], said["outcome"], said["steps"]) == (0, 0, "finished", 6)
+    assert said["faults"] == [{"fault": "2:1", "fired": True}]
+    assert said["twin"] == {"steps_compared": 6, "difference": None}
+    (recovery,) = said["recoveries"]
+    assert (recovery["culprits"], recovery["step"], recovery["lost_steps"]) == ([1], 2, 0)
+    assert [each["slot"] for each in recovery["heirs"]] == [[0, 1]]
+    assert recovery["heirs"][0]["from"] == 1
+    assert recovery["phases_ms"].keys() == {"detect", "agree", "fence", "regroup", "inventory", "plan", "replay"}
+    assert sum(recovery["phases_ms"].values()) == pytest.approx(recovery["pause_ms"], abs=0.01)
+    (line,) = [line for line in done.stderr.splitlines() if line.endswith("weights identical")]
+    assert line.startswith("worker 1 was ended by SIGKILL after ")
+    assert ", 0 steps lost, weights identical" in line
+    facts = json.loads((launcher.run_folder / "run.json").read_text())
+    assert facts["result"] == said
+    assert launcher.leftovers() == []
+
+
+def test_a_twin_is_run_once_and_a_difference_to_it_fails_the_run(launch: Launch, tmp_path: Path) -> None:
+    results = ("--results", str(tmp_path / "shared"))
+    first = launch(*SMALL, *results, "--kill", "2:1").wait()
+    assert (first.code, "running the fault-free twin" in first.stderr) == (0, True)
+    second = launch(*SMALL, *results, "--kill", "3:2:F:0", "--redundancy", "eager").wait()
+    assert (second.code, "running the fault-free twin" in second.stderr) == (0, False)
+    (kept,) = (tmp_path / "shared" / "twins").iterdir()
+    lines = kept.read_text().splitlines(keepends=True)
+    step, layer, state, rest = lines[-1].split(",", 3)
+    kept.write_text("".join(lines[:-1]) + f"{step},{layer},{state[::-1]},{rest}")
+    third = launch(*SMALL, *results, "--kill", "2:1", "--json").wait()
+    said = json.loads(third.stdout)
+    assert (third.code, said["exit_code"], said["outcome"]) == (1, 1, "failed")
+    assert (
+        f"the weights are not those of the fault-free twin: step {step}, layer {layer}: state differs" in said["error"]
+    )
+    assert "weights identical" not in third.stderr
+
+
+def test_without_a_twin_nothing_is_said_of_the_weights(launch: Launch) -> None:
+    launcher = launch(*SMALL, "--kill", "2:1:STEP:after", "--no-twin")
+    done = launcher.wait()
+    assert done.code == 0
+    recovered, summary, _ = done.stdout.splitlines()
+    assert recovered.endswith(" s, 0 steps lost")
+    assert summary.startswith("finished: 6 steps in ")
+    assert not (launcher.run_folder / "twin").exists()
+    assert not (launcher.run_folder.parent / "twins").exists()
+
+
+def test_a_fault_that_does_not_strike_is_an_invalid_case(launch: Launch) -> None:
+    done = launch(*SMALL, "--kill", "2:1:HEAL", "--json").wait()
+    said = json.loads(done.stdout)
+    assert (done.code, said["exit_code"], said["outcome"]) == (6, 6, "invalid")
+    assert said["error"].endswith("did not strike: --kill 2:1:HEAL (kill before 1HEAL of step 2)")
+    assert said["faults"] == [{"fault": "2:1:HEAL", "fired": False}]
+
+
+def test_mistakes_are_named_before_anything_is_started(launch: Launch) -> None:
+    launcher = launch(*SMALL, "--kill", "9:1", "--kill", "2:7", "--json")
+    done = launcher.wait()
+    assert (done.code, json.loads(done.stdout)["outcome"]) == (2, "refused")
+    assert done.stderr.count("bamboo: --kill: expected ") == 2
+    assert not (launcher.folder / "results").exists()
+
+
+def test_a_lost_stage_ends_with_one_screen(launch: Launch) -> None:
+    done = launch(*SMALL, "--redundancy", "none", "--kill", "2:1").wait()
+    assert done.code == 80
+    assert "the state of stage 1 is lost" in done.stderr
+    assert "\n  died   worker 1 (stage 1): its last action was " in done.stderr
+    assert "\n  kept   steps 0 to 1 were committed\n" in done.stderr
+    assert "--redundancy lazy or --pipelines 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_on_a_terminal_the_dead_are_red_and_their_heirs_named(tmp_path: Path) -> None:
+    near, far = os.openpty()
+    command = [sys.executable, "-m", "bamboo_cli", *SMALL, "--steps", "300", "--kill", "20:1", "--no-twin"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    size = {"COLUMNS": "120", "LINES": "40"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment | size, stdin=far, stdout=subprocess.PIPE, stderr=far
+    ) as process:
+        os.close(far)
+        shown = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal shows
+            while part := os.read(near, 65536):
+                shown += part
+        os.close(near)
+        assert process.wait(30) == 0
+    text = shown.decode()
+    assert re.search(r"\x1b\[1;31m1 \(now worker [02]\)", text)
+    assert re.search(r"\x1b\[1;31mdead", text)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert re.search(r"took over stage 1; recovered in \d\.\d\d s, 0 steps lost", plain)
+    assert re.search(r"\n +0 +\d+ +0( 1)? +running", plain)

@@ -1,0 +1,199 @@
+"""Whoever dies, at whatever moment, the run ends as if nobody had: same weights, same losses, exit code 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import ExitCode
+from engine.core.job import Job
+from engine.runtime.account import Account
+from engine.runtime.session import Ending, run_session
+from tests.e2e.launcher import ROOT, Launcher
+from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+Recover = Callable[..., "Recovered"]
+
+# Sleeps beside its little arithmetic, so that there are moments to strike at: a step takes some 40 ms.
+SLOW: dict[str, Any] = {
+    "model": "timed",
+    "model_args": {"forward_ms": 2, "backward_ms": 3},
+    "microbatches": 4,
+    "steps": 8,
+    "validate_every": 3,
+}
+TWO_PIPELINES = {"stages": 2, "pipelines": 2}
+
+
+class Recovered:
+    """A run with strikes, and what it left."""
+
+    def __init__(self, ending: Ending, folder: Path):
+        self.ending = ending
+        self.account = ending.view.account
+        self.events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def exits(self) -> dict[int, int]:
+        """The exit code of each worker."""
+        return {event["of"]: event["code"] for event in self.events if event["event"] == "exit"}
+
+    @property
+    def verdicts(self) -> list[list[int]]:
+        """Who is out with each epoch after the first."""
+        return [[worker for worker, _ in each.verdict] for each in self.account.epochs[1:]]
+
+
+def outcome_of(account: Account) -> tuple[object, ...]:
+    """Returns all that a death may not change."""
+    return account.rows, account.losses, account.validations
+
+
+@pytest.fixture(name="recover")
+def _recover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recover:
+    """Returns a function that runs a job and strikes its workers; a strike that was not carried out fails the test."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def recover(*strikes: Strike, options: dict[str, Any] | None = None, **fields: Any) -> Recovered:
+        events = tmp_path / "events.jsonl"
+        with Striker(events, strikes) as striker:
+            ending = run_session(Job(**{**SLOW, **fields}), events, tmp_path, **(options or {}))
+        assert striker.left == []
+        return Recovered(ending, tmp_path)
+
+    return recover
+
+
+@pytest.fixture(name="faultless", scope="module")
+def _faultless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[object, ...]]:
+    """Returns a function that says how a job ends when nobody dies."""
+    known: dict[str, tuple[object, ...]] = {}
+
+    def faultless(**fields: Any) -> tuple[object, ...]:
+        name = repr(sorted(fields.items()))
+        if name not in known:
+            folder = tmp_path_factory.mktemp("faultless")
+            ending = run_session(Job(**{**SLOW, **fields}), folder / "events.jsonl", folder)
+            assert ending.error is None, ending.error
+            known[name] = outcome_of(ending.view.account)
+        return known[name]
+
+    return faultless
+
+
+def check(recovered: Recovered, expected: tuple[object, ...], *verdicts: list[int]) -> None:
+    """Checks that a run went on through these verdicts, and that nothing came of them."""
+    ending = recovered.ending
+    assert (ending.outcome, ending.exit_code, ending.error) == ("finished", ExitCode.OK, None)
+    assert outcome_of(recovered.account) == expected
+    assert recovered.verdicts == list(verdicts)
+
+
+Faultless = Callable[..., tuple[object, ...]]
+
+
+@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+@pytest.mark.parametrize("worker", range(4))
+def test_any_stage_may_die(recover: Recover, faultless: Faultless, worker: int, redundancy: str) -> None:
+    recovered = recover(Strike(computed(3, f"{worker}F1"), worker), redundancy=redundancy)
+    check(recovered, faultless(), [worker])
+    assert recovered.exits == {worker: -signal.SIGKILL, **{other: 0 for other in range(4) if other != worker}}
+    assert recovered.ending.view.workers[worker].state == "dead"
+
+
+@pytest.mark.parametrize("redundancy", ["none", "lazy", "reroute"])
+def test_another_pipeline_takes_over(recover: Recover, faultless: Faultless, redundancy: str) -> None:
+    recovered = recover(Strike(computed(3, "1B1@1"), 3), redundancy=redundancy, **TWO_PIPELINES)
+    check(recovered, faultless(**TWO_PIPELINES), [3])
+
+
+def test_one_after_the_other_until_one_is_left(recover: Recover, faultless: Faultless) -> None:
+    strikes = [Strike(committed(1), 1), Strike(committed(3), 3), Strike(committed(5), 0)]
+    check(recover(*strikes), faultless(), [1], [3], [0])
+
+
+def test_a_shadow_of_layers_with_buffers_and_dropout_has_the_same(recover: Recover, faultless: Faultless) -> None:
+    fields = {"model": "gpt", "model_args": {}, "microbatch_size": 2, "steps": 6}
+    check(recover(Strike(computed(2, "1B2"), 1), Strike(committed(4), 2), **fields), faultless(**fields), [1], [2])
+
+
+@pytest.mark.parametrize("phase", ["fence", "inventory", "regroup", "plan"])
+def test_a_second_death_during_recovery(recover: Recover, faultless: Faultless, phase: str) -> None:
+    recovered = recover(Strike(committed(2), 1), Strike(marked(phase, 2), 3))
+    check(recovered, faultless(), [1], [3])
+
+
+@pytest.mark.parametrize("kind", ["epoch", "plan", "go"])
+def test_a_second_death_when_the_agent_has_told(recover: Recover, faultless: Faultless, kind: str) -> None:
+    recovered = recover(Strike(committed(2), 0), Strike(told(kind, 2), 2))
+    check(recovered, faultless(), [0], [2])
+
+
+def test_a_death_while_others_are_healed(recover: Recover, faultless: Faultless) -> None:
+    check(recover(Strike(committed(2), 1), Strike(healing, 3)), faultless(), [1], [3])
+
+
+def test_neighbours_may_die_at_once_where_there_are_two_shadows(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(2), 1), Strike(lambda event: True, 2), redundancy_level=2)
+    assert sorted(worker for verdict in recovered.verdicts for worker in verdict) == [1, 2]
+    check(recovered, faultless(), *recovered.verdicts)
+
+
+def test_the_last_step_survives_a_death_too(recover: Recover, faultless: Faultless) -> None:
+    check(recover(Strike(committed(7), 3)), faultless(), [3])
+
+
+def test_whoever_gives_notice_hands_over_and_leaves(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(1), 2, signal.SIGTERM))
+    check(recovered, faultless(), [], [2])
+    assert recovered.exits == {0: 0, 1: 0, 2: ExitCode.LEFT_WITH_NOTICE, 3: 0}
+    assert recovered.ending.view.workers[2].state == "left"
+
+
+def test_notice_is_given_at_once_though_the_worker_is_blocked(recover: Recover, faultless: Faultless) -> None:
+    strike = Strike(computed(3, "0F1"), 3, signal.SIGTERM)  # it waits for its first microbatch
+    recovered = recover(strike)
+    check(recovered, faultless(), [], [3])
+    (notice,) = (event for event in recovered.events if event["event"] == "notice")
+    assert notice["of"] == 3
+    commits = [event for event in recovered.events if event["event"] == "commit"]
+    assert [event["step"] for event in commits if event["at_ns"] < notice["at_ns"]][-1] == 2
+
+
+def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(2), 1, signal.SIGSTOP), options={"silence_s": 1.5})
+    check(recovered, faultless(), [1])
+    assert "has been silent for" in recovered.account.epochs[-1].reason
+    assert recovered.exits[1] == -signal.SIGKILL
+
+
+def test_a_stage_without_a_live_replica_stops_the_run_and_says_what_to_do(recover: Recover) -> None:
+    recovered = recover(Strike(committed(2), 1), Strike(lambda event: True, 2))
+    ending = recovered.ending
+    assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.STATE_LOST)
+    assert "the state of stage" in str(ending.error)
+    assert "is lost in epoch" in str(ending.error)
+    assert f"last committed step {recovered.account.committed}" in str(ending.error)
+    assert "start the run again; with --set redundancy_level=2, or with --pipelines 2" in str(ending.error)
+
+
+@pytest.mark.parametrize(("redundancy", "code"), [("lazy", ExitCode.OK), ("none", ExitCode.STATE_LOST)])
+def test_a_run_leaves_nothing_behind_after_a_death(launch: Callable[..., Launcher], redundancy: str, code: int) -> None:
+    launcher = launch(
+        *("run", "--model", "timed", "--stages", "3", "--microbatches", "4", "--steps", "30", "--validate-every", "0"),
+        *("--set", "model_args.forward_ms=2", "--set", f"redundancy={redundancy}"),
+    )
+    launcher.wait_until(lambda: len(launcher.events("commit")) >= 3)
+    (pid,) = (event["child"] for event in launcher.events("started") if event["of"] == 1)
+    os.kill(pid, signal.SIGKILL)
+    done = launcher.wait()
+    assert launcher.leftovers() == []
+    assert done.code == code, done

@@ -1,0 +1,270 @@
+"""A run in small: executors in processes of their own over a real data plane, and a test in the place of the agent.
+
+The test says who owns and shadows what, counts the votes, and decides who dies where. Nothing else of a run is here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.action import Action
+from engine.core.commit import Ballot, Vote
+from engine.core.errors import WorkerFailedError
+from engine.core.inventory import from_json, to_json
+from engine.core.job import Job
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.program import build_program
+from engine.core.recovery import PlanInput, make_plan
+from engine.models.catalogue import build_model, open_data
+from engine.models.data import Data
+from engine.models.layers import Model
+from engine.runtime.control import Control, Fenced
+from engine.runtime.executor import Executor, Surroundings
+from engine.runtime.link import Link, Message
+from engine.runtime.plane import DataPlane
+from engine.runtime.progress_board import ProgressBoard
+from engine.runtime.recorder import Recorder
+from engine.runtime.replicas import Replicas
+from engine.runtime.stage import Stage
+from engine.runtime.state_hash import hash_tensors
+from engine.runtime.store_server import connect
+from engine.runtime.tensor_spec import Border
+from engine.runtime.tied import tied_stages
+from tests.runtime.peers import PeerServer
+
+WIDTH = 32  # of the synthetic vectors
+_TIMEOUT_S = 30.0
+
+
+class Block(nn.Module):
+    """Normalises, multiplies and drops: buffers and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.linear(self.norm(x)), 0.3, self.training)
+
+
+def normed() -> list[nn.Module]:
+    """Makes a model whose layers have buffers."""
+    return [nn.Linear(WIDTH, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 1)]
+
+
+NORMED = {"model": "tests.runtime.small_run:normed", "data": "synthetic", "microbatch_size": 4}
+TIED_GPT = {"model": "gpt", "model_args": {"width": 16, "depth": 2, "heads": 2, "tied": True}, "microbatch_size": 2}
+
+
+def small_job(**values: Any) -> Job:
+    return Job(**{"stages": 3, "microbatches": 4, "steps": 6, "warmup_steps": 0, "clip_norm": 0.05, **values})
+
+
+def starts_of(job: Job, model: Model) -> tuple[int, ...]:
+    return tuple(len(model.layers) * stage // job.stages for stage in range(job.stages))
+
+
+def borders_of(job: Job, model: Model, data: Data) -> tuple[Border, ...]:
+    starts = starts_of(job, model)
+    inputs, borders = data.microbatch(0, 0, 0, job.microbatch_size).inputs, []
+    for first, last in zip(starts, (*starts[1:], len(model.layers)), strict=True):
+        borders.append(Stage(job, model, 0, first, last).probe(inputs))
+        inputs = tuple(spec.zeros() for spec in borders[-1])
+    return tuple(borders)
+
+
+class Doom:
+    """Ends this process at one moment of its life."""
+
+    def __init__(self, kill: Sequence[Any]):
+        self.moment = tuple(kill)
+        self.armed = bool(kill)
+
+    def at(self, step: int, action: Action, when: str) -> None:
+        if (step, str(action), when) == self.moment:
+            os._exit(1)
+
+
+def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str, Any], kill: list[Any]) -> None:
+    """Is a worker: enters each epoch that it is told of, and runs until it is told to report."""
+    control = Control(Link.from_fd(control_fd))
+    torch.set_num_threads(1)
+    job = Job(**values)
+    data = open_data(job)
+    model = build_model(job, data.facts)
+    starts = starts_of(job, model)
+    grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
+    replicas, plane, executor = None, None, None
+    doom: Any = Doom(kill)
+    while True:
+        epoch = control.next_epoch()
+        if executor is not None:
+            control.send("inventory", holds=to_json(executor.inventory()))
+        told = control.take("plan")
+        ownership = Ownership(grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
+        if epoch["regroup"]:
+            if plane is not None:
+                plane.close()
+            plane = DataPlane(control, connect(port, f"{prefix}/{epoch['epoch']}"), worker, epoch["members"], 60.0)
+        if replicas is None or executor is None:
+            replicas = Replicas(job, model, starts, (*ownership.slots_of(worker), *ownership.shadowed_by(worker)))
+            borders = borders_of(job, model, data)
+            replicas.learn(borders)
+            board, recorder = ProgressBoard.create(worker + 1), Recorder(os.open(os.devnull, os.O_WRONLY), worker)
+            around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, doom)
+            executor = Executor(around)
+        executor.catch_up(told["commit"])
+        if told["inventories"] is None:
+            healing = frozenset((each, (d, s)) for each, d, s in told["healing"])
+            program = build_program(job.schedule, ownership, job.redundancy, healing)
+        else:
+            inventories = tuple(from_json(text) for text in told["inventories"])
+            plan = make_plan(PlanInput(epoch["epoch"], told["committed"], ownership, inventories))
+            assert plan.lost_stages == ()
+            program = plan.program
+            for slot in plan.adopted:
+                if ownership.owner(*slot) == worker:
+                    replicas.adopt(slot)
+        assert plane is not None
+        executor.enter(plane, ownership, program)
+        try:
+            while executor.run_step()["then"] != "report":
+                pass
+            control.send("report", rows=[[*slot, *_hashes(replicas.stages[slot])] for slot in replicas.whole()])
+        except (Fenced, WorkerFailedError):
+            pass  # the test hears of a death by itself
+
+
+def _hashes(stage: Stage) -> list[str]:
+    """Returns what must be equal over runs: weights and optimizer state, buffers, buffers of all pipelines."""
+    weights = [each for optimizer in stage.optimizers.values() for each in optimizer.state_tensors()]
+    buffers = [("", buffer) for buffer in stage.buffers()]
+    boundary = [("", buffer) for buffers in stage.boundary for buffer in buffers]
+    assert stage.residuals == {} and stage.losses == {} and stage.counted == stage.added == 0
+    return [hash_tensors(weights), hash_tensors(buffers), hash_tensors(boundary)]
+
+
+Rows = dict[int, dict[Slot, list[str]]]  # by worker and slot
+
+
+class SmallRun:
+    """The test's side; closes with its peers. `dead` are those that ended, in order."""
+
+    num_runs = 0
+
+    def __init__(self, peers: PeerServer, port: int, job: Job, ownership: Ownership, kills: Mapping[int, Any] = {}):
+        SmallRun.num_runs += 1
+        model = build_model(job, open_data(job).facts)
+        grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts_of(job, model)))
+        self.ownership = replace(ownership, grid=grid)
+        self.job = job
+        self.epoch = 0
+        self.step = 0
+        self.commits: list[Message] = []
+        self.dead: list[int] = []
+        self.links: dict[int, Link] = {}
+        for worker in self.ownership.workers():
+            self.links[worker], far = Link.pair()
+            arguments = (port, f"small-{SmallRun.num_runs}", worker, asdict(job), list(kills.get(worker, ())))
+            peers.start(works, *arguments, fds=[far.fileno()])
+            far.close()
+        self._tell_epoch(regroup=True)
+        self._tell_plan(None, ())
+
+    def _tell_all(self, kind: str, **fields: Any) -> None:
+        for link in self.links.values():
+            link.send(kind, **fields)
+
+    def _tell_epoch(self, regroup: bool) -> None:
+        self.epoch += 1
+        self._tell_all("epoch", epoch=self.epoch, members=sorted(self.links), regroup=regroup)
+
+    def _tell_plan(self, inventories: list[str] | None, healing: Collection[tuple[int, Slot]]) -> None:
+        self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
+        self._tell_all(
+            "plan",
+            owners=self.ownership.owners,
+            shadows=self.ownership.shadows,
+            healing=[[worker, *slot] for worker, slot in sorted(healing)],
+            committed=self.step - 1,
+            commit=self.commits[-1] if self.commits else None,
+            inventories=inventories,
+        )
+
+    def _hear(self) -> tuple[int, Message | None]:
+        ready, _, _ = select.select(list(self.links.values()), [], [], _TIMEOUT_S)
+        assert ready, f"nothing is heard at step {self.step}, epoch {self.epoch}; votes missing: {self.ballot.missing}"
+        worker = next(each for each, link in self.links.items() if link is ready[0])
+        return worker, self.links[worker].receive()
+
+    def run(self, num_steps: int) -> Rows | None:
+        """Runs steps, then returns what everybody holds; None as soon as somebody has died."""
+        until, rows = self.step + num_steps, {}
+        while len(rows) < len(self.links):
+            worker, message = self._hear()
+            if message is None:
+                self._bury(worker)
+                return None
+            if message["kind"] == "vote":
+                self._count(worker, message, until)
+            elif message["kind"] == "report":
+                rows[worker] = {(row[0], row[1]): row[2:] for row in message["rows"]}
+        return rows
+
+    def _count(self, worker: int, message: Message, until: int) -> None:
+        slot = (message["pipeline"], message["stage"])
+        norms = dict(message["norms"] or ())
+        commit = self.ballot.add(Vote(worker, message["epoch"], message["step"], *slot, norms, message["loss"]))
+        if commit is not None:
+            self.step += 1
+            then = "report" if self.step == until else ""
+            self.commits.append(
+                {"step": commit.step, "clip_factor": commit.clip_factor, "then": then, "loss": commit.loss}
+            )
+            self._tell_all("commit", **self.commits[-1])
+            self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
+
+    def _bury(self, worker: int) -> None:
+        self.links.pop(worker).close()
+        self.dead.append(worker)
+
+    def go_on(self, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> None:
+        """Begins an epoch at a step boundary, on the same plane."""
+        self._tell_epoch(regroup=False)
+        self._gather()
+        self.ownership = replace(ownership, grid=self.ownership.grid)
+        self._tell_plan(None, healing)
+
+    def recover(self, ownership: Ownership) -> bool:
+        """Begins an epoch without the dead; says whether all others were still there to answer."""
+        self._tell_epoch(regroup=True)
+        inventories = self._gather()
+        if inventories is None:
+            return False
+        self.ownership = replace(ownership, grid=self.ownership.grid)
+        self._tell_plan(inventories, ())
+        return True
+
+    def _gather(self) -> list[str] | None:
+        found: dict[int, str] = {}
+        while len(found) < len(self.links):
+            worker, message = self._hear()
+            if message is None:
+                self._bury(worker)
+                return None
+            if message["kind"] == "inventory":
+                found[worker] = message["holds"]
+        return [found[worker] for worker in sorted(found)]
+
+    def close(self) -> None:
+        """Lets every peer end."""
+        for link in self.links.values():
+            link.close()

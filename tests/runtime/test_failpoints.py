@@ -1,0 +1,112 @@
+"""Failpoints: the worker says when the moment has come, and stands still for the blow."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+from engine.core.action import Action, Op
+from engine.core.fault import Fault
+from engine.runtime import failpoints
+from engine.runtime.control import Control, Fenced, Stopped
+from engine.runtime.failpoints import Failpoints
+from engine.runtime.link import Link
+
+# The thread ends by an exception where it would end the process.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+ACTION = Action(2, Op.B, 3)
+BEFORE = Fault("5:2:B:3", 5, 0, 2, Op.B, 3)
+DURING = Fault("5:2:B:3:during", 5, 0, 2, Op.B, 3, "during")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Control, Link]]:
+    """A control and the agent's end; when that closes, the thread ends here instead of the process."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    near, far = Link.pair()
+    control = Control(near)
+    (thread,) = (each for each in threading.enumerate() if each.name == "control")
+    yield control, far
+    far.close()
+    thread.join(5.0)
+    near.close()
+
+
+def answer(agent: Link, kind: str, **fields: Any) -> threading.Thread:
+    """Answers the next strike; returns the thread that does."""
+
+    def run() -> None:
+        message = agent.receive()
+        assert message is not None and (message["kind"], message["fault"]) == ("strike", BEFORE.id)
+        agent.send(kind, **fields)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    points = Failpoints(control, 2, [BEFORE])
+    assert points.armed
+    thread = answer(agent, "fired", fault=BEFORE.id)
+    points.at(5, ACTION, "before")
+    thread.join(5.0)
+    assert control.fired == {BEFORE.id}
+    assert not points.armed
+    points.at(5, ACTION, "before")  # nobody would answer
+
+
+def test_an_heir_passes_the_moment_of_a_fault_that_has_fired(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    agent.send("fired", fault=BEFORE.id)
+    control.wait_until(lambda: control.fired or None)
+    Failpoints(control, 1, [BEFORE]).at(5, ACTION, "before")  # nobody would answer
+
+
+def test_during_an_action_it_goes_on_at_once(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    Failpoints(control, 2, [DURING]).at(5, ACTION, "during")
+    message = agent.receive()
+    assert message is not None
+    assert (message["kind"], message["fault"]) == ("strike", DURING.id)
+
+
+def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    points = Failpoints(control, 2, [BEFORE])
+    points.at(4, ACTION, "before")
+    points.at(5, ACTION, "after")
+    points.at(5, Action(1, Op.B, 3), "before")
+    assert points.armed
+    control.send("other")
+    message = agent.receive()
+    assert message is not None and message["kind"] == "other"
+    assert not Failpoints(control, 2).armed
+
+
+@pytest.mark.parametrize(("kind", "error"), [("stop", Stopped), ("epoch", Fenced)])
+def test_it_is_taken_out_of_the_wait(pair: tuple[Control, Link], kind: str, error: type[Exception]) -> None:
+    control, agent = pair
+    thread = answer(agent, kind, epoch=1)
+    with pytest.raises(error):
+        Failpoints(control, 2, [BEFORE]).at(5, ACTION, "before")
+    thread.join(5.0)
+
+
+def test_a_blow_that_never_comes_is_not_waited_for_for_ever(
+    pair: tuple[Control, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failpoints, "_PATIENCE_NS", 20_000_000)
+    control, _ = pair
+    Failpoints(control, 2, [BEFORE]).at(5, ACTION, "before")
+    assert control.fired == set()

@@ -1,0 +1,206 @@
+"""Healing between real processes: a new replica has every bit of its owner's, and a wrong bit is told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.errors import InvariantError
+from engine.core.job import Job
+from engine.core.ownership import Slot
+from engine.models.catalogue import build_model, open_data
+from engine.runtime import heal
+from engine.runtime.control import Control
+from engine.runtime.heal import send_state, state_of, take_state
+from engine.runtime.link import Link
+from engine.runtime.log import LogEntry, losses_of, take_step
+from engine.runtime.parcel import pieces_of
+from engine.runtime.plane import DataPlane
+from engine.runtime.replicas import Replicas
+from engine.runtime.store_server import connect
+from engine.runtime.tensor_spec import TensorSpec
+from tests.runtime.peers import PeerServer
+from tests.runtime.small_run import NORMED, TIED_GPT, small_job, starts_of
+
+SLOT = (0, 1)
+KEY = 7
+JOBS: dict[str, dict[str, Any]] = {
+    "adamw": NORMED,
+    "sgd": NORMED | {"optimizer": "sgd"},
+    "momentum": NORMED | {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}},
+    "two pipelines": NORMED | {"pipelines": 2},
+    "gpt": TIED_GPT,
+    "large": {"model": "mlp", "model_args": {"width": 900, "depth": 3}, "stages": 2},
+}
+# The far end of a control link must outlive its thread: when it closes, the process ends.
+far_ends: list[Link] = []
+
+
+def plane_of(port: int, prefix: str, worker: int) -> DataPlane:
+    near, far = Link.pair()
+    far_ends.append(far)
+    return DataPlane(Control(near), connect(port, prefix), worker, (0, 1), 10.0)
+
+
+def replicas_of(job: Job, slots: Sequence[Slot]) -> Replicas:
+    model = build_model(job, open_data(job).facts)
+    return Replicas(job, model, starts_of(job, model), slots)
+
+
+def trained(job: Job, num_steps: int) -> Replicas:
+    """Returns a replica that has taken steps, and is in the middle of one more."""
+    replicas = replicas_of(job, [SLOT])
+    stage = replicas.stages[SLOT]
+    generator = torch.Generator().manual_seed(5)
+    for step in range(num_steps + 1):
+        for buffer in stage.buffers():
+            buffer.add_(1)
+        for named in stage.gradients().values():
+            for gradient in named.values():
+                gradient.copy_(torch.randn(gradient.shape, generator=generator))
+        if step < num_steps:
+            buffers = tuple(
+                tuple(buffer + each for buffer in stage.buffers()) if each else stage.copy_buffers()
+                for each in range(job.pipelines)
+            )
+            take_step(stage, LogEntry(stage.gradients(), buffers, (losses_of(stage),) * job.pipelines), 0.1, 1.0)
+            stage.forget_step()
+    return replicas
+
+
+def bits(replicas: Replicas) -> list[list[Any]]:
+    """Returns the whole state as of the boundary, with its strides."""
+    return [
+        [*map(str, place), str(tensor.dtype), list(tensor.shape), list(tensor.stride()), _bytes(tensor)]
+        for place, tensor in state_of(replicas.stages[SLOT])
+    ]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return hash(bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()[:20_000]))
+
+
+def sends(port: int, prefix: str, values: dict[str, Any], num_steps: int) -> Any:
+    replicas = trained(small_job(**values), num_steps)
+    plane = plane_of(port, prefix, 0)
+    send_state(plane, (1,), KEY, replicas.stages[SLOT])
+    _part(plane, 1)
+    return [[*line[:-1]] for line in bits(replicas)], heal_digest(replicas)
+
+
+def heal_digest(replicas: Replicas) -> list[str]:
+    return [heal._hash_of(tensor) for _, tensor in state_of(replicas.stages[SLOT])]
+
+
+def takes(port: int, prefix: str, values: dict[str, Any]) -> Any:
+    replicas = replicas_of(small_job(**values), [])
+    replicas.await_heal(SLOT)
+    assert replicas.whole() == ()
+    plane = plane_of(port, prefix, 1)
+    take_state(plane, 0, KEY, replicas.stages[SLOT])
+    replicas.healed(SLOT)
+    assert replicas.whole() == (SLOT,)
+    stage = replicas.stages[SLOT]
+    assert all(torch.equal(*pair) for pair in zip(stage.buffers(), stage.boundary[0], strict=True))
+    _part(plane, 0)
+    return [[*line[:-1]] for line in bits(replicas)], heal_digest(replicas)
+
+
+def _part(plane: DataPlane, other: int) -> None:
+    """Leaves when the other has all that it needs."""
+    plane.post(other, KEY + 1, (TensorSpec((1,), torch.float32, False),))
+    plane.send(other, KEY + 1, (torch.ones(1),))
+    plane.take(other, KEY + 1)
+    plane.reap()
+    plane.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("name", JOBS)
+def test_a_new_replica_has_the_bits_of_the_boundary(peers: PeerServer, port: int, name: str, num_steps: int) -> None:
+    prefix = f"heal/{name}/{num_steps}"
+    owner = peers.start(sends, port, prefix, JOBS[name], num_steps)
+    shadow = peers.start(takes, port, prefix, JOBS[name])
+    sent, got = owner.result(), shadow.result()
+    assert got == sent
+    assert len(sent[0]) > 2
+    has_optimizer_state = any(line[0] == "optimizer" for line in sent[0])
+    assert has_optimizer_state == (num_steps > 0 and name != "sgd")
+
+
+def sends_a_wrong_bit(port: int, prefix: str, what: str) -> None:
+    replicas = trained(small_job(**NORMED), 1)
+    plane = plane_of(port, prefix, 0)
+    stage = replicas.stages[SLOT]
+    hash_of = heal._hash_of
+    heal._hash_of = lambda tensor: hash_of(tensor).replace("a", "b")  # as if the tensors had changed since
+    if what == "buffer":
+        buffers = {id(buffer) for buffer in stage.boundary[0]}
+        heal._hash_of = lambda tensor: "0" if id(tensor) in buffers else hash_of(tensor)
+    send_state(plane, (1,), KEY, stage)
+    _part(plane, 1)
+
+
+def finds_a_wrong_bit(port: int, prefix: str) -> list[Any]:
+    replicas = replicas_of(small_job(**NORMED), [])
+    replicas.await_heal(SLOT)
+    plane = plane_of(port, prefix, 1)
+    with pytest.raises(InvariantError) as refused:
+        take_state(plane, 0, KEY, replicas.stages[SLOT])
+    _part(plane, 0)
+    return [str(refused.value), replicas.whole()]
+
+
+@pytest.mark.parametrize(
+    ("what", "where"), [("buffer", "pipeline 0, buffer 0"), ("any", "layer 1 (layer1), optimizer linear.bias exp_avg")]
+)
+def test_a_wrong_bit_is_told_by_name(peers: PeerServer, port: int, what: str, where: str) -> None:
+    peers.start(sends_a_wrong_bit, port, f"wrong/{what}", what)
+    text, whole = peers.start(finds_a_wrong_bit, port, f"wrong/{what}").result()
+    assert text.startswith("the new replica of layers 1 to 2 of pipeline 0 is not what its owner sent: ")
+    assert whole == []
+    if what == "buffer":
+        assert text.endswith(where)
+
+
+def test_pieces_cover_every_byte_once_and_are_bounded() -> None:
+    mib = 1 << 20
+    sizes = [5, 0, 40 * mib, 7 * mib // 8, 3, *[mib - 1] * 20, 16 * mib, mib]
+    pieces = pieces_of(sizes)
+    covered: dict[int, int] = {}
+    for piece in pieces:
+        assert 0 < sum(end - start for _, start, end in piece) <= 16 * mib
+        for index, start, end in piece:
+            if len(piece) > 1:
+                assert sizes[index] < mib, "a large tensor travels by itself"
+            assert start == covered.get(index, 0)
+            covered[index] = end
+    assert covered == {index: size for index, size in enumerate(sizes) if size}
+    assert pieces_of([]) == pieces_of([0, 0]) == []
+
+
+def test_an_adopted_replica_has_the_buffers_of_its_own_pipeline_as_of_the_boundary() -> None:
+    job = small_job(**NORMED | {"pipelines": 2})
+    replicas = trained(job, 2)
+    source = replicas.stages[SLOT]
+    replicas.adopt((1, 1))
+    adopted = replicas.stages[1, 1]
+    assert replicas.whole() == (SLOT, (1, 1))
+    assert adopted.pipeline == 1
+    assert all(torch.equal(*pair) for pair in zip(adopted.buffers(), source.boundary[1], strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(adopted.buffers(), source.buffers(), strict=True))
+    assert (adopted.counted, adopted.added, adopted.losses) == (0, 0, {})
+    for index, optimizer in adopted.optimizers.items():
+        pairs = zip(optimizer.state_tensors(), source.optimizers[index].state_tensors(), strict=True)
+        for (name, mine), (other_name, other) in pairs:
+            assert name == other_name
+            assert torch.equal(mine, other)
+            assert mine.data_ptr() != other.data_ptr(), "two replicas share memory"
+    buffers = [buffer.clone() for buffer in source.boundary[1]]
+    for buffer in adopted.buffers():
+        buffer.add_(1)
+    assert all(torch.equal(*pair) for pair in zip(buffers, source.boundary[1], strict=True))
