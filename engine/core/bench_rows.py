@@ -16,6 +16,9 @@ from engine.core.interval import median_interval
 PIPELINE_GOAL_OF_IDEAL = 1.02
 LAUNCH_GOAL = 1 / 3
 AUDIT_GOAL = 1.02
+LAZY_GOAL = 0.01
+EAGER_GOAL_OVER_FLOOR = 0.02
+MEMORY_GOAL = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +95,22 @@ def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[flo
     """Returns one row whose goal is for the median ratio of the pairs."""
     ratio = median(one / other for one, other in zip(ours, peer, strict=True))
     return Row(case, metric, median(ours), median(peer), ratio, goal, ratio <= goal, len(ours))
+
+
+def overhead_rows(case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float) -> list[Row]:
+    """Returns the time of a step beside that without redundancy, and their ratio beside the least that it can be.
+
+    `floor` and `goal` are shares of the time without redundancy.
+    """
+    share = median(one / other for one, other in zip(ours, none, strict=True))
+    least, most = 1 + floor, 1 + goal
+    return [
+        Row(case, "step s, beside none", median(ours), median(none), share, None, None, len(ours)),
+        Row(case, "time / none, beside the floor", share, least, share / least, most, share <= most, len(ours)),
+    ]
+
+
+def prediction_row(case: str, metric: str, found: float, predicted: float, goal: float) -> Row:
+    """Returns a figure beside its prediction; the goal is for their ratio, whichever of them is the larger."""
+    ratio = found / predicted
+    return Row(case, metric, found, predicted, ratio, goal, max(ratio, 1 / ratio) <= goal, 1)

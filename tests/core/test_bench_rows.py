@@ -10,8 +10,10 @@ from engine.core.bench_rows import (
     Row,
     Stamps,
     ideal_seconds,
+    overhead_rows,
     paired_row,
     pipeline_rows,
+    prediction_row,
     seconds_taken,
 )
 
@@ -81,6 +83,21 @@ def test_pairs_are_compared_pair_by_pair() -> None:
     row = paired_row("case", "launch s", [1.0, 2.0, 1.0], [4.0, 8.0, 4.0], goal=1 / 3)
     assert (row.ours, row.peer, row.ratio, row.met, row.n) == (1.0, 4.0, 0.25, True, 3)
     assert paired_row("case", "launch s", [1.0], [2.0], goal=1 / 3).met is False
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1.05, True), (1.0501, False)])
+def test_an_overhead_stands_beside_its_floor_and_the_goal_is_for_ours(ours: float, met: bool) -> None:
+    beside_none, beside_floor = overhead_rows("case", [ours * 3, 2 * ours, 9.0], [3.0, 2.0, 1.0], 0.03, 0.05)
+    assert (beside_none.ours, beside_none.peer, beside_none.met) == (ours * 3, 2.0, None)
+    assert (beside_floor.ours, beside_floor.peer, beside_floor.goal) == (pytest.approx(ours), 1.03, 1.05)
+    assert beside_floor.ratio == pytest.approx(ours / 1.03)
+    assert (beside_floor.met, beside_floor.n) == (met, 3)
+
+
+@pytest.mark.parametrize(("found", "met"), [(1.9, False), (1.91, True), (2.0, True), (2.09, True), (2.11, False)])
+def test_a_prediction_may_miss_by_the_goal_on_either_side(found: float, met: bool) -> None:
+    row = prediction_row("case", "ratio", found, 2.0, 1.05)
+    assert (row.ours, row.peer, row.ratio, row.met) == (found, 2.0, found / 2, met)
 
 
 def test_a_row_as_plain_values_has_the_columns_in_order() -> None:

@@ -1,0 +1,100 @@
+"""The table of actions: one row for each thing that a worker has finished, with what it was done for.
+
+Rules: an action belongs to the epoch in which it began. It is *redundant* when a worker does it for a slot that another
+one owns, *replayed* when an owner of the slot had finished the same in the same step before. A forward and one that is
+redone are the same; so are a full backward and one for the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action, Op, parse_action
+
+Event = Mapping[str, Any]
+
+# What the colours of a timeline stand for.
+KINDS = ("forward", "backward", "backward in parts", "transfer, waiting", "reduce, log", "commit, step", "heal")
+_KIND_OF = {
+    **dict.fromkeys((Op.F, Op.REDO_F), 0),
+    Op.B: 1,
+    **dict.fromkeys((Op.I, Op.W), 2),
+    **dict.fromkeys(RECEIVE_OPS | SEND_OPS, 3),
+    **dict.fromkeys((Op.REDUCE_GRAD, Op.LOG), 4),
+    **dict.fromkeys((Op.COMMIT, Op.STEP), 5),
+    Op.HEAL: 6,
+}
+_SAME = {Op.F: "F", Op.REDO_F: "F", Op.B: "B", Op.I: "B", Op.W: "W"}
+_NOT_A_REPLICA = RECEIVE_OPS | SEND_OPS | {Op.HEAL, Op.REDUCE_GRAD}
+
+
+def actions_table(events: Sequence[Event], stages: int) -> pd.DataFrame:
+    """Returns one row per action: who, what (text and parts), when in nanoseconds, its epoch and what it was done for."""
+    done = [event for event in events if event["event"] == "action"]
+    table = pd.DataFrame(
+        {
+            "worker": _column(done, "worker"),
+            "pid": _column(done, "pid"),
+            "step": _column(done, "step"),
+            "action": pd.array([event["action"] for event in done], dtype="str"),
+            "start_ns": _column(done, "start_ns"),
+            "end_ns": _column(done, "end_ns"),
+        }
+    )
+    codes, texts = pd.factorize(table["action"])
+    parsed = [parse_action(text) for text in texts]
+    parts = _parts(parsed).take(codes).reset_index(drop=True)
+    table = pd.concat([table, parts], axis=1)
+    epoch, owner = _epochs_and_owners(events, table, stages)
+    table["epoch"] = epoch
+    table["redundant"] = (owner >= 0) & (owner != table["worker"].to_numpy()) & table["counts_for_replica"]
+    table["replayed"] = _replayed(table)
+    return table.drop(columns=["counts_for_replica", "same"])
+
+
+def _column(events: Sequence[Event], name: str) -> np.ndarray:
+    return np.fromiter((event.get(name, 0) for event in events), dtype=np.int64, count=len(events))
+
+
+def _parts(actions: Sequence[Action]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "pipeline": np.array([each.pipeline for each in actions], dtype=np.int64),
+            "stage": np.array([each.stage for each in actions], dtype=np.int64),
+            "op": pd.array([each.op.value for each in actions], dtype="str"),
+            "microbatch": np.array([each.microbatch for each in actions], dtype=np.int64),
+            "kind": np.array([_KIND_OF[each.op] for each in actions], dtype=np.int64),
+            "same": pd.array([_SAME.get(each.op, "") for each in actions], dtype="str"),
+            "counts_for_replica": np.array([each.op not in _NOT_A_REPLICA for each in actions], dtype=bool),
+        }
+    )
+
+
+def _epochs_and_owners(
+    events: Sequence[Event], table: pd.DataFrame, stages: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each action the epoch in which it began, and who owned its slot then (-1: not known)."""
+    epochs = [event for event in events if event["event"] == "epoch"]
+    index = np.searchsorted([event["at_ns"] for event in epochs], table["start_ns"], side="right")
+    numbers = np.array([0, *(event["epoch"] for event in epochs)], dtype=np.int64)
+    places = (table["pipeline"] * stages + table["stage"]).to_numpy()
+    width = max([1, *(len(event["owners"]) for event in epochs), *(places + 1)])
+    owners = np.full((len(epochs) + 1, width), -1, dtype=np.int64)
+    for event in events:
+        if event["event"] == "started":
+            for pipeline, stage in event["slots"]:
+                if pipeline * stages + stage < width:
+                    owners[0, pipeline * stages + stage] = event["of"]
+    for row, event in enumerate(epochs, start=1):
+        owners[row, : len(event["owners"])] = event["owners"]
+    return numbers[index], owners[index, places]
+
+
+def _replayed(table: pd.DataFrame) -> pd.Series:
+    owned = table[table["op"].isin([op.value for op in COMPUTE_OPS]) & ~table["redundant"]].sort_values("end_ns")
+    again = owned.duplicated(["step", "pipeline", "stage", "microbatch", "same"])
+    return again.reindex(table.index, fill_value=False).astype(bool)

@@ -1,0 +1,146 @@
+"""The charts beside the timeline, as plotly figures; the page gives them the colours of its theme.
+
+Rules: colours are those of Okabe and Ito, which the colour-blind tell apart. Every text from outside is escaped, for
+plotly reads a part of HTML.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from engine.report.load import RunTables
+from engine.report.recovery import ALL_PHASES
+
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
+# In the order of `KINDS`.
+KIND_COLOURS = (SKY, ORANGE, YELLOW, "#BFC4CA", GREEN, BLUE, PURPLE)
+PHASE_COLOURS = dict(
+    zip(ALL_PHASES, (VERMILLION, ORANGE, YELLOW, GREEN, "#7FCFB9", SKY, BLUE, GREY, PURPLE), strict=True)
+)
+_AFTER_THE_PAUSE = ("merged", "heal")
+
+
+def charts(run: RunTables) -> dict[str, Any]:
+    """Returns the figures as plain values, by the id of their place on the page."""
+    figures = {"loss": _loss(run), "throughput": _throughput(run), "memory": _memory(run), "exposure": _exposure(run)}
+    if len(run.recovery):
+        figures["phases"] = _phases(run.recovery)
+    return {name: figure.update_layout(template=None).to_plotly_json() for name, figure in figures.items()}
+
+
+def _phases(recovery: pd.DataFrame) -> go.Figure:
+    labels = [
+        f"{place + 1}: worker {html.escape(row.who)}, step {row.step}" if row.who else f"{place + 1}: step {row.step}"
+        for place, row in enumerate(recovery.itertuples())
+    ]
+    figure = go.Figure()
+    for phase in ALL_PHASES:
+        taken = recovery[f"{phase}_ms"].tolist()
+        figure.add_bar(
+            name=phase,
+            orientation="h",
+            x=[0.0 if pd.isna(each) else each for each in taken],
+            y=labels,
+            marker={"color": PHASE_COLOURS[phase]},
+            visible="legendonly" if phase in _AFTER_THE_PAUSE else True,
+            hovertemplate=f"{phase}: %{{x:.2f}} ms<extra></extra>",
+        )
+    figure.update_layout(
+        barmode="stack",
+        height=130 + 34 * len(labels),
+        xaxis={"title": {"text": "milliseconds"}},
+        yaxis={"autorange": "reversed", "automargin": True},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
+    )
+    return figure
+
+
+def _loss(run: RunTables) -> go.Figure:
+    figure = go.Figure()
+    steps = run.steps
+    figure.add_scatter(
+        x=steps["step"].tolist(), y=steps["loss"].tolist(), name="training", mode="lines", line={"color": BLUE, "width": 2}
+    )
+    validated = steps.dropna(subset="validation_loss")
+    if len(validated):
+        figure.add_scatter(
+            x=validated["step"].tolist(),
+            y=validated["validation_loss"].tolist(),
+            name="validation",
+            mode="lines+markers",
+            line={"color": ORANGE, "dash": "dot"},
+            marker={"size": 7, "symbol": "diamond"},
+        )
+    return _by_step(figure, run, "loss")
+
+
+def _throughput(run: RunTables) -> go.Figure:
+    figure = go.Figure()
+    figure.add_scatter(
+        x=run.steps["step"].tolist(),
+        y=run.steps["samples_per_s"].tolist(),
+        name="samples/s",
+        mode="lines",
+        line={"color": GREEN, "width": 2, "shape": "hvh"},
+    )
+    figure.update_yaxes(rangemode="tozero")
+    return _by_step(figure, run, "samples per second")
+
+
+def _by_step(figure: go.Figure, run: RunTables, unit: str) -> go.Figure:
+    for step in run.recovery["step"].dropna():
+        figure.add_vline(x=int(step), line={"color": VERMILLION, "width": 1.5, "dash": "dash"})
+    figure.update_layout(
+        height=240,
+        hovermode="x unified",
+        showlegend=len(figure.data) > 1,
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
+        xaxis={"title": {"text": "step"}},
+        yaxis={"title": {"text": unit}},
+    )
+    return figure
+
+
+def _memory(run: RunTables) -> go.Figure:
+    known = run.workers.dropna(subset="peak_memory_mib")
+    figure = go.Figure()
+    figure.add_bar(
+        x=[f"worker {worker}" for worker in known["worker"]],
+        y=known["peak_memory_mib"].tolist(),
+        customdata=known["peak_stash"].fillna(0).tolist(),
+        marker={"color": SKY},
+        hovertemplate="%{x}: %{y:.0f} MiB, at most %{customdata} microbatches stashed<extra></extra>",
+    )
+    figure.update_layout(height=240, yaxis={"title": {"text": "peak memory, MiB"}}, bargap=0.4)
+    return figure
+
+
+def _exposure(run: RunTables) -> go.Figure:
+    figure = go.Figure()
+    lengths = (run.exposure["to_ms"] - run.exposure["from_ms"]).tolist()
+    figure.add_bar(
+        orientation="h",
+        base=[0.0],
+        x=[run.end_ms],
+        y=[""],
+        marker={"color": GREEN, "opacity": 0.35},
+        hovertemplate="every slot has a replica<extra></extra>",
+    )
+    figure.add_bar(
+        orientation="h",
+        base=run.exposure["from_ms"].tolist(),
+        x=lengths,
+        y=[""] * len(lengths),
+        marker={"color": VERMILLION},
+        customdata=lengths,
+        hovertemplate="exposed for %{customdata:.1f} ms<extra></extra>",
+    )
+    figure.update_layout(
+        barmode="overlay", height=240, bargap=0.5, showlegend=False, xaxis={"title": {"text": "ms since training began"}}
+    )
+    return figure

@@ -1,0 +1,60 @@
+"""Two runs side by side: quantiles of each figure, the ratio of the medians, and what got slower.
+
+Rules: B is measured against A. A figure is slower, or faster, when the ratio of the medians leaves `SAME` and the
+intervals of the medians do not touch; with fewer than `FEWEST` values on a side nothing is said.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from engine.report.load import RunTables
+from engine.report.recovery import PHASE_COLUMNS
+
+SAME = (0.95, 1.05)
+FEWEST = 5
+COLUMNS = ["figure", "a_n", "b_n", "a_p50", "b_p50", "a_p95", "b_p95", "ratio", "verdict"]
+
+
+def compare(a: RunTables, b: RunTables) -> pd.DataFrame:
+    """Returns one row per figure that both runs have, in milliseconds, the most slowed down first."""
+    ours, theirs = _figures(a), _figures(b)
+    rows = [_row(name, ours[name], theirs[name]) for name in ours if name in theirs]
+    return pd.DataFrame(rows, columns=COLUMNS).sort_values("ratio", ascending=False, ignore_index=True)
+
+
+def _figures(run: RunTables) -> dict[str, np.ndarray]:
+    found = {"step": run.steps["duration_ms"].iloc[1:]}  # the first one warms up
+    for column in (*PHASE_COLUMNS, "pause_ms", "total_ms"):
+        found[f"recovery: {column.removesuffix('_ms')}"] = run.recovery[column]
+    lengths_ms = (run.actions["end_ns"] - run.actions["start_ns"]) / 1e6
+    for op, each in lengths_ms.groupby(run.actions["op"]):
+        found[f"action {op}"] = each
+    values = {name: series.dropna().to_numpy(dtype="float64") for name, series in found.items()}
+    return {name: each for name, each in values.items() if len(each)}
+
+
+def _row(name: str, a: np.ndarray, b: np.ndarray) -> tuple[str | int | float, ...]:
+    a50, b50 = float(np.median(a)), float(np.median(b))
+    ratio = b50 / a50 if a50 else float("nan")
+    p95 = float(np.quantile(a, 0.95)), float(np.quantile(b, 0.95))
+    return name, len(a), len(b), a50, b50, *p95, ratio, _verdict(a, b, ratio)
+
+
+def _verdict(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
+    if min(len(a), len(b)) < FEWEST or np.isnan(ratio):
+        return "too few"
+    if SAME[0] <= ratio <= SAME[1]:
+        return "same"
+    (a_low, a_high), (b_low, b_high) = _median_interval(a), _median_interval(b)
+    if a_high < b_low:
+        return "slower"
+    return "faster" if b_high < a_low else "same"
+
+
+def _median_interval(values: np.ndarray) -> tuple[float, float]:
+    """Returns the two measurements between which the true median lies with 95 %: ranks of the binomial distribution."""
+    ordered, half_width = np.sort(values), 0.98 * np.sqrt(len(values))
+    low = max(0, int(np.floor(len(values) / 2 - half_width)))
+    return float(ordered[low]), float(ordered[len(values) - 1 - low])

@@ -1,0 +1,86 @@
+"""Conditions on tables, such as ``recovery.total_ms.p95 > 500``: what a check of a run may fail on.
+
+Rules: table, column, figure, comparison and a number, and nothing else. A figure of no values meets no condition; ask for
+``count`` to learn that there are none. Missing values do not count.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from engine.core.errors import Problem, UserError, nearest
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_FIGURES: dict[str, Callable[[pd.Series], float]] = {
+    "min": pd.Series.min,
+    "max": pd.Series.max,
+    "mean": pd.Series.mean,
+    "median": pd.Series.median,
+    "sum": pd.Series.sum,
+    "count": pd.Series.count,
+}
+_FORM = "TABLE.COLUMN.FIGURE OPERATOR NUMBER, such as 'recovery.total_ms.p95 > 500'"
+_TEXT = re.compile(r"\s*(\w+)\.(\w+)\.(\w+)\s*(>=|<=|==|!=|>|<)\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
+_QUANTILE = re.compile(r"p(\d{1,2}|100)")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A comparison of one figure of a column with a number."""
+
+    text: str
+    table: str
+    column: str
+    figure: str
+    comparison: str
+    number: float
+
+    def measure(self, tables: Mapping[str, pd.DataFrame]) -> float:
+        """Returns the figure, in the unit of its column; not a number when there are no values."""
+        values = tables[self.table][self.column].dropna().astype("float64")
+        quantile = _QUANTILE.fullmatch(self.figure)
+        return float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
+
+    def holds(self, found: float) -> bool:
+        """Returns whether a measured figure meets the condition."""
+        return not math.isnan(found) and _COMPARISONS[self.comparison](found, self.number)
+
+
+def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> Condition:
+    """Returns the condition that `text` spells, about columns that exist.
+
+    Raises:
+        UserError: it spells none, or one about something unknown.
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise _refusal(_FORM, text)
+    table, column, figure, comparison, number = match.groups()
+    if table not in tables:
+        raise _refusal(f"a table: one of {', '.join(tables)}", text, nearest(table, tables))
+    columns = [name for name in tables[table].columns if pd.api.types.is_numeric_dtype(tables[table][name].dtype)]
+    if column not in columns:
+        raise _refusal(f"a column of numbers of {table}: one of {', '.join(columns)}", text, nearest(column, columns))
+    if figure not in _FIGURES and not _QUANTILE.fullmatch(figure):
+        raise _refusal(f"a figure: one of {', '.join(_FIGURES)}, or p0 to p100", text, nearest(figure, _FIGURES))
+    try:
+        return Condition(text.strip(), table, column, figure, comparison, float(number))
+    except ValueError:
+        raise _refusal("a number after the operator", text) from None
+
+
+def _refusal(expected: str, text: str, hint: str = "") -> UserError:
+    return UserError([Problem("--fail-if", expected, repr(text), hint)])

@@ -1,0 +1,31 @@
+"""The exposure window: the time in which some slot had no live replica but its owner's.
+
+Rules: with shadows, a job is exposed from the first sign of a failure until the new shadows are whole, or to its end.
+Where nobody shadows and there is one pipeline only, it is exposed all the time. Times are milliseconds since training
+began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+COLUMNS = ["from_ms", "to_ms"]
+
+
+def exposure_table(job: Mapping[str, Any], recovery: pd.DataFrame, end_ms: float) -> pd.DataFrame:
+    """Returns the intervals of exposure, none touching another."""
+    pipelines = int(job.get("pipelines", 1))
+    shadowed = job.get("redundancy", "none") != "none" and pipelines * int(job.get("stages", 1)) > 1
+    if not shadowed and pipelines == 1:
+        return pd.DataFrame([(0.0, end_ms)], columns=COLUMNS)
+    intervals: list[tuple[float, float]] = []
+    for row in recovery[recovery["who"] != ""].itertuples():
+        until_ms = end_ms if pd.isna(row.healed_ms) else row.healed_ms
+        if intervals and row.begin_ms <= intervals[-1][1]:
+            intervals[-1] = (intervals[-1][0], max(intervals[-1][1], until_ms))
+        else:
+            intervals.append((row.begin_ms, until_ms))
+    return pd.DataFrame(intervals, columns=COLUMNS, dtype="float64")

@@ -1,0 +1,86 @@
+"""Tables as text: for a terminal, CSV, JSON, Markdown and HTML; and as parquet, where pyarrow is installed.
+
+Rule: figures are rounded for a terminal, Markdown and HTML only; the others hold all of their digits.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from importlib.util import find_spec
+from io import BytesIO
+from typing import Any
+
+import pandas as pd
+
+from engine.core.errors import EnvironmentLacksError
+from engine.core.recovery_times import PHASES
+
+
+def cell_text(value: Any) -> str:
+    """Returns a value as a reader wants it: figures to three places, nothing for what is missing."""
+    if pd.isna(value):
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def as_text(table: pd.DataFrame, form: str) -> str:
+    """Returns a table in one of `TEXT_FORMS`."""
+    return _WRITERS[form](table)
+
+
+def as_parquet(table: pd.DataFrame) -> bytes:
+    """Returns a table as parquet; raises EnvironmentLacksError without pyarrow."""
+    if find_spec("pyarrow") is None:
+        raise EnvironmentLacksError("parquet needs pyarrow: pip install 'bamboo-train[parquet]'")
+    buffer = BytesIO()
+    table.to_parquet(buffer, engine="pyarrow", index=False)
+    return buffer.getvalue()
+
+
+# Of the recoveries, what fits a line.
+_SUMMARY = ["run", "what", "step", "heirs", *(f"{phase}_ms" for phase in PHASES), "pause_ms", "total_ms", "redone_actions"]
+
+
+def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Returns as many columns of a table as a reader can take in at once; times of the recovery are in milliseconds."""
+    if name != "recovery":
+        return table
+    return table[_SUMMARY].rename(columns={column: column.removesuffix("_ms").removesuffix("_actions") for column in _SUMMARY})
+
+
+def for_terminal(table: pd.DataFrame) -> tuple[list[str], list[bool], list[list[str]]]:
+    """Returns titles, which columns are numbers, and rows of texts; columns in which nothing stands are left out."""
+    shown = table.dropna(axis="columns", how="all")
+    shown = shown[[name for name in shown.columns if not (shown[name] == "").all()]]
+    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in shown.dtypes]
+    rows = [[cell_text(value) for value in row] for row in shown.itertuples(index=False, name=None)]
+    return [str(name) for name in shown.columns], numeric, rows
+
+
+def _csv(table: pd.DataFrame) -> str:
+    return str(table.to_csv(index=False, lineterminator="\n"))
+
+
+def _json(table: pd.DataFrame) -> str:
+    return str(table.to_json(orient="records", double_precision=15)) + "\n"
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    titles, numeric, rows = for_terminal(table)
+    rule = ["---:" if number else "---" for number in numeric]
+    escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (titles, rule, *escaped))
+
+
+def _html(table: pd.DataFrame) -> str:
+    titles, _, rows = for_terminal(table)
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+
+
+_WRITERS: dict[str, Callable[[pd.DataFrame], str]] = {"csv": _csv, "json": _json, "markdown": _markdown, "html": _html}
+TEXT_FORMS = tuple(_WRITERS)

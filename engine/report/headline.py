@@ -1,0 +1,72 @@
+"""What happened in a run, in one sentence; and the command that makes it happen again."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from typing import Any, Literal
+
+import pandas as pd
+
+from engine.core.job import Job
+from engine.report.load import RunTables
+
+Mood = Literal["good", "bad", "open"]
+
+
+def headline(run: RunTables) -> tuple[Mood, str]:
+    """Returns whether it went well, and the sentence."""
+    num_steps = int(run.job.get("steps", 0))
+    committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
+    if run.outcome == "finished":
+        everything = f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
+        return "good", f"{_deaths(run.recovery)} {everything} in {run.end_ms / 1e3:.1f} s."
+    steps = f"{committed} of {num_steps} steps were committed"
+    if run.outcome == "interrupted":
+        return "open", f"Interrupted: {steps}."
+    if not run.outcome:
+        return "open", f"This run has not said how it ended: {steps}."
+    cause = run.error.splitlines()[0].rstrip(".") if run.error else "it did not say why"
+    return "bad", f"The run failed: {cause}. {steps[0].upper()}{steps[1:]}."
+
+
+def _deaths(recovery: pd.DataFrame) -> str:
+    """Returns who was out and what it cost."""
+    out = recovery[recovery["who"] != ""]
+    if out.empty:
+        return "No worker was lost." if recovery.empty else "No worker was lost; one link was mended."
+    pause = _milliseconds(out["pause_ms"].median())
+    if len(out) == 1:
+        row = out.iloc[0]
+        who = "Worker" if "," not in row["who"] else "Workers"
+        heirs = f"worker {row['heirs']} took over" if row["heirs"] else "the others went on"
+        return f"{who} {row['who']} was lost in step {row['step']}; {heirs} after a pause of {pause}."
+    slowest = _milliseconds(out["pause_ms"].max())
+    return f"Workers were lost {len(out)} times; others took over after a pause of {pause} (the longest: {slowest})."
+
+
+def _milliseconds(value: float) -> str:
+    return "unknown length" if pd.isna(value) else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def command(run: RunTables) -> str:
+    """Returns the command line that runs the same job with the same faults."""
+    words = ["bamboo", "run"]
+    for each in fields(Job):
+        value = run.job.get(each.name)
+        default = each.default if each.name not in _MAPPINGS else {}
+        if each.name in run.job and each.name not in _PLACES and value != default:
+            words += _flags(each.name, value)
+    for fault in run.faults:
+        words += ["--kill", fault]
+    return shlex.join(words)
+
+
+_MAPPINGS = {"model_args", "data_args", "optimizer_args"}
+_PLACES = {"results", "name"}
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    if name in _MAPPINGS:
+        return [word for key, each in value.items() for word in ("--set", f"{name}.{key}={each}")]
+    return [f"--{name.replace('_', '-')}", str(value)]

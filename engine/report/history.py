@@ -1,0 +1,47 @@
+"""What was decided and seen in a run, in the order of time: faults, exits, suspicions, verdicts, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from engine.report.workers import how_it_ended
+
+Event = Mapping[str, Any]
+
+COLUMNS = ["at_ms", "what", "epoch", "worker", "text"]
+
+
+def history_table(events: Sequence[Event], origin_ns: int) -> pd.DataFrame:
+    """Returns one row per decision or sign; times in milliseconds since training began."""
+    rows: list[tuple[Any, ...]] = []
+    epoch = 0
+    for event in events:
+        epoch = event["epoch"] if event["event"] == "epoch" else epoch
+        tell = _TELLING.get(event["event"])
+        if tell is not None:
+            at_ns = event.get("seen_ns", event["at_ns"])
+            rows.append(((at_ns - origin_ns) / 1e6, event["event"], epoch, event.get("of"), tell(event)))
+    return pd.DataFrame(rows, columns=COLUMNS).astype({"worker": "Int64"}).sort_values("at_ms", kind="stable")
+
+
+def verdict_text(event: Event) -> str:
+    """Returns who is out with an epoch, and why it was made."""
+    out = ", ".join(f"worker {worker} {why}" for worker, why in event["verdict"])
+    return f"{out} ({event['reason']})" if out and event["reason"] not in out else out or str(event["reason"])
+
+
+_TELLING: dict[str, Callable[[Event], str]] = {
+    "fault": lambda event: f"injected {event['fault']}",
+    "notice": lambda event: f"gave notice, {event['grace_s']:g} s",
+    "suspicion": lambda event: str(event["text"]),
+    "exit": how_it_ended,
+    "epoch": verdict_text,
+    "go": lambda event: "training goes on" if event.get("epoch", 1) > 1 else "training begins",
+    "interrupt": lambda event: str(event["signal"]),
+    "store_ended": lambda event: "the coordinator's store has ended",
+    "failed": lambda event: str(event["error"]),
+    "ended": lambda event: f"{event['outcome']}, exit code {event['exit_code']}",
+}

@@ -1,0 +1,179 @@
+"""The table of recoveries: one row per recovery, and one per death that nobody recovered from.
+
+Rules: phases come from `engine.core.recovery_times`; this adds what only tables know. *merged* is from the catch-up
+point to the commit, *heal* from that commit to the one with which every slot has its shadows again. Throughput before and
+after is the median of up to ten steps. Times are milliseconds, those of `begin_ms` and the like since training began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from engine.core.action import COMPUTE_OPS
+from engine.core.recovery_times import PHASES, Recovery, recoveries
+from engine.report.steps import samples_per_step
+from engine.report.workers import how_it_ended
+
+Event = Mapping[str, Any]
+
+ALL_PHASES = (*PHASES, "merged", "heal")
+PHASE_COLUMNS = [f"{phase}_ms" for phase in ALL_PHASES]
+_TEXTS = ["outcome", "what", "who", "slots", "step", "last_action"]
+_TIMES = [*PHASE_COLUMNS, "pause_ms", "total_ms", "extra_ms"]
+_COSTS = ["redone_actions", "samples_redone", "lost_steps"]
+_THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_after"]
+_PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
+COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
+_WINDOW = 10  # steps
+_FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
+
+
+def recovery_table(
+    events: Sequence[Event], job: Mapping[str, Any], actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int
+) -> pd.DataFrame:
+    """Returns the recoveries of a run, in order; times that did not come about are missing."""
+    ended = any(event["event"] == "ended" for event in events)
+    found = recoveries(events)
+    rows = []
+    for recovery, following in zip(found, [*found[1:], None], strict=False):
+        until_ns = following.begin_ns if following else None
+        rows.append(_row(recovery, job, actions, steps, origin_ns, until_ns) | _outcome(recovery, ended))
+    recovered = {worker for recovery in found for worker, _ in recovery.verdict}
+    rows += _without_recovery(events, recovered, actions, origin_ns)
+    table = pd.DataFrame(rows, columns=COLUMNS).sort_values("begin_ms", kind="stable", ignore_index=True)
+    return table.astype(dict.fromkeys(_FLOATS, "float64") | dict.fromkeys([*_COSTS, "step", "epoch"], "Int64"))
+
+
+def _outcome(recovery: Recovery, ended: bool) -> dict[str, str]:
+    if recovery.resume_ns is not None:
+        return {"outcome": "recovered"}
+    return {"outcome": "not recovered" if ended else "under way"}
+
+
+def _row(
+    recovery: Recovery,
+    job: Mapping[str, Any],
+    actions: pd.DataFrame,
+    steps: pd.DataFrame,
+    origin_ns: int,
+    until_ns: int | None,
+) -> dict[str, Any]:
+    times = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.phases_ns.items()}
+    catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None
+    healed_ns = _healed_ns(recovery, actions, steps, origin_ns, until_ns)
+    stamps = {
+        "begin_ms": _since(recovery.begin_ns, origin_ns),
+        "catch_up_ms": _since(catch_up_ns, origin_ns),
+        "resume_ms": _since(recovery.resume_ns, origin_ns),
+        "healed_ms": _since(healed_ns, origin_ns),
+        "merged_ms": _since(recovery.resume_ns, catch_up_ns),
+        "heal_ms": _since(healed_ns, recovery.resume_ns),
+        "pause_ms": _since(recovery.pause_ns, 0),
+        "total_ms": _since(recovery.resume_ns, recovery.begin_ns),
+        "extra_ms": _since(recovery.extra_ns, 0),
+    }
+    who = ", ".join(str(worker) for worker, _ in recovery.verdict)
+    what = "; ".join(f"worker {worker} {why}" for worker, why in recovery.verdict) or "nobody was out"
+    faults = f"{', '.join(recovery.faults)}: " if recovery.faults else ""
+    return {
+        "what": faults + what,
+        "who": who,
+        "slots": " ".join(f"{pipeline}.{stage}" for (pipeline, stage), _, _ in recovery.heirs),
+        "step": recovery.step,
+        "last_action": ", ".join(at[1] for at in recovery.last_actions.values() if at),
+        "rung": _rung(recovery),
+        "heirs": ", ".join(dict.fromkeys(str(heir) for _, _, heir in recovery.heirs)),
+        "lost_steps": recovery.lost_steps,
+        "epoch": recovery.epoch,
+        "reason": recovery.reason,
+        **_redone(recovery, job, actions),
+        **_throughput(recovery, job, steps, origin_ns),
+        **times,
+        **stamps,
+    }
+
+
+def _since(at_ns: int | None, from_ns: int | None) -> float | None:
+    """Returns milliseconds between two times, if there are two."""
+    return None if at_ns is None or from_ns is None else (at_ns - from_ns) / 1e6
+
+
+def _rung(recovery: Recovery) -> str:
+    """Returns what the state came from: the ladder's rung."""
+    if recovery.resume_ns is None:
+        return "none"
+    if recovery.lost_steps:
+        return "checkpoint"
+    return "live replica" if recovery.heirs else "nothing was lost"
+
+
+def _healed_ns(
+    recovery: Recovery, actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int, until_ns: int | None
+) -> int | None:
+    """Returns when the step was committed with which new shadows became whole; None when none did."""
+    if recovery.resume_ns is None:
+        return None
+    heals = actions[(actions["op"] == "HEAL") & (actions["end_ns"] > recovery.resume_ns)]
+    if until_ns is not None:
+        heals = heals[heals["end_ns"] < until_ns]
+    if heals.empty:
+        return None
+    commits = steps[steps["step"] >= heals["step"].min()]["commit_ms"] * 1e6 + origin_ns
+    later = commits[commits >= heals[heals["step"] == heals["step"].min()]["end_ns"].max()]
+    return None if later.empty else round(later.iloc[0])
+
+
+def _redone(recovery: Recovery, job: Mapping[str, Any], actions: pd.DataFrame) -> dict[str, int]:
+    """Returns the forwards and backwards that were made again, and the samples that any of it was for."""
+    compute = actions["op"].isin([op.value for op in COMPUTE_OPS]) & actions["replayed"]
+    until_ns = recovery.resume_ns or actions["end_ns"].max()
+    again = actions[compute & (actions["start_ns"] >= recovery.begin_ns) & (actions["end_ns"] <= until_ns)]
+    num_microbatches = len(again.drop_duplicates(["step", "pipeline", "microbatch"]))
+    samples = num_microbatches * int(job.get("microbatch_size", 1)) + recovery.lost_steps * samples_per_step(job)
+    return {"redone_actions": len(again), "samples_redone": samples}
+
+
+def _throughput(
+    recovery: Recovery, job: Mapping[str, Any], steps: pd.DataFrame, origin_ns: int
+) -> dict[str, float | None]:
+    begin_ms, resume_ms = _since(recovery.begin_ns, origin_ns), _since(recovery.resume_ns, origin_ns)
+    before = steps[steps["commit_ms"] <= begin_ms]["samples_per_s"].tail(_WINDOW).median()
+    if resume_ms is None:
+        return {"samples_per_s_before": before}
+    # Times went through floating point: half a microsecond is far below what lies between two commits.
+    at = (steps["commit_ms"] - resume_ms).abs() < 5e-4
+    return {
+        "samples_per_s_before": before,
+        "samples_per_s_during": steps[at]["samples_per_s"].mean(),
+        "samples_per_s_after": steps[steps["commit_ms"] > resume_ms + 5e-4]["samples_per_s"].head(_WINDOW).median(),
+    }
+
+
+def _without_recovery(
+    events: Sequence[Event], recovered: set[int], actions: pd.DataFrame, origin_ns: int
+) -> list[dict[str, Any]]:
+    """Returns a row for each worker that ended unexpectedly and that no epoch was made for."""
+    rows = []
+    reason = next((event["error"] for event in events if event["event"] == "failed"), "")
+    for event in events:
+        if event["event"] == "exit" and not event["expected"] and event["of"] not in recovered:
+            mine = actions[actions["worker"] == event["of"]]
+            last = mine.loc[mine["end_ns"].idxmax()] if len(mine) else None
+            rows.append(
+                {
+                    "outcome": "not recovered",
+                    "what": f"worker {event['of']} was ended by {how_it_ended(event)}",
+                    "who": str(event["of"]),
+                    "slots": "",
+                    "step": None if last is None else last["step"],
+                    "last_action": "" if last is None else last["action"],
+                    "rung": "none",
+                    "heirs": "",
+                    "reason": reason,
+                    "begin_ms": _since(event["seen_ns"], origin_ns),
+                }
+            )
+    return rows

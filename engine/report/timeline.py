@@ -1,0 +1,95 @@
+"""The timeline's data: columns of numbers that the page draws from, as much of them as anybody is looking at.
+
+Rules: a page holds at most `MAX_ACTIONS` single actions, those of the steps nearest to a recovery first; of every step it
+holds one bar per worker. Times are milliseconds since training began.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from engine.report.actions import KINDS
+from engine.report.load import RunTables
+from engine.report.recovery import ALL_PHASES
+from engine.report.workers import TRANSFER
+
+MAX_ACTIONS = 150_000
+_REDUNDANT, _REPLAYED = 1, 2  # what a bar's pattern says
+
+
+def timeline(run: RunTables) -> dict[str, Any]:
+    """Returns all that the page needs to draw the timeline, as plain values; arrays are base64 of their bytes."""
+    shown = _nearest(run.actions, run.recovery)
+    codes, texts = pd.factorize(shown["action"])
+    origin_ns = run.origin_ns
+    marks = shown["redundant"] * _REDUNDANT + shown["replayed"] * _REPLAYED
+    return {
+        "kinds": list(KINDS),
+        "texts": [str(text) for text in texts],
+        "workers": [_worker(row) for row in run.workers.itertuples()],
+        "actions": {
+            "worker": _packed(shown["worker"], "<i4"),
+            "start": _packed((shown["start_ns"] - origin_ns) / 1e6, "<f8"),
+            "length": _packed((shown["end_ns"] - shown["start_ns"]) / 1e6, "<f4"),
+            "step": _packed(shown["step"], "<i4"),
+            "epoch": _packed(shown["epoch"], "<i4"),
+            "text": _packed(codes, "<i4"),
+            "kind": _packed(shown["kind"], "<u1"),
+            "mark": _packed(marks, "<u1"),
+        },
+        "bars": _bars(run.actions, origin_ns),
+        "commits": [round(at, 4) for at in run.steps["commit_ms"]],
+        "steps": run.steps["step"].tolist(),
+        "recoveries": [_recovery(row) for row in run.recovery.to_dict("records")],
+        "left_out": len(run.actions) - len(shown),
+        "end": run.end_ms,
+    }
+
+
+def _nearest(actions: pd.DataFrame, recovery: pd.DataFrame) -> pd.DataFrame:
+    """Returns the actions of whole steps, as many as the page may hold, in the order of their beginning."""
+    if len(actions) > MAX_ACTIONS:
+        steps = actions.groupby("step").size()
+        centres = recovery["step"].dropna().to_numpy(dtype=np.int64)
+        centres = centres if len(centres) else np.array([steps.index.min()])
+        distance = np.abs(steps.index.to_numpy()[:, None] - centres[None, :]).min(axis=1)
+        in_turn = steps.iloc[np.argsort(distance, kind="stable")]
+        actions = actions[actions["step"].isin(in_turn.index[in_turn.cumsum() <= MAX_ACTIONS])]
+    return actions.sort_values("start_ns", kind="stable")
+
+
+def _packed(values: Any, dtype: str) -> tuple[str, str]:
+    """Returns the type of an array and base64 of its bytes."""
+    return dtype[1:], base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()
+
+
+def _worker(row: Any) -> dict[str, Any]:
+    dead = row.state not in ("finished", "stopped", "running")
+    return {"worker": row.worker, "slots": row.slots, "state": row.state, "end": row.end_ms if dead else None}
+
+
+def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
+    """Returns one bar per worker and step: from, how long, and how much of it was spent on work."""
+    busy_ns = (actions["end_ns"] - actions["start_ns"]).where(actions["kind"] != TRANSFER, 0)
+    grouped = actions.assign(busy_ns=busy_ns).groupby(["worker", "step", "epoch"], as_index=False)
+    bars = grouped.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), busy_ns=("busy_ns", "sum"))
+    length_ns = (bars["end_ns"] - bars["start_ns"]).clip(lower=1)
+    return {
+        "worker": _packed(bars["worker"], "<i4"),
+        "step": _packed(bars["step"], "<i4"),
+        "epoch": _packed(bars["epoch"], "<i4"),
+        "start": _packed((bars["start_ns"] - origin_ns) / 1e6, "<f8"),
+        "length": _packed(length_ns / 1e6, "<f4"),
+        "busy": _packed(bars["busy_ns"] / length_ns, "<f4"),
+    }
+
+
+def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
+    phases = [[phase, row[f"{phase}_ms"]] for phase in ALL_PHASES if not pd.isna(row[f"{phase}_ms"])]
+    known = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
+    texts = {name: str(row[name]) for name in ("what", "who", "outcome", "last_action")}
+    return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}

@@ -1,0 +1,194 @@
+"""The page in a real browser: it draws, without a complaint and without a network; marks are where the events say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.report.load import RunTables, load
+from engine.report.page import page
+from tests.report.browser import Browser, find_browser
+from tests.report.made_up import MadeUpRun
+
+EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> ${x} %{y}"
+GOAL_S = 2.0
+
+
+@pytest.fixture(scope="module", name="browser")
+def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium here to open the page in (Debian: apt-get install chromium)")
+    with Browser(path, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture(name="standard")
+def _standard(browser: Browser, run: RunTables, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+    """Returns the browser with the page of the usual run open, which is not opened again when it is still there."""
+    if browser.ask("document.title").startswith("made-up"):
+        browser.ask("document.querySelector('#windows button').click()")
+    else:
+        opened(browser, run, tmp_path_factory.mktemp("standard"))
+    return browser
+
+
+@pytest.fixture(scope="module", name="run")
+def _run() -> RunTables:
+    return load(MadeUpRun(dead=((5, 2),)).events(), "made-up")
+
+
+def opened(browser: Browser, run: RunTables, folder: Path) -> float:
+    """Opens the page of a run and returns the seconds that it took."""
+    path = folder / "report.html"
+    path.write_text(page(run), encoding="utf-8")
+    return browser.open(path)
+
+
+def bars(browser: Browser, where: str) -> list[list[Any]]:
+    """Returns [what the bar tells, left, width] of the bars drawn in the timeline that `where` picks, in pixels."""
+    drawn: list[list[Any]] = browser.ask(
+        """[...document.querySelectorAll('#timeline .barlayer g.trace')].flatMap((group) => {
+          const trace = group.__data__[0].trace;
+          return [...group.querySelectorAll('g.point')].map((point) => {
+            const box = point.querySelector('path').getBoundingClientRect();
+            return [trace.customdata?.[point.__data__.i], box.x, box.width];
+          }).filter(([data]) => data && (WHERE)(data, trace));
+        })""".replace("WHERE", where)
+    )
+    return drawn
+
+
+def pixel_of(browser: Browser, at_ms: float, row: float) -> tuple[float, float]:
+    """Returns where on the screen a time and a row of the timeline lie."""
+    x, y = browser.ask(
+        f"""(() => {{
+          const chart = document.getElementById('timeline');
+          const {{ xaxis, yaxis }} = chart._fullLayout;
+          const box = chart.getBoundingClientRect();
+          return [box.x + xaxis._offset + xaxis.c2p({at_ms}), box.y + yaxis._offset + yaxis.c2p({row})];
+        }})()"""
+    )
+    return x, y
+
+
+def test_the_page_draws_without_complaint_or_network(standard: Browser, run: RunTables) -> None:
+    assert (standard.complaints, standard.requests) == ([], [])
+    assert standard.ask("document.querySelector('h1').innerText").startswith("Worker 2 was lost in step 5")
+    for chart in ("timeline", "phases", "loss", "throughput", "memory", "exposure"):
+        assert standard.ask(f"document.querySelectorAll('#{chart} .trace').length") > 0, chart
+
+
+def test_marks_are_where_the_events_say(standard: Browser, run: RunTables) -> None:
+    """By the pixels of what was drawn, not by what the page meant to draw."""
+    (row,) = run.recovery.to_dict("records")
+    x, y = pixel_of(standard, row["begin_ms"], 2)
+    cross = standard.ask(
+        "(() => { const box = document.querySelector('#timeline .scatterlayer .point').getBoundingClientRect();"
+        " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+    )
+    assert cross == pytest.approx([x, y], abs=1.5)
+    drawn = {phase: (left, width) for phase, left, width in bars(standard, "(data, trace) => trace.name === 'phases'")}
+    at_ms = row["begin_ms"]
+    for phase in ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged"):
+        left, right = pixel_of(standard, at_ms, -1)[0], pixel_of(standard, at_ms + row[f"{phase}_ms"], -1)[0]
+        assert drawn[phase] == pytest.approx((left, right - left), abs=2), phase
+        at_ms += row[f"{phase}_ms"]
+
+
+def test_every_action_in_view_is_a_bar(standard: Browser, run: RunTables) -> None:
+    low, high = standard.ask("document.getElementById('timeline')._fullLayout.xaxis.range")
+    start = (run.actions["start_ns"] - run.origin_ns) / 1e6
+    end = (run.actions["end_ns"] - run.origin_ns) / 1e6
+    expected = run.actions[(start < high) & (end > low)]
+    drawn = bars(standard, "(data, trace) => trace.name !== 'phases'")
+    assert sorted(data[0] for data, *_ in drawn) == sorted(expected["action"])
+    ((data, left, width),) = [each for each in drawn if each[0][0] == "2f0"]
+    row = expected[expected["action"] == "2f0"].iloc[0]
+    ends = [(row[name] - run.origin_ns) / 1e6 for name in ("start_ns", "end_ns")]
+    assert data[6] == ", replayed"
+    assert [left, left + width] == pytest.approx([pixel_of(standard, at_ms, 1)[0] for at_ms in ends], abs=2)
+
+
+def test_pointing_at_a_bar_names_the_action(standard: Browser, run: RunTables) -> None:
+    standard.ask("document.getElementById('timeline').scrollIntoView()")
+    action = run.actions[(run.actions["action"] == "2f3")].iloc[0]
+    middle_ms = ((action["start_ns"] + action["end_ns"]) / 2 - run.origin_ns) / 1e6
+    standard.point_at(*pixel_of(standard, middle_ms, 1))
+    said = standard.wait_for("document.querySelector('#timeline .hoverlayer .hovertext')?.textContent")
+    assert said.startswith("2f3, replayed")
+    assert "worker 1, step 5, epoch 2" in said
+
+
+def test_the_whole_run_is_shown_as_steps_and_a_zoom_as_actions(browser: Browser, tmp_path: Path) -> None:
+    run = load(MadeUpRun(stages=8, steps=60, dead=((30, 3),)).events(), "long")
+    opened(browser, run, tmp_path)
+    browser.ask("[...document.querySelectorAll('#windows button')].find((each) => each.innerText === 'Whole run').click()")
+    steps = bars(browser, "(data, trace) => trace.name.startsWith('steps')")
+    assert len(steps) == len(run.actions.drop_duplicates(["worker", "step", "epoch"]))
+    browser.ask("Plotly.relayout('timeline', { 'xaxis.range[0]': 100, 'xaxis.range[1]': 130 }).then(() => null)")
+    assert browser.wait_for("document.getElementById('timeline').data.some((each) => each.name === 'forward')")
+    assert browser.complaints == []
+
+
+def test_a_dark_page_for_those_who_like_it_dark(browser: Browser, run: RunTables, tmp_path: Path) -> None:
+    lightness = {}
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        opened(browser, run, tmp_path)
+        back = browser.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        ink = browser.ask("document.querySelector('#loss .xtick text').style.fill.match(/\\d+/g).map(Number)")
+        lightness[scheme] = (sum(back[:3]) / 3, sum(ink[:3]) / 3)
+    browser.prefer("light")
+    assert lightness["light"][0] > 200 > 60 > lightness["light"][1]
+    assert lightness["dark"][0] < 60 < 200 < lightness["dark"][1]
+
+
+def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) -> None:
+    """In every text that a run can carry: the model, the name, reasons, faults, errors."""
+    events = []
+    for event in MadeUpRun(dead=((5, 2),)).events():
+        changed = {"epoch": {"reason": EVIL, "verdict": [[who, EVIL] for who, _ in event.get("verdict", [])]}}
+        changed |= {"job": {"model": EVIL, "model_args": {EVIL: EVIL}}, "fault": {"fault": EVIL}}
+        events.append(event | changed.get(event["event"], {}))
+    events.insert(-1, events[-1] | {"event": "failed", "error": EVIL})
+    events[-1] = events[-1] | {"outcome": "failed"}
+    run = load(events, EVIL)
+    opened(browser, run, tmp_path)
+    assert browser.complaints == []
+    assert EVIL in browser.ask("document.body.innerText")
+    assert browser.ask("document.title").startswith(EVIL)
+    assert browser.ask("document.images.length + document.scripts.length") == 3
+    x, y = pixel_of(browser, run.recovery["begin_ms"][0], 2)
+    browser.point_at(x, y)
+    assert "onerror" in browser.wait_for("document.querySelector('#timeline .hoverlayer .hovertext')?.textContent")
+
+
+def test_the_policy_stops_a_script_that_is_not_ours(browser: Browser, run: RunTables, tmp_path: Path) -> None:
+    """The test of escaping above can fail, and so can the second line of defence."""
+    path = tmp_path / "report.html"
+    path.write_text(page(run).replace("<h1", "<script>document.title = 'owned'</script><h1", 1), encoding="utf-8")
+    with pytest.raises(AssertionError, match="Content Security Policy"):
+        browser.open(path)
+    assert browser.ask("document.title") != "owned"
+    browser.complaints.clear()
+
+
+def test_a_long_run_opens_quickly(browser: Browser, tmp_path: Path) -> None:
+    """In processor time, which other processes of the machine do not lengthen as they do the clock's."""
+    run = load(MadeUpRun(stages=8, steps=200, dead=((50, 3), (120, 5))).events(), "long")
+    before_s = browser.work_s()
+    taken_s = opened(browser, run, tmp_path)
+    work_s = browser.work_s() - before_s
+    print(f"200 steps of 8 workers drawn in {taken_s:.2f} s, of which {work_s:.2f} s of work")
+    assert 0 < work_s < GOAL_S
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 40])
+def test_runs_of_which_little_is_known_are_drawn(browser: Browser, tmp_path: Path, number: int) -> None:
+    opened(browser, load(MadeUpRun().events()[:number], "cut off"), tmp_path)
+    assert browser.complaints == []

@@ -1,0 +1,151 @@
+"""Tables from made-up events whose times are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.report.headline import command, headline
+from engine.report.load import RunTables, joined, load
+from tests.report.made_up import PHASES_MS, MadeUpRun, agent, did
+
+
+@pytest.fixture(scope="module", name="run")
+def _run() -> RunTables:
+    return load(MadeUpRun(dead=((5, 2),)).events(), "made-up")
+
+
+def test_a_recovery_is_one_row_with_its_phases(run: RunTables) -> None:
+    (row,) = run.recovery.to_dict("records")
+    assert (row["outcome"], row["who"], row["slots"], row["step"], row["epoch"]) == ("recovered", "2", "0.2", 5, 2)
+    assert {phase: row[f"{phase}_ms"] for phase in PHASES_MS if phase not in ("regroup", "inventory")} == {
+        phase: taken for phase, taken in PHASES_MS.items() if phase not in ("regroup", "inventory")
+    }
+    assert row["regroup_ms"] + row["inventory_ms"] == PHASES_MS["regroup"] + PHASES_MS["inventory"]
+    assert row["what"] == "5:2: worker 2 was ended by SIGKILL"
+    assert (row["heirs"], row["rung"], row["lost_steps"], row["last_action"]) == ("1", "live replica", 0, "2RECV_B3")
+
+
+def test_the_phases_of_a_recovery_add_up(run: RunTables) -> None:
+    (row,) = run.recovery.to_dict("records")
+    pause_ms = sum(PHASES_MS.values()) + row["replay_ms"]
+    assert row["pause_ms"] == pytest.approx(pause_ms)
+    assert row["total_ms"] == pytest.approx(pause_ms + row["merged_ms"])
+    assert row["resume_ms"] == run.steps["commit_ms"][5]
+    assert row["healed_ms"] == pytest.approx(run.steps["commit_ms"][6])
+
+
+def test_what_was_done_again_is_counted(run: RunTables) -> None:
+    """The victim had finished five forwards and three backwards, of five microbatches of four samples."""
+    (row,) = run.recovery.to_dict("records")
+    assert (row["redone_actions"], row["samples_redone"], row["replay_ms"]) == (8, 20, 5 * 1 + 3 * 2)
+    replayed = run.actions[run.actions["replayed"]]
+    assert set(replayed["worker"]) == {1}
+    assert set(replayed["step"]) == {5}
+    assert list(replayed["action"]) == [f"2f{m}" for m in range(5)] + [f"2B{m}" for m in range(3)]
+
+
+def test_throughput_is_told_before_during_and_after(run: RunTables) -> None:
+    (row,) = run.recovery.to_dict("records")
+    usual_ms = run.steps["duration_ms"][1]
+    assert row["samples_per_s_before"] == pytest.approx(32 / (usual_ms / 1e3))
+    assert row["samples_per_s_during"] == pytest.approx(run.steps["samples_per_s"][5])
+    assert row["samples_per_s_after"] == pytest.approx(run.steps["samples_per_s"][6:].median())
+
+
+def test_steps_have_their_epoch_and_duration(run: RunTables) -> None:
+    assert list(run.steps["step"]) == list(range(10))
+    assert list(run.steps["epoch"]) == [1] * 5 + [2] * 5
+    assert run.steps["duration_ms"].sum() == pytest.approx(run.steps["commit_ms"].iloc[-1])
+    assert run.steps["loss"][4] == 1.0
+
+
+def test_workers_say_how_they_ended(run: RunTables) -> None:
+    assert list(run.workers["state"]) == ["finished", "finished", "SIGKILL", "finished"]
+    assert list(run.workers["code"]) == [0, 0, -9, 0]
+    assert run.workers["peak_memory_mib"][0] == 200.0
+    assert math.isnan(run.workers["peak_memory_mib"][2])
+    assert run.workers["last_action"][2] == "2RECV_B3"
+
+
+def test_an_action_is_a_row_with_its_parts(run: RunTables) -> None:
+    row = run.actions[(run.actions["step"] == 0) & (run.actions["action"] == "1SEND_B3")].iloc[0]
+    assert (row["worker"], row["pid"], row["pipeline"], row["stage"]) == (1, 101, 0, 1)
+    assert (row["op"], row["microbatch"], row["epoch"], row["end_ns"] - row["start_ns"]) == ("SEND_B", 3, 1, 100_000)
+
+
+def test_what_a_worker_does_for_a_slot_of_another_is_redundant() -> None:
+    events = MadeUpRun(steps=2).events()
+    at = next(place for place, event in enumerate(events) if event["event"] == "commit")
+    shadowing = [did(1, 0, text, 1001, 1002) for text in ("2F0", "2LOG", "2STEP", "2HEAL", "1F7")]
+    run = load([*events[:at], *shadowing, *events[at:]])
+    assert list(run.actions[run.actions["redundant"]]["action"]) == ["2F0", "2LOG", "2STEP"]
+
+
+def test_a_redundant_forward_makes_no_replay_of_the_owners() -> None:
+    events = MadeUpRun(steps=1).events()
+    assert not load([*events, did(0, 0, "1F0", 999, 1000)]).actions["replayed"].any()
+
+
+def test_a_death_that_nobody_recovered_from_is_a_row_too() -> None:
+    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in ("finished", "ended", "exit")]
+    died = agent("exit", 1100, of=1, code=-9, expected=False, seen_ns=1_099_000_000)
+    run = load([*events, died, agent("failed", 1101, error="worker 1 was ended by SIGKILL\nmore"), ENDED])
+    (row,) = run.recovery.to_dict("records")
+    assert (row["outcome"], row["who"], row["rung"], row["last_action"]) == ("not recovered", "1", "none", "1STEP")
+    assert row["begin_ms"] == pytest.approx(99.0)
+    assert headline(run) == ("bad", "The run failed: worker 1 was ended by SIGKILL. 3 of 3 steps were committed.")
+
+
+ENDED = agent("ended", 1102, outcome="failed", exit_code=3)
+
+
+def test_a_recovery_that_is_going_on_is_under_way() -> None:
+    events = MadeUpRun(dead=((5, 2),)).events()
+    plan = next(place for place, event in enumerate(events) if event["event"] == "plan")
+    run = load(events[:plan])
+    assert list(run.recovery["outcome"]) == ["under way"]
+    assert run.recovery["pause_ms"].isna().all()
+    assert headline(run) == ("open", "This run has not said how it ended: 5 of 10 steps were committed.")
+
+
+def test_the_exposure_ends_when_the_new_shadow_is_whole(run: RunTables) -> None:
+    assert run.exposure.to_dict("records") == [
+        {"from_ms": run.recovery["begin_ms"][0], "to_ms": run.recovery["healed_ms"][0]}
+    ]
+
+
+@pytest.mark.parametrize(("redundancy", "pipelines", "exposed"), [("none", 1, 1), ("none", 2, 0), ("lazy", 1, 0)])
+def test_who_has_no_replica_is_exposed_all_the_time(redundancy: str, pipelines: int, exposed: int) -> None:
+    job, *rest = MadeUpRun(steps=2).events()
+    assert len(load([job | {"redundancy": redundancy, "pipelines": pipelines}, *rest]).exposure) == exposed
+
+
+def test_the_headline_says_who_was_lost_and_the_command_does_it_again(run: RunTables) -> None:
+    mood, sentence = headline(run)
+    assert mood == "good"
+    assert sentence.startswith("Worker 2 was lost in step 5; worker 1 took over after a pause of 24 ms. All 10 steps")
+    assert command(run) == "bamboo run --model mlp --set model_args.width=64 --steps 10 --seed 7 --kill 5:2"
+
+
+def test_two_deaths_are_two_rows_and_runs_are_joined(run: RunTables) -> None:
+    twice = load(MadeUpRun(stages=6, dead=((2, 1), (4, 4))).events(), "twice")
+    assert list(twice.recovery["who"]) == ["1", "4"]
+    assert list(joined([run, twice], "recovery")["run"]) == ["made-up", "twice", "twice"]
+    assert headline(twice)[1].startswith("Workers were lost 2 times; others took over")
+
+
+def test_a_run_of_which_next_to_nothing_is_known() -> None:
+    for events in ([], [agent("job", 1, stages=2, steps=3)]):
+        run = load(events)
+        assert len(run.recovery) == len(run.steps) == len(run.actions) == 0
+        assert headline(run)[0] == "open"
+
+
+def test_times_in_the_history_are_those_of_the_events(run: RunTables) -> None:
+    told = run.history[run.history["what"].isin(["fault", "exit", "epoch"])].iloc[1:4]
+    begin_ms = run.recovery["begin_ms"][0]
+    assert list(told["what"]) == ["fault", "exit", "epoch"]
+    assert list(told["at_ms"] - begin_ms) == pytest.approx([0, 1, 3])
+    assert list(told["text"])[2] == "worker 2 was ended by SIGKILL (an exit was seen)"

@@ -1,0 +1,77 @@
+"""``python -m tests.simulation``: replays a case, or tries very many.
+
+``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
+pair of kills of one shape, then random ones; ``--random N`` random ones only, from ``--first`` on. The first case that
+fails is shrunk and printed as the command that replays it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import chain, count, islice
+from time import monotonic
+
+from tests.simulation.case import Case, from_text
+from tests.simulation.run import run
+from tests.simulation.schedules import grid_cases, pair_cases, random_case, single_kills
+from tests.simulation.shrink import shrunk
+
+_BETWEEN_LINES_S = 10.0
+
+
+def main() -> int:
+    """Returns 0 if every promise was kept, 1 if not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--replay", metavar="CASE")
+    what.add_argument("--soak", type=int, metavar="N")
+    what.add_argument("--random", type=int, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
+    given = parser.parse_args()
+    if given.replay is not None:
+        history = run(from_text(given.replay), tell=_print)
+        _print(f"{history.phase} in epoch {history.epoch}, trace {history.trace}: {history.problem or 'all is well'}")
+        return bool(history.problem)
+    randoms = (random_case(number) for number in count(given.first))
+    cases = randoms if given.random is not None else chain(enumerated(), randoms)
+    return soak(islice(cases, given.random or given.soak))
+
+
+def enumerated() -> Iterator[Case]:
+    """Yields every single kill of every shape, and every pair of kills for P=4, M=4, D=1."""
+    for case in grid_cases():
+        yield from single_kills(case)
+    yield from pair_cases(Case(4, 4, steps=2))
+
+
+def soak(cases: Iterator[Case]) -> int:
+    """Tries cases, and says every few seconds how far it is; returns 1 at the first that fails."""
+    begun = told = monotonic()
+    tried = struck = recoveries = 0
+    for case in cases:
+        history = run(case)
+        tried += 1
+        struck += len(history.struck)
+        recoveries += history.epoch - 1
+        if history.problem:
+            _print(f"{history.problem}\n{case.text()}\nshrinking ...")
+            small = shrunk(case)
+            _print(f"{run(small).problem}\npython -m tests.simulation --replay '{small.text()}'")
+            return 1
+        if monotonic() - told > _BETWEEN_LINES_S:
+            told = monotonic()
+            _print(f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs, {tried / (told - begun):,.0f} per s")
+    taken = monotonic() - begun
+    _print(f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs in {taken:,.0f} s: every promise was kept")
+    return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What a simulated worker does for each action of its program: one function each, True when it is done.
+
+Rules: whoever lacks what an action needs, and cannot be waiting for it, has been given a wrong program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation import provenance
+from tests.simulation.case import Violation
+from tests.simulation.compiled import (
+    BACKWARD,
+    FORWARD,
+    NOTHING,
+    PART,
+    REDO,
+    REDUCED,
+    key_of,
+    parts_of,
+)
+from tests.simulation.replica import Replica
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+
+Action = tuple[Any, ...]
+
+
+def perform(worker: Worker, action: Action) -> bool:
+    """Returns whether the action is done; if not, the worker waits for a transfer."""
+    return _DO[action[0]](worker, action)
+
+
+def _replica(worker: Worker, slot: tuple[int, int]) -> Replica:
+    replica = worker.replicas.get(slot)
+    if replica is None or replica.version != worker.step:
+        raise Violation(f"worker {worker.number} has no whole replica of {slot} in step {worker.step}")
+    return replica
+
+
+def _use(worker: Worker, key: int) -> int:
+    """Returns a value that an action reads; what others have made is dropped with its use."""
+    if key not in worker.values:
+        raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(key)}")
+    if worker.retains and key in worker.made:
+        return worker.values[key]
+    return worker.values.pop(key)
+
+
+def _keep(worker: Worker, key: int, value: int) -> None:
+    worker.values[key] = value
+    worker.made.add(key)
+
+
+def _forward(worker: Worker, action: Action) -> bool:
+    code, slot, microbatch, source, made, kept = action
+    replica = _replica(worker, slot)
+    given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
+    output = provenance.activation(replica.weights, given)
+    if code == FORWARD:
+        replica.count_forward(microbatch, given)
+        if slot[1] == worker.case.stages - 1:
+            replica.losses = provenance.lost(replica.losses, output)
+    elif microbatch >= replica.counted and replica.logged is None:
+        raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
+    _keep(worker, made, output)
+    _keep(worker, kept, provenance.residual(replica.weights, given))
+    return True
+
+
+def _backward(worker: Worker, action: Action) -> bool:
+    code, slot, microbatch, source, made, kept = action
+    replica = _replica(worker, slot)
+    if kept not in worker.values:
+        raise Violation(f"worker {worker.number} has no residual for {code} {microbatch} of slot {slot}")
+    memory = worker.values.pop(kept)
+    given = 0 if source == NOTHING else _use(worker, source)
+    if code == BACKWARD:
+        replica.add_backward(microbatch, memory, given)
+    _keep(worker, made, provenance.gradient(memory, given))
+    return True
+
+
+def _send(worker: Worker, action: Action) -> bool:
+    _, key, targets = action
+    if key not in worker.values:
+        raise Violation(f"worker {worker.number} in step {worker.step} sends {parts_of(key)}, which it lacks")
+    if not targets:
+        raise Violation(f"worker {worker.number} sends {parts_of(key)} to nobody")
+    _send_to(worker, targets, key, worker.values[key])
+    if not worker.retains:
+        del worker.values[key]
+    return True
+
+
+def _send_to(worker: Worker, targets: tuple[int, ...], key: int, payload: Any) -> None:
+    for target in targets:
+        worker.world.send(worker, target, key, payload)
+
+
+def _receive(worker: Worker, action: Action) -> bool:
+    _, key, source = action
+    payload = worker.take(key, source)
+    if payload is None:
+        return False
+    if worker.values.setdefault(key, payload) != payload:
+        raise Violation(f"worker {worker.number} has received another {parts_of(key)} than it holds")
+    return True
+
+
+def _give(worker: Worker, action: Action) -> bool:
+    _, slot, key, targets = action
+    _send_to(worker, targets, key, healing(_replica(worker, slot)))
+    return True
+
+
+def healing(replica: Replica) -> tuple[Any, ...]:
+    """Returns what a heal sends."""
+    return replica.version, replica.state()
+
+
+def _heal(worker: Worker, action: Action) -> bool:
+    _, slot, key, source = action
+    payload = worker.take(key, source)
+    if payload is None:
+        return False
+    version, state = payload
+    worker.replicas[slot] = Replica(slot, version, *state)
+    return True
+
+
+def _reduce(worker: Worker, action: Action) -> bool:
+    """Everybody sends everybody else its share, and adds up in the order of pipelines."""
+    _, stage, mine, owners, sends = action
+    if worker.parted != worker.cursor:
+        worker.parted = worker.cursor
+        for pipeline in mine:
+            part = _replica(worker, (pipeline, stage)).part(worker.case.microbatches)
+            others = tuple(dict.fromkeys(each for each in owners if each != worker.number))
+            _send_to(worker, others, key_of(PART, pipeline, stage), part)
+    keys = [(key_of(PART, pipeline, stage), owner) for pipeline, owner in enumerate(owners) if owner != worker.number]
+    if not _all_there(worker, keys):
+        return False
+    taken = {key: worker.take(key, owner) for key, owner in keys}
+    parts = [
+        taken.get(key_of(PART, each, stage)) or worker.replicas[each, stage].part(worker.case.microbatches)
+        for each in range(len(owners))
+    ]
+    worker.reduced[stage] = reduction(parts, owners)
+    for pipeline, targets in sends:
+        _send_to(worker, targets, key_of(REDUCED, pipeline, stage), worker.reduced[stage][0])
+    return True
+
+
+def reduction(parts: list[Any], owners: tuple[int, ...]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Returns the sum in the order of pipelines, whoever owns them, with everybody's buffers and losses."""
+    sums, buffers, losses = zip(*parts, strict=True)
+    return provenance.summed(sums), buffers, losses
+
+
+def _all_there(worker: Worker, keys: list[tuple[int, int]]) -> bool:
+    for key, source in keys:
+        if key not in worker.inbox:
+            if source in worker.broken:
+                worker.suspect(source)
+            return False
+    return True
+
+
+def _make_log(worker: Worker, action: Action) -> bool:
+    _, slot, key, targets, uses = action
+    replica = _replica(worker, slot)
+    stage = slot[1]
+    if stage in worker.reduced:
+        others = [(other, source) for _, other, source in uses if source != NOTHING]
+        if not _all_there(worker, others):
+            return False
+        final, buffers, losses = worker.reduced[stage]
+        if uses:
+            final = provenance.summed(tuple(_reduced_use(worker, use) for use in uses))
+        replica.logged = (final, buffers, losses)
+    elif replica.logged is None:
+        raise Violation(f"worker {worker.number} logs slot {slot} without its reduced gradient")
+    _send_to(worker, targets, key, replica.logged)
+    return True
+
+
+def _reduced_use(worker: Worker, use: tuple[int, int, int]) -> int:
+    stage, key, source = use
+    if source != NOTHING:
+        taken: int = worker.take(key, source)
+        return taken
+    if stage not in worker.reduced:
+        raise Violation(f"worker {worker.number} lacks the gradient of stage {stage}, which it shares")
+    own: int = worker.reduced[stage][0]
+    return own
+
+
+def _take_log(worker: Worker, action: Action) -> bool:
+    _, slot, key, source = action
+    payload = worker.take(key, source)
+    if payload is None:
+        return False
+    _replica(worker, slot).logged = payload
+    return True
+
+
+def _vote(worker: Worker, action: Action) -> bool:
+    _, slot, owns = action
+    replica = _replica(worker, slot)
+    if replica.logged is None:
+        raise Violation(f"worker {worker.number} votes for slot {slot}, whose log it lacks")
+    final, _, losses = replica.logged
+    loss = provenance.loss(losses[slot[0]]) if owns and slot[1] == worker.case.stages - 1 else None
+    norm = provenance.norm(final) if owns else None
+    worker.world.say("vote", worker.epoch, worker.number, worker.step, slot, norm, loss)
+    return True
+
+
+_DO: tuple[Callable[[Worker, Action], bool], ...] = (
+    *(_forward, _forward, _backward, _backward),
+    *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote),
+)
+assert REDO == 1, "the table stands in the order of the codes"

@@ -1,0 +1,161 @@
+"""The simulated agent, which is also the coordinator: it runs the shipped protocol, and tells the workers its orders.
+
+Rules: it hears events one by one; what the protocol orders becomes a message to each worker, in order. It holds the
+ballot of the open step. It knows nothing of what was done to whom.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from engine.core import membership_effects as effects
+from engine.core import membership_events as events
+from engine.core.commit import Ballot, Vote
+from engine.core.commit import Commit as Outcome
+from engine.core.membership import step
+from engine.core.membership_state import Options, Phase, State, begin
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
+from tests.simulation.case import Case, Violation
+from tests.simulation.plans import Document, next_program
+from tests.simulation.provenance import CLIP_NORM
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+def shadows_in(ownership: Ownership) -> tuple[tuple[int, ...], ...]:
+    """Returns the shadows of each slot, also where nobody has any."""
+    return ownership.shadows or ((),) * len(ownership.owners)
+
+
+@cache
+def first_ownership(grid: Grid, redundancy: Redundancy, level: int) -> Ownership:
+    """Returns the ownership of a fresh job with its shadows."""
+    fresh = one_slot_each(grid)
+    return with_shadows(fresh, redundancy, level, fresh.owners)
+
+
+@cache
+def first_state(ownership: Ownership, steps: int) -> State:
+    """Returns the state of a job whose workers have just joined."""
+    shadows = shadows_in(ownership)
+    options = Options(stages=ownership.grid.stages, redundant=any(shadows) or ownership.grid.pipelines > 1)
+    state = begin(options, ownership.owners, shadows, steps - 1, 0)
+    for worker in state.members:
+        state, _ = step(state, events.Joined(0, worker, f"node-{worker}"))
+    return state
+
+
+class Agent:
+    """The agent of one history."""
+
+    def __init__(self, world: World, case: Case, grid: Grid):
+        self.world = world
+        self.case = case
+        self.ownership = first_ownership(grid, case.redundancy, case.level)
+        self.state = first_state(self.ownership, case.steps)
+        self.ballot = Ballot(1, 0, self.ownership, CLIP_NORM)
+        self.last: Outcome | None = None
+        self.leaving: tuple[int, ...] = ()
+
+    def hear(self, event: events.Event) -> None:
+        """Takes an event, and carries out what the protocol orders."""
+        before = self.state
+        self.state, found = step(before, event)
+        if self.state is not before:
+            self.world.judge.state_changed(before, self.state, event)
+        for effect in found:
+            _OBEY[type(effect)](self, effect)
+
+    def on_vote(
+        self, epoch: int, worker: int, number: int, slot: Slot, norm: float | None, loss: float | None
+    ) -> None:
+        """Takes a vote; a full ballot is a commit, unless the epoch is over."""
+        if not self.counts(epoch, worker):
+            return
+        if epoch != self.state.epoch:
+            raise Violation(f"a vote of epoch {epoch} counts in epoch {self.state.epoch}")
+        norms = {} if norm is None else {slot[1]: norm}
+        outcome = self.ballot.add(Vote(worker, epoch, number, *slot, norms, loss))
+        if outcome is None:
+            return
+        self.world.judge.committed(outcome, self.ballot.ownership)
+        self.last = outcome
+        self.hear(events.StepCommitted(self.world.now, epoch, number, self.ballot.ownership.shadows))
+
+    def counts(self, epoch: int, worker: int) -> bool:
+        """Returns whether votes of a worker from an epoch are taken."""
+        state = self.state
+        return worker in state.members and epoch == state.epoch and state.phase is Phase.RUNNING
+
+    # Orders
+
+    def publish(self, effect: effects.PublishEpoch) -> None:
+        """Everybody learns of the epoch, whoever is out too."""
+        for worker in self.world.workers:
+            self.world.tell(worker, "epoch", effect.epoch, effect.members)
+
+    def plan(self, effect: effects.PublishPlanInput) -> None:
+        """Tells every member what the plan is made from."""
+        clip = self.last.clip_factor if self.last else 1.0
+        self.leaving = effect.leaving
+        self.ownership = Ownership(self.ownership.grid, effect.owners, effect.shadows)
+        document = Document(
+            effect.epoch, effect.committed, self.ownership, effect.members, self.leaving, effect.inventories, clip
+        )
+        for number in effect.members:
+            self.world.tell(self.world.workers[number], "plan", document)
+
+    def start(self, effect: effects.StartTraining) -> None:
+        """A new ballot, and everybody runs the plan; while the job drains there is nothing to run."""
+        if self.state.phase is not Phase.RUNNING:
+            return
+        if self.ballot.epoch != effect.epoch:
+            self.ballot = Ballot(effect.epoch, self.state.committed + 1, self.ownership, CLIP_NORM)
+        for number in self.state.members:
+            self.world.tell(self.world.workers[number], "go", effect.epoch)
+
+    def commit(self, effect: effects.Commit) -> None:
+        """Everybody learns of the commit; the ballot of the next step is opened under the healed ownership."""
+        assert self.last is not None and self.last.step == effect.step
+        if effect.then == "step" and self.ballot.step == effect.step:
+            case, ownership = self.case, self.ballot.ownership
+            members, leaving = self.state.members, self.leaving
+            healed, _ = next_program(case.schedule, ownership, case.redundancy, case.level, members, leaving)
+            self.ballot = Ballot(effect.epoch, effect.step + 1, healed, CLIP_NORM)
+        self.world.decided(effect.step)
+        for number in self.state.members:
+            worker = self.world.workers[number]
+            self.world.tell(worker, "commit", effect.epoch, effect.step, self.last.clip_factor, effect.then)
+
+    def look(self, effect: effects.Look) -> None:
+        """Exits are seen as they happen; the clock ends the look."""
+        self.world.tick_after(self.state.options.look_ns + 1)
+
+    def evict(self, effect: effects.Evict) -> None:
+        """Whoever is out is killed, which may take a while."""
+        self.world.evict(self.world.workers[effect.worker])
+
+    def end(self, effect: effects.Effect) -> None:
+        """Everybody may leave."""
+        for worker in self.world.workers:
+            self.world.tell(worker, "end")
+
+    def nothing(self, effect: effects.Effect) -> None:
+        """It goes without saying: an epoch is an order to say what one holds."""
+
+
+_OBEY = {
+    effects.PublishEpoch: Agent.publish,
+    effects.GatherInventories: Agent.nothing,
+    effects.PublishPlanInput: Agent.plan,
+    effects.StartTraining: Agent.start,
+    effects.Commit: Agent.commit,
+    effects.OrderHandOver: Agent.nothing,
+    effects.Look: Agent.look,
+    effects.Evict: Agent.evict,
+    effects.Fence: Agent.nothing,
+    effects.Finish: Agent.end,
+    effects.Halt: Agent.end,
+}

@@ -1,0 +1,68 @@
+"""Cases of the simulation: a small job, and the faults that strike it; as JSON, so that every case can be replayed.
+
+Rules: a case says all; the same case gives the same history. A fault strikes a worker at a moment of its own: the
+`at`-th time that it comes to `point`. `moment` counts everything that a worker does: before and after each action,
+and each phase of a recovery.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# What a worker comes to. Of the last line each stands before the action that is named; `replayed` before any of a plan.
+POINTS = (
+    *("moment", "fence", "inventory", "inventoried", "plan", "planned", "go", "replayed"),
+    *("commit", "stepped", "decided"),
+    *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I"),
+)
+KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to `worker` when it comes to `point` for the `at`-th time, counted from 1.
+
+    `length` is in microseconds: how long a zombie goes on, how long a pause or a broken link lasts.
+    """
+
+    worker: int
+    point: str
+    at: int = 1
+    kind: str = "kill"
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One job and its faults. `spread` 0 gives all that takes time its usual time, more draws it from the seed."""
+
+    stages: int = 4
+    microbatches: int = 4
+    pipelines: int = 1
+    redundancy: str = "lazy"
+    level: int = 1
+    schedule: str = "1f1b"
+    ties: tuple[tuple[int, ...], ...] = ()
+    steps: int = 3
+    seed: int = 0
+    spread: int = 0
+    faults: tuple[Fault, ...] = ()
+
+    def text(self) -> str:
+        """Returns the case as one line of JSON; what is as usual is left out."""
+        usual = asdict(Case())
+        return json.dumps({name: value for name, value in asdict(self).items() if value != usual[name]})
+
+
+def from_text(text: str) -> Case:
+    """Returns the case that `text` holds."""
+    fields: dict[str, Any] = json.loads(text)
+    fields["faults"] = tuple(Fault(**each) for each in fields.get("faults", ()))
+    fields["ties"] = tuple(tuple(group) for group in fields.get("ties", ()))
+    return Case(**fields)
+
+
+class Violation(Exception):
+    """A promise was broken."""

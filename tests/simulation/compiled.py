@@ -1,0 +1,172 @@
+"""Programs in the form in which the simulated workers run them: small tuples of numbers, with peers filled in.
+
+Who sends what to whom is read off the program here once for all workers, by what actions do and not by the engine's
+rule; `tests/simulation/test_simulation.py` compares it with the engine's routes, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.ownership import Ownership, Slot
+from engine.core.program import Program
+from engine.core.requires import Kind
+from tests.simulation.case import Violation
+
+ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART = range(7)
+KINDS = {
+    Kind.ACTIVATION: ACTIVATION,
+    Kind.GRADIENT: GRADIENT,
+    Kind.RESIDUAL: RESIDUAL,
+    Kind.STATE: STATE,
+    Kind.REDUCED: REDUCED,
+    Kind.LOGGED: LOGGED,
+}
+NOTHING = -1
+# What a worker does for an action; compute first, because that takes time.
+FORWARD, REDO, BACKWARD, INPUT, SEND, RECEIVE, GIVE, HEAL, REDUCE, MAKE_LOG, TAKE_LOG, VOTE = range(12)
+COMPUTE = INPUT
+POINT_OF = ("F", "f", "B", "I", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT")
+_COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT}
+
+
+def key_of(kind: int, pipeline: int, stage: int, index: int = 0) -> int:
+    """Returns the number of a value."""
+    return kind << 24 | pipeline << 16 | stage << 8 | index
+
+
+def parts_of(key: int) -> tuple[int, int, int, int]:
+    """Returns kind, pipeline, stage and index of a value."""
+    return key >> 24, key >> 16 & 255, key >> 8 & 255, key & 255
+
+
+class Compiled(NamedTuple):
+    """One worker's share of a program."""
+
+    actions: tuple[tuple[Any, ...], ...]
+    steps: tuple[Slot, ...]  # the replicas that take the optimizer step
+
+
+class _Routes:
+    def __init__(self) -> None:
+        self.sender: dict[int, int] = {}
+        self.takers: dict[int, list[int]] = {}
+
+    def sends(self, worker: int, key: int) -> None:
+        if self.sender.setdefault(key, worker) != worker:
+            raise Violation(f"{parts_of(key)} is sent by worker {self.sender[key]} and by worker {worker}")
+
+    def takes(self, worker: int, key: int) -> None:
+        self.takers.setdefault(key, []).append(worker)
+
+    def targets(self, worker: int, key: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(each for each in self.takers.get(key, ()) if each != worker))
+
+    def source(self, key: int) -> int:
+        if key not in self.sender:
+            raise Violation(f"nobody sends {parts_of(key)}")
+        return self.sender[key]
+
+
+def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
+    """Returns every worker's share of a program."""
+    routes = routed(program, ownership)
+    found = {}
+    for worker, actions in program.items():
+        done = tuple(
+            _compiled(action, worker, ownership, routes) for action in actions if action.op is not Op.STEP
+        )
+        if any(action.op is Op.STEP for action in actions[: len(done)]):
+            raise Violation(f"worker {worker} steps before its last vote")
+        steps = tuple((each.pipeline, each.stage) for each in actions if each.op is Op.STEP)
+        found[worker] = Compiled(done, steps)
+    return found
+
+
+def carried_key(action: Action) -> int:
+    """Returns the number of what a transfer carries."""
+    stage, op, microbatch, pipeline = action
+    if op is Op.SEND_F or op is Op.RECV_F:
+        return key_of(ACTIVATION, pipeline, stage - (op is Op.RECV_F), microbatch)
+    return key_of(GRADIENT, pipeline, stage + (op is Op.RECV_B), microbatch)
+
+
+def routed(program: Program, ownership: Ownership) -> _Routes:
+    """Returns who sends and who takes each value."""
+    routes = _Routes()
+    for worker, actions in program.items():
+        for action in actions:
+            stage, op, _, pipeline = action
+            if op in SEND_OPS:
+                routes.sends(worker, carried_key(action))
+            elif op in RECEIVE_OPS:
+                routes.takes(worker, carried_key(action))
+            elif op is Op.REDUCE_GRAD:
+                for each in ownership.pipelines_of(worker, stage):
+                    routes.sends(worker, key_of(REDUCED, each, stage))
+            elif op is Op.HEAL or op is Op.LOG:
+                key = key_of(STATE if op is Op.HEAL else LOGGED, pipeline, stage)
+                if ownership.owner(pipeline, stage) != worker:
+                    routes.takes(worker, key)
+                    continue
+                routes.sends(worker, key)
+                if op is Op.LOG:
+                    for other in ownership.grid.tied_to(stage):
+                        if ownership.owner(pipeline, other) != worker:
+                            routes.takes(worker, key_of(REDUCED, pipeline, other))
+    return routes
+
+
+def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:
+    stage, op, microbatch, pipeline = action
+    slot, last = (pipeline, stage), ownership.grid.stages - 1
+    if op in _COMPUTE:
+        code = _COMPUTE[op]
+        made = key_of(ACTIVATION if code <= REDO else GRADIENT, pipeline, stage, microbatch)
+        kept = key_of(RESIDUAL, pipeline, stage, microbatch)
+        given = NOTHING
+        if code <= REDO and stage > 0:
+            given = key_of(ACTIVATION, pipeline, stage - 1, microbatch)
+        elif code > REDO and stage < last:
+            given = key_of(GRADIENT, pipeline, stage + 1, microbatch)
+        return code, slot, microbatch, given, made, kept
+    if op in SEND_OPS:
+        key = carried_key(action)
+        return SEND, key, routes.targets(worker, key)
+    if op in RECEIVE_OPS:
+        key = carried_key(action)
+        return RECEIVE, key, routes.source(key)
+    if op is Op.REDUCE_GRAD:
+        mine = ownership.pipelines_of(worker, stage)
+        owners = tuple(ownership.owner(each, stage) for each in range(ownership.grid.pipelines))
+        sends = tuple((each, routes.targets(worker, key_of(REDUCED, each, stage))) for each in mine)
+        return REDUCE, stage, mine, owners, sends
+    owns = ownership.owner(pipeline, stage) == worker
+    if op is Op.HEAL:
+        key = key_of(STATE, pipeline, stage)
+        return (GIVE, slot, key, routes.targets(worker, key)) if owns else (HEAL, slot, key, routes.source(key))
+    if op is Op.LOG:
+        key = key_of(LOGGED, pipeline, stage)
+        if not owns:
+            return TAKE_LOG, slot, key, routes.source(key)
+        return MAKE_LOG, slot, key, routes.targets(worker, key), _uses(slot, worker, ownership, routes)
+    assert op is Op.COMMIT, f"the simulation does not know {action}"
+    return VOTE, slot, owns
+
+
+def _uses(slot: Slot, worker: int, ownership: Ownership, routes: _Routes) -> tuple[tuple[int, int, int], ...]:
+    """Returns (stage, key, sender) of every use of what a stage shares; nothing where it shares nothing.
+
+    The sender of what is at hand is nobody. A log that is only sent again takes nothing, so here nobody need send.
+    """
+    pipeline, stage = slot
+    others = ownership.grid.tied_to(stage)
+    if not others:
+        return ()
+    uses = []
+    for use in sorted((stage, *others)):
+        key = key_of(REDUCED, pipeline, use)
+        here = ownership.owner(pipeline, use) == worker
+        uses.append((use, key, NOTHING if here else routes.sender.get(key, NOTHING)))
+    return tuple(uses)

@@ -1,0 +1,130 @@
+"""The judge: what may never happen, known from what the world did and from the run without faults.
+
+Rules: every replica of every slot has the state of the fault-free run after every step that it takes; the loss of each
+step is known once; state is lost exactly when no replica of a stage is left; nobody healthy is declared dead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.core.commit import Commit as Outcome
+from engine.core.membership_events import Event, Tick
+from engine.core.membership_state import Phase, State
+from engine.core.ownership import Grid, Ownership
+from tests.simulation.case import Fault, Violation
+from tests.simulation.compiled import KINDS, key_of, parts_of
+from tests.simulation.plans import read
+from tests.simulation.provenance import fault_free
+
+if TYPE_CHECKING:
+    from tests.simulation.replica import Replica
+    from tests.simulation.worker import Worker
+    from tests.simulation.world import World
+
+_SILENCE_US = 4_000_000  # whoever stands still for less is not declared dead
+_OF_THE_CLOCK = frozenset({"zombie", "pause", "link", "suspect"})
+
+
+class Judge:
+    """The judge of one history."""
+
+    def __init__(self, world: World, grid: Grid):
+        self.world = world
+        self.grid = grid
+        self.reference = fault_free(grid, world.case.steps)
+        self.outcomes: list[Outcome] = []
+        self.struck: set[int] = set()
+        self.noticed: set[int] = set()
+        self.clock_may_rule = False
+        self.holders = self._holders(world.agent.ownership)
+        self.recoveries = 0
+        self.made: dict[int, tuple[int, set[int]]] = {}
+
+    def guilty(self, worker: Worker, fault: Fault) -> None:
+        """Something was done to a worker, for which it may be out."""
+        if fault.kind == "notice":
+            self.noticed.add(worker.number)
+        elif fault.kind in ("kill", "zombie", "link") or (fault.kind == "pause" and fault.length > _SILENCE_US):
+            self.struck.add(worker.number)
+        if fault.kind in _OF_THE_CLOCK:
+            self.clock_may_rule = True
+
+    def stepped(self, worker: Worker, replica: Replica) -> None:
+        """A replica has taken the step that is open at its worker."""
+        if replica.version != worker.step + 1:
+            raise Violation(f"worker {worker.number}: {replica.slot} has version {replica.version} after {worker.step}")
+        if replica.version > len(self.outcomes):
+            raise Violation(f"worker {worker.number} takes step {worker.step}, which is not committed")
+        expected = self.reference.states[replica.version][replica.slot[1]]
+        if replica.state() != expected:
+            names = ("weights", "optimizer state", "buffers")
+            wrong = [name for name, is_, be in zip(names, replica.state(), expected, strict=True) if is_ != be]
+            raise Violation(
+                f"worker {worker.number}: {' and '.join(wrong)} of slot {replica.slot} differ after step {worker.step}"
+            )
+
+    def computed(self, worker: Worker, action: tuple[Any, ...]) -> None:
+        """A worker has run a forward or a backward, and so has made what others may need."""
+        if worker.number not in self.made or self.made[worker.number][0] != worker.step:
+            self.made[worker.number] = (worker.step, set())
+        self.made[worker.number][1].add(action[4])
+
+    def inventoried(self, worker: Worker, text: str) -> None:
+        """A worker has said what it holds: at least all that it has made in this step."""
+        step, made = self.made.get(worker.number, (-1, set()))
+        if step == worker.step and self.world.retains:
+            said = {key_of(KINDS[value.kind], *value[1:]) for value in read(text).values}
+            if not made <= said:
+                gone = [parts_of(key) for key in sorted(made - said)]
+                raise Violation(f"worker {worker.number} no longer holds {gone}, which it has made in step {step}")
+
+    def committed(self, outcome: Outcome, ownership: Ownership) -> None:
+        """A ballot is full."""
+        number = outcome.step
+        if number != len(self.outcomes):
+            raise Violation(f"step {number} is committed after {len(self.outcomes)} steps")
+        if (outcome.loss, outcome.clip_factor) != (self.reference.losses[number], self.reference.clips[number]):
+            raise Violation(f"the loss or the clip factor of step {number} differs")
+        self.outcomes.append(outcome)
+        self.holders = self._holders(ownership)
+
+    def _holders(self, ownership: Ownership) -> list[set[int]]:
+        """Returns by stage who holds a replica of it as of the last commit."""
+        pipelines = range(ownership.grid.pipelines)
+        return [
+            {worker for pipeline in pipelines for worker in ownership.replicas(pipeline, stage)}
+            for stage in range(ownership.grid.stages)
+        ]
+
+    def state_changed(self, old: State, new: State, event: Event) -> None:
+        """The protocol has decided something."""
+        if new.epoch != old.epoch:
+            self.recoveries += 1
+            for worker, why in new.verdict:
+                known = self.struck | (self.noticed if why.startswith("has left") else set())
+                if worker not in known and not why.startswith("had finished"):
+                    raise Violation(f"worker {worker} {why}, but nothing was done to it")
+            if isinstance(event, Tick) and not self.clock_may_rule:
+                raise Violation(f"the clock had to rule: {new.reason}")
+        if new.epoch == old.epoch and new.phase is old.phase:
+            return
+        lost = tuple(stage for stage, who in enumerate(self.holders) if who.isdisjoint(new.members))
+        if new.phase is Phase.HALTED:
+            if new.exit_code not in (3, 80) or not lost or (new.exit_code == 80 and new.lost_stages != lost):
+                raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
+        elif lost and new.phase is not Phase.FINISHED:
+            raise Violation(f"nobody holds {lost} any more, and the job goes on")
+
+    def end(self) -> None:
+        """The history is over: the job has finished with every step, or was lost."""
+        state = self.world.agent.state
+        if state.phase is Phase.FINISHED:
+            if len(self.outcomes) != self.world.case.steps:
+                raise Violation(f"finished after {len(self.outcomes)} steps")
+            for number in state.members:
+                worker = self.world.workers[number]
+                if worker.step != self.world.case.steps:
+                    raise Violation(f"worker {number} has finished in step {worker.step}")
+        elif state.phase is not Phase.HALTED:
+            raise Violation(f"over while {state.phase}")

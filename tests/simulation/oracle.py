@@ -1,0 +1,124 @@
+"""The oracle of plans: what the least work is that brings every gradient back, found without the planner.
+
+What a survivor holds is not made again; what nobody holds is. It knows neither order nor transfers, only which
+microbatches of which slots must be run, and so what a plan may compute: nothing more, and nothing less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.core.action import COMPUTE_OPS, Op
+from engine.core.inventory import Inventory
+from engine.core.ownership import Slot
+from engine.core.recovery import Plan, PlanInput
+from engine.core.requires import Kind, Value
+from tests.simulation.case import Violation
+
+Task = tuple[Op, int, int, int]  # op, pipeline, stage, microbatch
+
+
+def check_plan(given: PlanInput, plan: Plan) -> None:
+    """Raises Violation when a plan is of another step, loses what is there, or computes more or less than it must."""
+    if plan.step != given.committed + 1:
+        raise Violation(f"a plan of step {plan.step} after step {given.committed}")
+    if plan.lost_stages != lost_stages(given):
+        raise Violation(f"stages {plan.lost_stages} are lost by the plan, {lost_stages(given)} by the inventories")
+    if plan.lost_stages:
+        return
+    computed = Counter(
+        (action.op, action.pipeline, action.stage, action.microbatch)
+        for actions in plan.program.values()
+        for action in actions
+        if action.op in COMPUTE_OPS
+    )
+    least = Counter(least_tasks(given))
+    if computed != least:
+        more, less = computed - least, least - computed
+        raise Violation(f"the plan computes {_words(more)} more and {_words(less)} less than it must")
+
+
+def lost_stages(given: PlanInput) -> tuple[int, ...]:
+    """Returns the stages of which the owner of some slot has no replica."""
+    ownership = given.ownership
+    held = {each.worker: {stage for _, stage in each.whole} for each in given.inventories}
+    return tuple(
+        sorted({slot[1] for slot in ownership.grid.slots() if slot[1] not in held.get(ownership.owner(*slot), ())})
+    )
+
+
+def least_tasks(given: PlanInput) -> list[Task]:
+    """Returns the forwards and backwards that must be run."""
+    return _Need(given).tasks()
+
+
+class _Need:
+    """Walks backwards from the gradients that are missing."""
+
+    def __init__(self, given: PlanInput):
+        self.ownership = given.ownership
+        self.grid = given.ownership.grid
+        self.held: dict[int, Inventory] = {
+            each.worker: each for each in given.inventories if each.step == given.committed + 1
+        }
+        self.anywhere = {value for each in self.held.values() for value in each.values}
+        self.found: set[Task] = set()
+        self.done = {slot for slot in self.grid.slots() if self._is_done(slot[1])}
+
+    def _is_done(self, stage: int) -> bool:
+        return all(
+            self._has_logged(each, other)
+            for other in (stage, *self.grid.tied_to(stage))
+            for each in range(self.grid.pipelines)
+        )
+
+    def _has_logged(self, pipeline: int, stage: int) -> bool:
+        held = self.held.get(self.ownership.owner(pipeline, stage))
+        return held is not None and (pipeline, stage) in held.logged
+
+    def tasks(self) -> list[Task]:
+        for slot in self.grid.slots():
+            if slot in self.done:
+                continue
+            counted, added = self._counters(slot)
+            for microbatch in range(counted, self.grid.microbatches):
+                self._forward(Op.F, slot, microbatch)
+            for microbatch in range(added, self.grid.microbatches):
+                self._backward(Op.B, slot, microbatch)
+        return sorted(self.found)
+
+    def _counters(self, slot: Slot) -> tuple[int, int]:
+        """Returns how many forwards and backwards of a slot need not be counted again."""
+        held = self.held.get(self.ownership.owner(*slot))
+        if slot in self.done:
+            return self.grid.microbatches, self.grid.microbatches
+        return (held.counted.get(slot, 0), held.added.get(slot, 0)) if held else (0, 0)
+
+    def _forward(self, op: Op, slot: Slot, microbatch: int) -> None:
+        task = (op, *slot, microbatch)
+        if task in self.found:
+            return
+        self.found.add(task)
+        pipeline, stage = slot
+        before = Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch)
+        if stage > 0 and before not in self.anywhere and microbatch < self._counters((pipeline, stage - 1))[0]:
+            self._forward(Op.REDO_F, (pipeline, stage - 1), microbatch)
+
+    def _backward(self, op: Op, slot: Slot, microbatch: int) -> None:
+        task = (op, *slot, microbatch)
+        if task in self.found:
+            return
+        self.found.add(task)
+        pipeline, stage = slot
+        held = self.held.get(self.ownership.owner(*slot))
+        kept = held is not None and Value(Kind.RESIDUAL, pipeline, stage, microbatch) in held.values
+        if not kept and microbatch < self._counters(slot)[0]:
+            self._forward(Op.REDO_F, slot, microbatch)
+        after = Value(Kind.GRADIENT, pipeline, stage + 1, microbatch)
+        if stage + 1 < self.grid.stages and after not in self.anywhere:
+            if microbatch < self._counters((pipeline, stage + 1))[1]:
+                self._backward(Op.I, (pipeline, stage + 1), microbatch)
+
+
+def _words(tasks: Counter[Task]) -> str:
+    return " ".join(f"{stage}{op}{microbatch}@{pipeline}" for op, pipeline, stage, microbatch in sorted(tasks)) or "nothing"

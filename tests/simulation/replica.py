@@ -1,0 +1,131 @@
+"""A simulated replica of a slot, and what a worker says it holds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from engine.core.inventory import Inventory, to_json
+from engine.core.ownership import Ownership, Slot
+from engine.core.requires import Kind, Value
+from tests.simulation import provenance
+from tests.simulation.case import Violation
+from tests.simulation.compiled import KINDS, parts_of
+
+if TYPE_CHECKING:
+    from tests.simulation.worker import Worker
+
+_KINDS = {number: kind for kind, number in KINDS.items()}
+
+
+class Replica:
+    """Weights, optimizer state and every pipeline's buffers as of the boundary, and how far it is in the open step."""
+
+    __slots__ = (
+        *("slot", "version", "weights", "optimizer", "buffers"),
+        *("running", "losses", "counted", "sums", "added", "logged", "forwards", "backwards"),
+    )
+
+    def __init__(self, slot: Slot, version: int, weights: int, optimizer: int, buffers: tuple[int, ...]):
+        self.slot = slot
+        self.version = version
+        self.weights = weights
+        self.optimizer = optimizer
+        self.buffers = buffers
+        self.begin()
+
+    def begin(self) -> None:
+        """Opens the next step."""
+        self.running = self.buffers[self.slot[0]]
+        self.losses = self.counted = self.sums = self.added = 0
+        self.logged: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+        self.forwards: list[int] = []
+        self.backwards: list[int] = []
+
+    def state(self) -> tuple[int, int, tuple[int, ...]]:
+        """Returns all that a heal carries."""
+        return self.weights, self.optimizer, self.buffers
+
+    def take_step(self, clip: float) -> None:
+        """Applies the optimizer step to what is logged."""
+        if self.logged is None:
+            raise Violation(f"a step of slot {self.slot} without its log")
+        final, self.buffers, _ = self.logged
+        self.weights, self.optimizer = provenance.stepped(self.weights, self.optimizer, final, clip)
+        self.version += 1
+        self.begin()
+
+    def count_forward(self, microbatch: int, given: int) -> None:
+        """Counts a forward in the buffers, where the counter fits."""
+        if microbatch != self.counted:
+            raise Violation(f"forward {microbatch} of slot {self.slot} after {self.counted} have been counted")
+        self.counted += 1
+        self.forwards.append(microbatch)
+        self.running = provenance.counted(self.running, given)
+
+    def add_backward(self, microbatch: int, kept: int, given: int) -> None:
+        """Adds a gradient to the accumulator, where the counter fits."""
+        if microbatch != self.added:
+            raise Violation(f"backward {microbatch} of slot {self.slot} after {self.added} have been added")
+        self.added += 1
+        self.backwards.append(microbatch)
+        self.sums = provenance.added(self.sums, kept, given)
+
+    def part(self, microbatches: int) -> tuple[int, int, int]:
+        """Returns its share of the reduction; the accumulator stays as it is."""
+        if self.forwards != [*range(microbatches)] or self.backwards != [*range(microbatches)]:
+            raise Violation(f"slot {self.slot} has counted {self.forwards} and added {self.backwards}")
+        return self.sums, self.running, self.losses
+
+
+def adopted(worker: Worker, slots: tuple[Slot, ...], ownership: Ownership) -> None:
+    """Builds the replicas that a worker is to own from those of the same stage of other pipelines."""
+    for slot in slots:
+        if ownership.owner(*slot) == worker.number and slot not in worker.replicas:
+            pipelines = [pipeline for pipeline, stage in sorted(worker.replicas) if stage == slot[1]]
+            if not pipelines:
+                raise Violation(f"worker {worker.number} cannot adopt {slot}")
+            source = worker.replicas[pipelines[0], slot[1]]
+            worker.replicas[slot] = Replica(slot, source.version, *source.state())
+
+
+def inventory_of(worker: Worker) -> str:
+    """Returns what a worker holds, as the text that it sends."""
+    replicas = sorted(worker.replicas.items())
+    return _text(
+        worker.number,
+        worker.step,
+        tuple(slot for slot, replica in replicas if replica.version == worker.step),
+        tuple((slot, replica.counted) for slot, replica in replicas if replica.counted),
+        tuple((slot, replica.added) for slot, replica in replicas if replica.added),
+        tuple(slot for slot, replica in replicas if replica.logged is not None),
+        tuple(sorted(worker.values)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _text(
+    worker: int,
+    step: int,
+    whole: tuple[Slot, ...],
+    counted: tuple[tuple[Slot, int], ...],
+    added: tuple[tuple[Slot, int], ...],
+    logged: tuple[Slot, ...],
+    keys: tuple[int, ...],
+) -> str:
+    values = tuple(sorted(_value(key) for key in keys))
+    return to_json(Inventory(worker, step, whole, dict(counted), dict(added), logged, values))
+
+
+def _value(key: int) -> Value:
+    kind, *place = parts_of(key)
+    return Value(Kind(_KINDS[kind]), *place)
+
+
+def first_replica(slot: Slot, pipelines: int) -> Replica:
+    """Returns a replica as a job begins."""
+    stage = slot[1]
+    buffers = tuple(provenance.first_buffers(each, stage) for each in range(pipelines))
+    return Replica(slot, 0, provenance.first_weights(stage), provenance.first_optimizer(stage), buffers)
+
+

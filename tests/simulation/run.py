@@ -1,0 +1,38 @@
+"""One case, one history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.errors import BambooError
+from engine.core.membership_state import Phase
+from tests.simulation.case import Case, Fault, Violation
+from tests.simulation.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What came of a case; `problem` is empty if every promise was kept. `moments` are counted by worker."""
+
+    case: Case
+    problem: str
+    trace: int
+    moments: tuple[int, ...]
+    struck: tuple[Fault, ...]
+    phase: Phase
+    epoch: int
+
+
+def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
+    """Returns the history of a case."""
+    world = World(case, tell)
+    problem = ""
+    try:
+        world.run()
+        world.judge.end()
+    except (Violation, BambooError, AssertionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    state = world.agent.state
+    moments = tuple(worker.moments for worker in world.workers)
+    return History(case, problem, world.trace, moments, tuple(world.struck), state.phase, state.epoch)

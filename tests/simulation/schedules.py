@@ -1,0 +1,108 @@
+"""Which cases are tried: every single moment, pairs of moments, and random ones that prefer where it hurts.
+
+Rules: an enumeration first asks the run without faults how many moments each worker has. Random cases are a function of
+their number; uniform kills miss holes that are one in ten thousand, so most faults fall on fence, inventory, replay,
+heal and the time between a commit and its receipt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+from tests.simulation.case import POINTS, Case, Fault
+from tests.simulation.run import run
+
+_AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
+_AT_THE_END = ("commit", "stepped", "decided", "LOG", "COMMIT", "REDUCE_GRAD")
+_REDUNDANCIES = ("none", "lazy", "eager", "reroute")
+_TIMING = (0, 3)  # seeds without a spread: exit seen late and all in flight arrives; seen early and all is lost
+
+
+def single_kills(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
+    """Yields a case for every `stride`-th moment of every worker in the middle step, and for both ways to time it."""
+    for worker, moments in enumerate(run(case).moments):
+        start, end = moments // case.steps, moments // case.steps * 2
+        for moment in range(start + 1 + first % stride, end + 1, stride):
+            for seed in _TIMING:
+                yield replace(case, seed=seed, faults=(Fault(worker, "moment", moment),))
+
+
+def grid_cases() -> Iterator[Case]:
+    """Yields the fault-free case of every shape that is enumerated, the small ones first."""
+    shapes = sorted(product((1, 2), (2, 3, 4, 6), (2, 4, 8)), key=lambda shape: shape[0] * shape[1] * shape[2])
+    for (pipelines, stages, microbatches), redundancy, schedule in product(shapes, _REDUNDANCIES, ("1f1b", "gpipe")):
+        if pipelines > 1 or redundancy != "reroute":
+            yield Case(stages, microbatches, pipelines, redundancy, schedule=schedule)
+
+
+def pair_cases(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
+    """Yields every `stride`-th pair of kills: one in the middle step, and one of another worker at any moment after."""
+    place = first
+    for one in single_kills(case):
+        if one.seed != _TIMING[0]:
+            continue
+        (kill,) = one.faults
+        outcome = run(one)
+        for worker, moments in enumerate(outcome.moments):
+            if worker == kill.worker:
+                continue
+            for moment in range(kill.at // 2, moments + 1):
+                place += 1
+                if place % stride == 0:
+                    yield replace(one, seed=_TIMING[place // stride % 2], faults=(kill, Fault(worker, "moment", moment)))
+
+
+def random_case(number: int) -> Case:
+    """Returns the random case of a number."""
+    rng = Random(number)  # noqa: S311
+    stages = rng.choice((1, 2, 2, 3, 3, 4, 4, 6))
+    pipelines = rng.choice((1, 1, 1, 2, 2, 3)) if stages < 6 else 1
+    redundancy = rng.choice(("lazy", "lazy", "eager", "eager", "reroute" if pipelines > 1 else "lazy", "none"))
+    case = Case(
+        stages=stages,
+        microbatches=rng.choice((1, 2, 2, 3, 4)),
+        pipelines=pipelines,
+        redundancy=redundancy,
+        level=rng.choice((1, 1, 1, 2)),
+        schedule=rng.choice(("1f1b", "gpipe")),
+        ties=((0, stages - 1),) if stages > 2 and rng.random() < 0.3 else (),
+        steps=rng.choice((2, 3, 4)),
+        seed=number,
+        spread=rng.choice((0, 1, 3, 10)),
+    )
+    return replace(case, faults=_faults(case, rng))
+
+
+def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:
+    workers = list(range(case.stages * case.pipelines))
+    rng.shuffle(workers)
+    until_the_last = rng.random() < 0.2
+    count = len(workers) - 1 if until_the_last else min(len(workers), rng.choice((1, 2, 2, 3)))
+    faults = [_kill(case, rng, worker, nth) for nth, worker in enumerate(workers[:count])]
+    if rng.random() < 0.25:
+        faults[-1:] = [_other(case, rng, rng.choice(workers))]
+    if rng.random() < 0.1:
+        faults.append(_other(case, rng, rng.choice(workers)))
+    return tuple(faults)
+
+
+def _kill(case: Case, rng: Random, worker: int, nth: int) -> Fault:
+    drawn = rng.random()
+    if nth and drawn < 0.55:  # in the recovery from one before
+        point = rng.choice(_AFTER_A_VERDICT)
+        return Fault(worker, point, rng.randint(1, 8) if point == "replayed" else rng.choice((1, 1, 1, 2, 3)))
+    if drawn < 0.75:
+        return Fault(worker, rng.choice(_AT_THE_END), rng.randint(1, case.steps))
+    return Fault(worker, "moment", rng.randint(1, 14 * case.microbatches * case.steps))
+
+
+def _other(case: Case, rng: Random, worker: int) -> Fault:
+    """Returns a fault that is not a kill."""
+    kind = rng.choice(("zombie", "zombie", "pause", "link", "suspect", "suspect", "notice", "notice"))
+    point = rng.choice(POINTS)
+    at = rng.randint(1, 12 * case.microbatches * case.steps) if point == "moment" else rng.choice((1, 1, 2, 3))
+    longest = {"zombie": 60_000, "pause": 12_000_000, "link": 30_000, "suspect": 5, "notice": 60_000_000}[kind]
+    return Fault(worker, point, at, kind, rng.randint(0, longest))

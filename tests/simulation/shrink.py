@@ -1,0 +1,63 @@
+"""Shrinking: from a case that fails to a smaller one that fails too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.simulation.case import Case, Fault
+from tests.simulation.run import run
+
+_MOST_RUNS = 2000
+
+
+def shrunk(case: Case) -> Case:
+    """Returns the smallest case that is found to fail; `case` fails."""
+    runs = 0
+    smaller = True
+    while smaller and runs < _MOST_RUNS:
+        smaller = False
+        for tried in _smaller(case):
+            runs += 1
+            if run(tried).problem:
+                case, smaller = tried, True
+                break
+    return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Yields cases that are a little smaller, the greatest savings first."""
+    faults = case.faults
+    for place in range(len(faults)):
+        yield replace(case, faults=faults[:place] + faults[place + 1 :])
+    if case.pipelines > 1:
+        yield replace(case, pipelines=case.pipelines - 1)
+    if case.stages > 1:
+        yield replace(case, stages=case.stages - 1, ties=())
+    for field in ("microbatches", "steps", "level"):
+        value = getattr(case, field)
+        if value > 1:
+            yield replace(case, **{field: value // 2})
+            yield replace(case, **{field: value - 1})
+    if case.ties:
+        yield replace(case, ties=())
+    if case.schedule != "gpipe":
+        yield replace(case, schedule="gpipe")
+    if case.redundancy != "lazy":
+        yield replace(case, redundancy="lazy")
+    for spread in {0, case.spread // 2} - {case.spread}:
+        for seed in {case.seed, 0, 1, 2, 3}:
+            yield replace(case, spread=spread, seed=seed)
+    for place, fault in enumerate(faults):
+        for less in _earlier(fault):
+            yield replace(case, faults=(*faults[:place], less, *faults[place + 1 :]))
+
+
+def _earlier(fault: Fault) -> Iterator[Fault]:
+    if fault.kind != "kill":
+        yield replace(fault, kind="kill", length=0)
+    if fault.at > 1:
+        yield replace(fault, at=fault.at // 2)
+        yield replace(fault, at=fault.at - 1)
+    if fault.length > 1:
+        yield replace(fault, length=fault.length // 2)

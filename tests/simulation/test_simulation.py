@@ -1,0 +1,152 @@
+"""Recovery, simulated with the shipped planner, protocol, programs and ballot: nothing may ever go wrong.
+
+Every test asserts that no promise was broken in any of its schedules; a schedule that fails is shrunk and named.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from engine.core.membership_state import Phase
+from engine.core.ownership import Grid
+from engine.core.program import build_program
+from engine.core.requires import Value
+from engine.core.routes import routes_of
+from tests.simulation import plans
+from tests.simulation.agent import first_ownership
+from tests.simulation.case import Case, Fault, from_text
+from tests.simulation.compiled import KINDS, key_of, routed
+from tests.simulation.run import History, run
+from tests.simulation.schedules import grid_cases, pair_cases, random_case, single_kills
+from tests.simulation.shrink import shrunk
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = sorted({(case.pipelines, case.stages, case.microbatches) for case in grid_cases()})
+# Whole where that takes a few seconds; of the others every so many moments. The soak takes all of all.
+WHOLE = [shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] <= 24] + [(2, 2, 2), (2, 3, 2)]
+SAMPLED = [shape for shape in SHAPES if shape not in WHOLE]
+PAIRED = Case(4, 4, steps=2)
+RANDOM = 3000
+CHUNK = 500
+
+
+def all_well(cases: Iterable[Case]) -> list[History]:
+    """Returns what came of cases, none of which may fail."""
+    histories = []
+    for case in cases:
+        history = run(case)
+        if history.problem:
+            small = shrunk(case)
+            problem = run(small).problem
+            pytest.fail(f"{problem}\npython -m tests.simulation --replay '{small.text()}'")
+        histories.append(history)
+    return histories
+
+
+def of_shape(shape: tuple[int, int, int]) -> list[Case]:
+    return [case for case in grid_cases() if (case.pipelines, case.stages, case.microbatches) == shape]
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_every_single_kill(shape: tuple[int, int, int]) -> None:
+    for case in of_shape(shape):
+        histories = all_well(single_kills(case))
+        assert all(len(history.struck) == 1 and history.epoch == 2 for history in histories)
+        survives = case.redundancy != "none" or case.pipelines > 1
+        assert {history.phase for history in histories} == {Phase.FINISHED if survives else Phase.HALTED}
+
+
+@pytest.mark.parametrize("shape", SAMPLED)
+def test_some_single_kills_of_large_shapes(shape: tuple[int, int, int]) -> None:
+    for nth, case in enumerate(of_shape(shape)):
+        stride = 11 * shape[0] * shape[1]
+        assert all(len(history.struck) == 1 for history in all_well(single_kills(case, stride, nth * 7)))
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_pairs_of_kills(nth: int) -> None:
+    histories = all_well(pair_cases(PAIRED, stride=151, first=nth * 50))
+    assert len(histories) > 300
+    assert sum(len(history.struck) == 2 for history in histories) > len(histories) * 0.9
+    assert {history.phase for history in histories} == {Phase.FINISHED, Phase.HALTED}
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
+def test_random_faults(first: int) -> None:
+    histories = all_well(random_case(number) for number in range(first, first + CHUNK))
+    assert sum(bool(history.struck) for history in histories) > CHUNK * 0.8
+    assert sum(history.epoch > 2 for history in histories) > CHUNK * 0.3
+    assert sum(history.phase is Phase.FINISHED for history in histories) > CHUNK * 0.5
+
+
+def test_random_faults_reach_every_point_and_every_kind() -> None:
+    cases = [random_case(number) for number in range(RANDOM)]
+    struck = [fault for case in islice(cases, 600) for fault in run(case).struck]
+    assert {fault.kind for fault in struck} == {"kill", "zombie", "pause", "link", "suspect", "notice"}
+    missed = {"fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL", "commit", "stepped"}
+    assert not missed - {fault.point for fault in struck}
+
+
+def test_kills_until_the_last_worker_stands() -> None:
+    faults = tuple(Fault(worker, "stepped", 2 * (worker + 1)) for worker in range(3))
+    for redundancy in ("lazy", "eager"):
+        history = run(Case(4, 4, redundancy=redundancy, steps=9, faults=faults))
+        assert (history.problem, history.phase, len(history.struck)) == ("", Phase.FINISHED, 3)
+
+
+def test_same_case_has_the_same_trace_in_every_process() -> None:
+    case = replace(random_case(7), spread=5)
+    assert run(case).trace == run(case).trace
+    assert run(case).trace != run(replace(case, seed=case.seed + 1)).trace
+    command = [sys.executable, "-m", "tests.simulation", "--replay", case.text()]
+    told = {
+        subprocess.run(command, cwd=ROOT, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+    assert f"trace {run(case).trace}" in told.pop()
+
+
+def test_case_round_trips() -> None:
+    for number in range(50):
+        case = random_case(number)
+        assert from_text(case.text()) == case
+        assert set(json.loads(case.text())) <= set(Case.__slots__)
+
+
+def test_failing_case_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.simulation.actions.healing", lambda replica: (replica.version, (0, *replica.state()[1:])))
+    plans.forget()
+    case = Case(4, 4, 2, steps=5, seed=3, spread=3, faults=(Fault(1, "moment", 30), Fault(6, "moment", 500)))
+    assert run(case).problem
+    small = shrunk(case)
+    assert run(small).problem
+    assert (small.pipelines, small.microbatches, small.spread, len(small.faults)) == (1, 1, 0, 1)
+    assert small.steps <= 3
+
+
+@pytest.mark.parametrize("redundancy", ["none", "lazy", "eager", "reroute"])
+def test_transfers_are_those_of_the_engine(redundancy: str) -> None:
+    for grid in (Grid(3, 2), Grid(3, 2, 2, ((0, 2),))):
+        ownership = first_ownership(grid, redundancy, 1)
+        program = build_program("1f1b", ownership, redundancy)
+        ours = routed(program, ownership)
+        for worker in ownership.workers():
+            theirs = routes_of(worker, program, ownership)
+            for value, targets in theirs.targets.items():
+                assert set(ours.targets(worker, _key(value))) == set(targets), value
+            for value, source in theirs.sources.items():
+                assert ours.source(_key(value)) == source, value
+
+
+def _key(value: Value) -> int:
+    kind, pipeline, stage, index = value
+    return key_of(KINDS[kind], pipeline, stage, max(index, 0))
