@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench soak-sim clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -29,6 +29,10 @@ check: $(TEST_STAMP)
 bench: $(TEST_STAMP)
 	.venv/bin/bamboo bench pipeline --quick
 	.venv/bin/bamboo bench launch --quick
+
+# A million schedules take hours on one core; it says how far it is, and shrinks the first that fails.
+soak-sim: $(TEST_STAMP)
+	.venv/bin/python -m tests.simulation --soak 1000000
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

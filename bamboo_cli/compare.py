@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +20,7 @@ def compare(
 ) -> None:
     """Compare two runs: quantiles in ms, ratios of the medians (B / A), and what got slower."""
     from engine.report.compare import compare as compared
-    from engine.report.formats import as_text
+    from engine.report.formats import as_text, for_terminal
 
     table = compared(*(load_run(find(results, run)) for run in (a, b)))
     if as_json:
@@ -29,4 +28,4 @@ def compare(
         return
     slower = ", ".join(table[table["verdict"] == "slower"]["figure"])
     typer.echo(typer.style(f"B is slower in: {slower}" if slower else "Nothing got slower.", bold=True))
-    print_table(table)
+    print_table(*for_terminal(table))

@@ -15,8 +15,6 @@ from engine.core.errors import ExitCode, Problem, StorageError, UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import pandas
-
     from engine.files.run_folder import RunFolder
     from engine.report.load import RunTables
 
@@ -56,11 +54,13 @@ def report(
     ] = None,
     *,
     table: Annotated[Table, typer.Option(help="Which table to print.")] = Table.RECOVERY,
-    form: Annotated[Format, typer.Option("--format", help="In which form; others than terminal print nothing else.")] = (
-        Format.TERMINAL
-    ),
+    form: Annotated[
+        Format, typer.Option("--format", help="In which form; others than terminal print nothing else.")
+    ] = (Format.TERMINAL),
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page here, not to RUN/report.html.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page here, not to RUN/report.html.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a trace that Perfetto opens.")] = None,
     fail_if: Annotated[
         list[str] | None,
@@ -69,7 +69,7 @@ def report(
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Say what happened in a run: tables, a page that opens without a network, a trace. Reads its events only."""
-    folders = [find(results, run) for run in runs or [None]]
+    folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
     if form is Format.PARQUET and output is None:
@@ -115,17 +115,14 @@ def write(path: Path, content: str | bytes) -> None:
         raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
-def print_table(table: pandas.DataFrame) -> None:
-    """Prints a table, as wide as it is."""
+def print_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of texts; columns of numbers stand to the right."""
+    if not rows:
+        return
     from rich.console import Console
     from rich.table import Table as Drawn
     from rich.text import Text
 
-    from engine.report.formats import for_terminal
-
-    titles, numeric, rows = for_terminal(table)
-    if not rows:
-        return
     drawn = Drawn(box=None, pad_edge=False, header_style="bold")
     for title, number in zip(titles, numeric, strict=True):
         drawn.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number)
@@ -145,7 +142,7 @@ def _say(runs: Sequence[RunTables]) -> None:
 
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:
-    from engine.report.formats import as_parquet, as_text, for_reading
+    from engine.report.formats import as_parquet, as_text, for_reading, for_terminal
     from engine.report.load import joined
 
     frame = joined(runs, table)
@@ -153,7 +150,8 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
         assert output is not None
         write(output, as_parquet(frame))
     elif form is Format.TERMINAL and output is None:
-        print_table(for_reading(frame, table) if len(runs) > 1 else for_reading(frame, table).drop(columns="run"))
+        shown = for_reading(frame, table)
+        print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))
     elif output is None:
         typer.echo(as_text(frame, form), nl=False)
     else:

@@ -23,12 +23,11 @@ def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSe
     Raises:
         BambooError: the twin did not finish.
     """
-    import engine
     from engine.core.twin import compare, fingerprint
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
-    sources = source_hash(Path(engine.__path__[0]))
+    sources = source_hash(Path(__file__).parents[1] / "engine")
     name = fingerprint(job, host_facts(Path.cwd()), sources)
     twin = kept_twin(Path(job.results), name) if name else None
     if twin is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from engine.core.action import Action, Op
+from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.requires import Held, Kind, Value, needs
 
@@ -48,6 +48,30 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
         )
         wanted += tasks[action]
     return tasks
+
+
+def done_before(tasks: Tasks, held: Collection[Held]) -> frozenset[Action]:
+    """Returns the tasks that somebody had done before, as far as what is held tells: replay is over when they are.
+
+    A forward has been done if its activation is held, or the next stage has counted the microbatch; a backward if its
+    gradient is held, or the stage before has added the microbatch. Nobody takes what the first stage's backward makes:
+    there the gradient that it needs has to do.
+    """
+    values = frozenset(value for _, value in held)
+    reached: dict[tuple[Kind, int, int], int] = {}
+    for _, (kind, pipeline, stage, index) in held:
+        reached[kind, pipeline, stage] = max(index, reached.get((kind, pipeline, stage), -1))
+
+    def is_done(action: Action) -> bool:
+        stage, op, microbatch, pipeline = action
+        gone_on = microbatch <= reached.get((Kind.ADDED, pipeline, stage - 1), -1)
+        back = gone_on or Value(Kind.GRADIENT, pipeline, max(stage, 1), microbatch) in values
+        if op not in FORWARD_OPS:
+            return back
+        handed_on = Value(Kind.ACTIVATION, pipeline, stage, microbatch) in values
+        return back or handed_on or microbatch <= reached.get((Kind.COUNTED, pipeline, stage + 1), -1)
+
+    return frozenset(action for action in tasks if is_done(action))
 
 
 def _how_to_make(

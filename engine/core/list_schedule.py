@@ -27,9 +27,14 @@ def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:
     return list_schedule(tasks_left(ownership), ownership)
 
 
-def list_schedule(tasks: Tasks, ownership: Ownership) -> dict[int, tuple[Action, ...]]:
-    """Returns each owner's tasks in order; `tasks` gives for each what another must make first, if a task makes it."""
-    order = sorted(tasks, key=_priority)
+def list_schedule(
+    tasks: Tasks, ownership: Ownership, first: Collection[Action] = frozenset()
+) -> dict[int, tuple[Action, ...]]:
+    """Returns each owner's tasks in order; `tasks` gives for each what another must make first, if a task makes it.
+
+    Those that are `first` come before others that are ready too.
+    """
+    order = sorted(tasks, key=lambda action: (action not in first, _priority(action)))
     workers = [ownership.owner(action.pipeline, action.stage) for action in order]
     program: dict[int, list[Action]] = {worker: [] for worker in sorted(set(workers))}
     for number in starts(workers, [COSTS[action.op] for action in order], _predecessors(order, tasks, ownership)):
@@ -50,9 +55,9 @@ def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -
         for _, value in makes(action, ownership.owner(action.pipeline, action.stage), ownership)
     }
     lists: tuple[dict[Slot, list[int]], dict[Slot, list[int]]] = ({}, {})
-    found: list[list[int]] = []
-    for number, action in enumerate(order):
-        found.append([maker[value] for _, value in tasks[action] if value in maker])
+    found = [[maker[value] for _, value in tasks[action] if value in maker] for action in order]
+    for number in sorted(range(len(order)), key=lambda number: order[number].microbatch):
+        action = order[number]
         ahead = lists[action.op in FORWARD_OPS].setdefault((action.pipeline, action.stage), [])
         if ahead:
             found[number].append(ahead[-1])

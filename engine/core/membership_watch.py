@@ -58,9 +58,9 @@ def ticked(state: State, now_ns: int) -> State:
 
 
 def where(state: State, worker: int) -> str:
-    """Returns what a worker was last seen at, in words; nothing if it has not been seen training."""
+    """Returns what a worker was last seen at, in words; nothing if it has not been seen in the open step."""
     seen = state.sightings.get(worker)
-    if seen is None or not seen.at[0]:
+    if seen is None or not seen.at[0] or seen.at[1] <= state.committed:
         return ""
     _, step, index, waiting = seen.at
     return f", {'after' if waiting else 'inside'} action {index} of step {step}"

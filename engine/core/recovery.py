@@ -19,7 +19,7 @@ from engine.core.dry_run import dry_run
 from engine.core.end_of_step import with_end_of_step
 from engine.core.errors import InvariantError
 from engine.core.inventory import Inventory
-from engine.core.lineage import tasks_left
+from engine.core.lineage import done_before, tasks_left
 from engine.core.list_schedule import list_schedule
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program import Program
@@ -64,7 +64,8 @@ def make_plan(given: PlanInput) -> Plan:
         for worker in ownership.shadows_of(*slot)
         if slot not in whole[worker]
     )
-    compute = list_schedule(tasks_left(ownership, held, done), ownership)
+    tasks = tasks_left(ownership, held, done)
+    compute = list_schedule(tasks, ownership, first=done_before(tasks, held))
     members = {worker: compute.get(worker, ()) for worker in whole}
     program = with_end_of_step(with_transfers(members, ownership, held), ownership, held, healing)
     dry_run(program, ownership, held=held)

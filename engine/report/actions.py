@@ -33,7 +33,7 @@ _NOT_A_REPLICA = RECEIVE_OPS | SEND_OPS | {Op.HEAL, Op.REDUCE_GRAD}
 
 
 def actions_table(events: Sequence[Event], stages: int) -> pd.DataFrame:
-    """Returns one row per action: who, what (text and parts), when in nanoseconds, its epoch and what it was done for."""
+    """Returns one row per action: who, what (text and parts), when in nanoseconds, its epoch, what it was done for."""
     done = [event for event in events if event["event"] == "action"]
     table = pd.DataFrame(
         {
@@ -74,9 +74,7 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
     )
 
 
-def _epochs_and_owners(
-    events: Sequence[Event], table: pd.DataFrame, stages: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _epochs_and_owners(events: Sequence[Event], table: pd.DataFrame, stages: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns for each action the epoch in which it began, and who owned its slot then (-1: not known)."""
     epochs = [event for event in events if event["event"] == "epoch"]
     index = np.searchsorted([event["at_ns"] for event in epochs], table["start_ns"], side="right")

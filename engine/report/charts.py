@@ -64,7 +64,11 @@ def _loss(run: RunTables) -> go.Figure:
     figure = go.Figure()
     steps = run.steps
     figure.add_scatter(
-        x=steps["step"].tolist(), y=steps["loss"].tolist(), name="training", mode="lines", line={"color": BLUE, "width": 2}
+        x=steps["step"].tolist(),
+        y=steps["loss"].tolist(),
+        name="training",
+        mode="lines",
+        line={"color": BLUE, "width": 2},
     )
     validated = steps.dropna(subset="validation_loss")
     if len(validated):
@@ -141,6 +145,10 @@ def _exposure(run: RunTables) -> go.Figure:
         hovertemplate="exposed for %{customdata:.1f} ms<extra></extra>",
     )
     figure.update_layout(
-        barmode="overlay", height=240, bargap=0.5, showlegend=False, xaxis={"title": {"text": "ms since training began"}}
+        barmode="overlay",
+        height=240,
+        bargap=0.5,
+        showlegend=False,
+        xaxis={"title": {"text": "ms since training began"}},
     )
     return figure

@@ -1,7 +1,7 @@
 """Conditions on tables, such as ``recovery.total_ms.p95 > 500``: what a check of a run may fail on.
 
-Rules: table, column, figure, comparison and a number, and nothing else. A figure of no values meets no condition; ask for
-``count`` to learn that there are none. Missing values do not count.
+Rules: table, column, figure, comparison and a number, and nothing else. A figure of no values meets no condition; ask
+for ``count`` to learn that there are none. Missing values do not count.
 """
 
 from __future__ import annotations

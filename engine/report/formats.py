@@ -41,14 +41,25 @@ def as_parquet(table: pd.DataFrame) -> bytes:
 
 
 # Of the recoveries, what fits a line.
-_SUMMARY = ["run", "what", "step", "heirs", *(f"{phase}_ms" for phase in PHASES), "pause_ms", "total_ms", "redone_actions"]
+_SUMMARY = [
+    "run",
+    "what",
+    "step",
+    "heirs",
+    *(f"{phase}_ms" for phase in PHASES),
+    "pause_ms",
+    "total_ms",
+    "redone_actions",
+]
 
 
 def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns as many columns of a table as a reader can take in at once; times of the recovery are in milliseconds."""
     if name != "recovery":
         return table
-    return table[_SUMMARY].rename(columns={column: column.removesuffix("_ms").removesuffix("_actions") for column in _SUMMARY})
+    return table[_SUMMARY].rename(
+        columns={column: column.removesuffix("_ms").removesuffix("_actions") for column in _SUMMARY}
+    )
 
 
 def for_terminal(table: pd.DataFrame) -> tuple[list[str], list[bool], list[list[str]]]:

@@ -19,15 +19,28 @@ def headline(run: RunTables) -> tuple[Mood, str]:
     num_steps = int(run.job.get("steps", 0))
     committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
     if run.outcome == "finished":
-        everything = f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
+        everything = (
+            f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
+        )
         return "good", f"{_deaths(run.recovery)} {everything} in {run.end_ms / 1e3:.1f} s."
     steps = f"{committed} of {num_steps} steps were committed"
     if run.outcome == "interrupted":
         return "open", f"Interrupted: {steps}."
     if not run.outcome:
         return "open", f"This run has not said how it ended: {steps}."
-    cause = run.error.splitlines()[0].rstrip(".") if run.error else "it did not say why"
-    return "bad", f"The run failed: {cause}. {steps[0].upper()}{steps[1:]}."
+    return "bad", f"The run failed: {_cause(run)}. {steps[0].upper()}{steps[1:]}."
+
+
+def _cause(run: RunTables) -> str:
+    """Returns the first clause of the error, and who was lost where it does not say so."""
+    if not run.error:
+        return "it did not say why"
+    clause = run.error.splitlines()[0].split(";")[0].rstrip(".")
+    out = run.recovery[run.recovery["outcome"] != "recovered"]["who"]
+    lost = sorted({who for text in out for who in text.split(", ") if who}, key=int)
+    if not lost or "worker" in clause:
+        return clause
+    return f"{clause} ({'worker' if len(lost) == 1 else 'workers'} {', '.join(lost)} lost)"
 
 
 def _deaths(recovery: pd.DataFrame) -> str:

@@ -1,4 +1,6 @@
-"""Reads the events of a run into tables. The public entry for those who work with the tables themselves:
+"""Reads the events of a run into tables.
+
+The public entry for those who work with the tables themselves:
 
     from pathlib import Path
     from engine.files.events_file import read_events
@@ -56,8 +58,11 @@ class RunTables:
 
 
 def load(events: Iterable[Mapping[str, Any]], name: str = "") -> RunTables:
-    """Returns the tables of a run, from its events in the order of the file."""
-    events = list(events)
+    """Returns the tables of a run, from its events in any order.
+
+    Several processes write them, so that a record may stand behind one of something that came of it.
+    """
+    events = sorted(events, key=lambda event: event.get("at_ns", event.get("end_ns", 0)))
     job: Mapping[str, Any] = next((event for event in events if event["event"] == "job"), {})
     ended: Mapping[str, Any] = next((event for event in events if event["event"] == "ended"), {})
     failed: Mapping[str, Any] = next((event for event in events if event["event"] == "failed"), {})

@@ -48,9 +48,10 @@ _TEXT_COLUMNS = {"what", "text", "reason"}
 def page(run: RunTables) -> str:
     """Returns the page as HTML."""
     mood, sentence = headline(run)
-    data = {"timeline": timeline(run), "charts": charts(run), "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
-    plotly, script = get_plotlyjs(), _asset("page.js")
-    left_out = data["timeline"]["left_out"]
+    drawn = timeline(run)
+    left_out = drawn["left_out"]
+    data = {"timeline": drawn, "charts": charts(run), "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
+    plotly, script = get_plotlyjs(), _asset("timeline.js") + _asset("page.js")
     history = run.history.rename(columns={"at_ms": "at, ms"})
     workers = run.workers.rename(columns={"end_ms": "end, ms", "peak_memory_mib": "peak MiB", "busy_ms": "busy, ms"})
     return Template(_asset("page.html")).substitute(
@@ -127,12 +128,13 @@ def _recovery(run: RunTables) -> str:
 
 
 def _exposed(run: RunTables) -> str:
-    exposed_ms = float((run.exposure["to_ms"] - run.exposure["from_ms"]).sum())
+    lengths_ms = run.exposure["to_ms"] - run.exposure["from_ms"]
+    exposed_ms, longest_ms = float(lengths_ms.sum()), float(lengths_ms.max())
     if not exposed_ms:
         return "Every slot had a live replica all the time."
     share = exposed_ms / run.end_ms if run.end_ms else 1.0
-    longest_ms = float((run.exposure["to_ms"] - run.exposure["from_ms"]).max())
-    return f"Some slot had no other replica for {exposed_ms:,.0f} ms, {share:.1%} of the run; the longest, {longest_ms:,.0f} ms."
+    said = f"Some slot had no other replica for {exposed_ms:,.0f} ms, {share:.1%} of the run"
+    return f"{said}; the longest time was {longest_ms:,.0f} ms."
 
 
 def _table(table: pd.DataFrame) -> str:

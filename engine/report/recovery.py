@@ -1,8 +1,9 @@
 """The table of recoveries: one row per recovery, and one per death that nobody recovered from.
 
 Rules: phases come from `engine.core.recovery_times`; this adds what only tables know. *merged* is from the catch-up
-point to the commit, *heal* from that commit to the one with which every slot has its shadows again. Throughput before and
-after is the median of up to ten steps. Times are milliseconds, those of `begin_ms` and the like since training began.
+point to the commit, *heal* from that commit to the one with which every slot has its shadows again. Throughput before
+and after is the median of up to ten steps. Times are milliseconds, those of `begin_ms` and the like since training
+began.
 """
 
 from __future__ import annotations

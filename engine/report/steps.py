@@ -41,7 +41,9 @@ def steps_table(events: Sequence[Event], job: Mapping[str, Any]) -> pd.DataFrame
             case "validation":
                 validation[event["step"]] = event["loss"]
     table = pd.DataFrame(rows, columns=["step", "epoch", "at_ns", "loss", "grad_norm"])
-    table = table.astype({"step": "int64", "epoch": "int64", "at_ns": "int64", "loss": "float64", "grad_norm": "float64"})
+    table = table.astype(
+        {"step": "int64", "epoch": "int64", "at_ns": "int64", "loss": "float64", "grad_norm": "float64"}
+    )
     before_ns = table["at_ns"].shift(fill_value=origin_ns)
     duration_ms = (table["at_ns"] - before_ns) / 1e6
     table.insert(2, "commit_ms", (table["at_ns"] - origin_ns) / 1e6)

@@ -1,7 +1,7 @@
 """The timeline's data: columns of numbers that the page draws from, as much of them as anybody is looking at.
 
-Rules: a page holds at most `MAX_ACTIONS` single actions, those of the steps nearest to a recovery first; of every step it
-holds one bar per worker. Times are milliseconds since training began.
+Rules: a page holds at most `MAX_ACTIONS` single actions, those of the steps nearest to a recovery first; of every step
+it holds one bar per worker. Times are milliseconds since training began.
 """
 
 from __future__ import annotations

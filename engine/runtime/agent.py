@@ -261,16 +261,8 @@ class Agent:
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out)))
             return
         error = self._ended_by(effect.reason)
-        if effect.lost_stages:
-            error = WorkerFailedError(f"{error}\n{_what_to_do(self.account.job)}")
         error.exit_code = ExitCode(effect.exit_code)
         self.fail(error)
-
-
-def _what_to_do(job: Job) -> str:
-    """Returns what a user can do whose run has lost a stage, which nobody can bring back."""
-    more = "--redundancy lazy" if job.redundancy == "none" else f"--set redundancy_level={job.redundancy_level + 1}"
-    return f"start the run again; with {more}, or with --pipelines {job.pipelines + 1}, it survives this"
 
 
 _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {

@@ -31,7 +31,7 @@ from engine.runtime.link import Link, Message
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.store_server import connect
-from engine.runtime.worker import join
+from engine.runtime.worker import Joined, join
 
 _LEAD_NS = 5_000_000  # from the agreement on a moment to that moment
 _NUM_WARM_UP = 2
@@ -66,22 +66,21 @@ class PremadeData:
 class OurSide:
     """The executor over the data plane, with events, board and control thread as in a run."""
 
-    def __init__(self, around: Surroundings):
-        self.around = around
-        grid = around.ownership.grid
-        lists = SCHEDULES[around.job.schedule](grid.stages, grid.microbatches)
-        program = with_transfers(on_owners(lists, around.ownership), around.ownership)
-        self.executor = Executor(around, program[around.worker])
+    def __init__(self, joined: Joined):
+        ownership, self.plane = joined.ownership, joined.plane
+        lists = SCHEDULES[joined.around.job.schedule](ownership.grid.stages, ownership.grid.microbatches)
+        program = with_transfers(on_owners(lists, ownership), ownership)
+        self.executor = Executor(joined.around)
+        self.executor.enter(self.plane, ownership, program)
 
     def run(self, iteration: int) -> None:
         """Runs the program once."""
-        self.executor.run_step(iteration)
+        self.executor.run_actions()
 
     def tidy(self) -> None:
-        """Drops what was sent, and the losses."""
-        self.around.plane.reap()
-        for stage in self.around.stages.values():
-            stage.losses = []
+        """Drops what was sent, and what belongs to the step."""
+        self.plane.reap()
+        self.executor.forget_step()
 
 
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
@@ -90,19 +89,20 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     control = Control(Link.from_fd(control_fd))
     welcome = control.take("welcome")
     recorder = Recorder(events_fd, welcome["worker"])
-    around = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))
+    joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))
+    around = joined.around
     # Its import takes a second, which only this role owes, and makes temporary files that stay.
     tempfile.tempdir = welcome["temporary"]
     from engine.runtime.bench_torch_side import TorchSide, join_default_group
 
     join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["owners"]))
-    _measure(around, {"ours": OurSide(around), "peer": TorchSide(around)}, welcome["iterations"])
+    _measure(around, {"ours": OurSide(joined), "peer": TorchSide(around)}, welcome["iterations"])
     control.send("finished")
     control.take("bye")
     return os.EX_OK
 
 
-def _form(control: Control, welcome: Message, recorder: Recorder, board: ProgressBoard) -> Surroundings:
+def _form(control: Control, welcome: Message, recorder: Recorder, board: ProgressBoard) -> Joined:
     job = Job(**welcome["job"])
     torch.set_num_threads(job.threads)
     data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
@@ -129,7 +129,7 @@ def _measure(around: Surroundings, sides: dict[str, Side], num_iterations: int) 
 
 
 def _run_once(around: Surroundings, side: Side, iteration: int) -> Stamps:
-    for stage in around.stages.values():
+    for stage in around.replicas.stages.values():
         for layer in stage.layers.values():
             layer.zero_grad()
     timed.forwards_ns.clear()

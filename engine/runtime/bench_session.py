@@ -40,8 +40,11 @@ def pipeline_jobs() -> dict[str, Job]:
                 stages=stages,
                 microbatches=microbatches,
                 schedule=schedule,
+                redundancy="none",
             )
-        jobs[f"{schedule} gpt P=2 M=8"] = Job(model="gpt", model_args=_BLOCKS, stages=2, schedule=schedule)
+        jobs[f"{schedule} gpt P=2 M=8"] = Job(
+            model="gpt", model_args=_BLOCKS, stages=2, schedule=schedule, redundancy="none"
+        )
     return jobs
 
 
@@ -75,6 +78,8 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> Taken:
                 worker=worker,
                 job=asdict(job),
                 owners=ownership.owners,
+                shadows=ownership.shadows,
+                faults=(),
                 ranks=ownership.workers(),
                 num_lines=job.stages,
                 store_port=store.port,

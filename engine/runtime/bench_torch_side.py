@@ -46,7 +46,7 @@ class TorchSide:
     """The pipeline as one of the two sides of the benchmark."""
 
     def __init__(self, around: Surroundings):
-        job, ((_, index), stage) = around.job, next(iter(around.stages.items()))
+        job, ((_, index), stage) = around.job, next(iter(around.replicas.stages.items()))
         batches = [around.data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
         self.pipeline = TorchPipeline(job, stage.model, index, stage.layers.values(), batches)
 

@@ -67,9 +67,10 @@ class Orders:
             "gather": state.phase in GATHERING,
             "regroup": state.phase is Phase.FAILING_OVER,
         }
+        at_ns = now_ns()
         self.broadcast(**self._epoch_message())
         self.account.freeze()
-        self.recorder.event("epoch", **asdict(effect), shadows=state.shadows)
+        self.recorder.event("epoch", **asdict(effect), shadows=state.shadows, at_ns=at_ns)
         self.account.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
         ownership = self._ownership(state)
         for worker in effect.members:
@@ -91,6 +92,7 @@ class Orders:
             return
         self._planned = effect.epoch
         self._leaving = effect.leaving
+        at_ns = now_ns()
         self.broadcast(
             "plan",
             epoch=effect.epoch,
@@ -103,17 +105,17 @@ class Orders:
             commit=self._told,
             validate=self.account.owes_validation(effect.committed >= state.last_step),
         )
-        self.recorder.event("plan", epoch=effect.epoch, committed=effect.committed)
+        self.recorder.event("plan", epoch=effect.epoch, committed=effect.committed, at_ns=at_ns)
 
     def _start_training(self, effect: StartTraining, state: State) -> None:
         if effect.epoch <= self._started:
             return
         self._started = effect.epoch
         self.account.open(effect.epoch, self._ownership(state))
+        at_ns = now_ns()
         self.broadcast("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING)
-        self.recorder.event("go", epoch=effect.epoch)
-        if not self.account.going_at_ns:
-            self.account.going_at_ns = now_ns()
+        self.recorder.event("go", epoch=effect.epoch, at_ns=at_ns)
+        self.account.going_at_ns = self.account.going_at_ns or at_ns
         for worker in state.members:
             self.members[worker].state = "running"
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
-from engine.core.fault import Fault
+from engine.core.fault import Fault, to_plain
 from engine.core.job import Job
 from engine.core.membership_state import Options, State, begin
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
@@ -133,7 +133,7 @@ def _welcome(
         ranks=ranks,
         num_lines=max(ownership.workers()) + 1,
         store_port=store_port,
-        faults=[asdict(fault) for fault in faults],
+        faults=[to_plain(fault) for fault in faults],
     )
 
 

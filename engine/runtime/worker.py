@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.core.action import Op
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.core.fault import Fault
+from engine.core.fault import from_plain
 from engine.core.job import Job
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.partition import partition
@@ -104,7 +103,7 @@ def join(
     owned = {slot: replicas.stages[slot] for slot in ownership.slots_of(worker)}
     borders = _learn_borders(control, job, data, owned)
     replicas.learn(borders)
-    failpoints = Failpoints(control, worker, [Fault(**{**each, "op": Op(each["op"])}) for each in welcome["faults"]])
+    failpoints = Failpoints(control, worker, [from_plain(each) for each in welcome["faults"]])
     around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints)
     return Joined(around, ownership, rendezvous, plane)
 

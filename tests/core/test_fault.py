@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from engine.core.action import WHOLE_STAGE, Action, Op
+from engine.core.action import Action, Op, parse_action
 from engine.core.errors import UserError
-from engine.core.fault import Fault, parse_kill, parse_kills, struck_by
+from engine.core.fault import (
+    After,
+    At,
+    Fault,
+    Owner,
+    Role,
+    When,
+    Worker,
+    from_plain,
+    parse_kill,
+    parse_kills,
+    struck_by,
+    to_plain,
+)
 from engine.core.job import Job
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
 
 
+def kill(name: str, step: int, action: str, when: When = "before") -> Fault:
+    """Returns the fault that kills the owner of the action's own slot."""
+    there = parse_action(action)
+    return Fault(name, At(step, there, when), (Owner(there.pipeline, there.stage),))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("5:2", Fault("5:2", 5, 0, 2, Op.B, 4)),
-        ("5:2@1", Fault("5:2@1", 5, 1, 2, Op.B, 4)),
-        ("0:0:F", Fault("0:0:F", 0, 0, 0, Op.F, 4)),
-        ("19:3:B:7", Fault("19:3:B:7", 19, 0, 3, Op.B, 7)),
-        ("5:2:B:3@1", Fault("5:2:B:3@1", 5, 1, 2, Op.B, 3)),
-        ("5:2:STEP", Fault("5:2:STEP", 5, 0, 2, Op.STEP)),
-        ("5:2:SEND_B:0:after", Fault("5:2:SEND_B:0:after", 5, 0, 2, Op.SEND_B, 0, "after")),
-        ("5:2:LOG:during", Fault("5:2:LOG:during", 5, 0, 2, Op.LOG, WHOLE_STAGE, "during")),
-        ("5:2:after", Fault("5:2:after", 5, 0, 2, Op.B, 4, "after")),
-        (" 5:2 ", Fault("5:2", 5, 0, 2, Op.B, 4)),
+        ("5:2", kill("5:2", 5, "2B4")),
+        ("5:2@1", kill("5:2@1", 5, "2B4@1")),
+        ("0:0:F", kill("0:0:F", 0, "0F4")),
+        ("19:3:B:7", kill("19:3:B:7", 19, "3B7")),
+        ("5:2:B:3@1", kill("5:2:B:3@1", 5, "2B3@1")),
+        ("5:2:STEP", kill("5:2:STEP", 5, "2STEP")),
+        ("5:2:SEND_B:0:after", kill("5:2:SEND_B:0:after", 5, "2SEND_B0", "after")),
+        ("5:2:LOG:during", kill("5:2:LOG:during", 5, "2LOG", "during")),
+        ("5:2:after", kill("5:2:after", 5, "2B4", "after")),
+        (" 5:2 ", kill("5:2", 5, "2B4")),
     ],
 )
 def test_forms_of_a_kill(text: str, expected: Fault) -> None:
@@ -67,19 +87,23 @@ def test_all_mistakes_of_all_kills_are_named_at_once() -> None:
 
 
 def test_the_same_moment_cannot_be_struck_twice() -> None:
-    assert [each.stage for each in parse_kills(["5:2", "5:3", "5:2:B:5"], JOB)] == [2, 3, 2]
+    assert [each.victims for each in parse_kills(["5:2", "5:3", "5:2:B:5"], JOB)] == [
+        (Owner(0, 2),),
+        (Owner(0, 3),),
+        (Owner(0, 2),),
+    ]
     with pytest.raises(UserError, match="expected each fault once, found '5:2:B:4'"):
         parse_kills(["5:2", "5:2:B:4"], JOB)
 
 
 def test_the_middle_of_one_microbatch_is_the_first() -> None:
-    assert parse_kill("5:2", replace(JOB, microbatches=1)).microbatch == 0
+    assert parse_kill("5:2", replace(JOB, microbatches=1)).moment == At(5, Action(2, Op.B, 0))
 
 
 def test_a_fault_strikes_at_its_moment_and_at_no_other() -> None:
     fault = parse_kill("5:2:B:3@1", JOB)
     action = Action(2, Op.B, 3, 1)
-    assert fault.action == action
+    assert fault.moment == At(5, action)
     assert struck_by([fault], 5, action, "before") is fault
     for other in (Action(1, Op.B, 3, 1), Action(2, Op.F, 3, 1), Action(2, Op.B, 2, 1), Action(2, Op.B, 3)):
         assert struck_by([fault], 5, other, "before") is None
@@ -88,5 +112,28 @@ def test_a_fault_strikes_at_its_moment_and_at_no_other() -> None:
     assert struck_by([], 5, action, "before") is None
 
 
-def test_a_fault_reads_as_a_sentence() -> None:
-    assert str(parse_kill("5:2:B:3@1", JOB)) == "kill before 2B3@1 of step 5"
+ACTION = parse_action("2B3@1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (parse_kill("5:2:B:3@1", JOB), "kill before 2B3@1 of step 5"),
+        (Fault("a", At(5, ACTION), (Worker(3),)), "kill worker 3 before 2B3@1 of step 5"),
+        (
+            Fault("a", At(5, ACTION, "after"), (Owner(0, 2), Owner(1, 3)), "stop", {"for_ns": 100_000_000}),
+            "stop the owner of stage 2 and the owner of stage 3 of pipeline 1 after 2B3@1 of step 5 (for 100ms)",
+        ),
+        (
+            Fault("b", After("a", "replay", 250_000_000), (Role("recoverer"),)),
+            "kill the recoverer 250ms after the phase replay of the recovery from a",
+        ),
+        (Fault("b", After("a", "plan"), (Role("shadow"),)), "kill the shadow at the phase plan of the recovery from a"),
+        (Fault("b", After("a", None, 5), (Worker(1),)), "kill worker 1 0.005us after the strike of a"),
+        (Fault("b", At(1, ACTION), (Worker(1),), "exit", {"code": 0}), "exit worker 1 before 2B3@1 of step 1 (code 0)"),
+    ],
+)
+def test_a_fault_reads_as_a_sentence_and_comes_back_from_json(fault: Fault, sentence: str) -> None:
+    assert str(fault) == sentence
+    assert from_plain(json.loads(json.dumps(to_plain(fault)))) == fault
+    assert hash(fault) == hash(from_plain(to_plain(fault)))

@@ -138,7 +138,8 @@ def test_one_shadow_is_allowed_whatever_the_size(redundancy: str, sizes: dict[st
 def test_a_level_needs_as_many_other_workers() -> None:
     assert problems_of(stages=2, pipelines=2, redundancy_level=3) == []
     assert problems_of(stages=2, pipelines=2, redundancy="eager", redundancy_level=4) == [
-        "redundancy_level: expected a whole number <= 3, found 4 (4 workers, and a shadow is another one than the owner)"
+        "redundancy_level: expected a whole number <= 3, found 4 "
+        "(4 workers, and a shadow is another one than the owner)"
     ]
     assert problems_of(stages=1, redundancy_level=2)[0].startswith("redundancy_level: expected a whole number <= 1")
     assert problems_of(stages=2, redundancy="none", redundancy_level=4) == []

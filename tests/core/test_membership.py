@@ -113,9 +113,9 @@ def test_a_job_without_a_fault() -> None:
 
 
 def test_a_death_is_gathered_planned_and_resumed() -> None:
-    state = committed(told(running(), Heartbeat(3, 1, 1, 0, 7, inside=True)))
+    state = committed(told(running(), Heartbeat(3, 1, 1, 1, 7, inside=True)))
     state, effects = step(state, ExitSeen(30, 1, -9))
-    why = "was ended by SIGKILL, inside action 7 of step 0"
+    why = "was ended by SIGKILL, inside action 7 of step 1"
     assert effects == (PublishEpoch(2, (0, 2), (0, 0, 2), ((1, why),), f"worker 1 {why}"), GatherInventories(2))
     assert heard(state, Inventory(31, 2, 2, "two")) == ()
     state = told(state, Inventory(31, 2, 2, "two"))

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.ownership import Grid, one_slot_each
-from engine.core.program import build_program
+from bamboo_cli.plan import planned
+from engine.core.job import Job
 from engine.core.trajectory import trajectory_hash
 from engine.files.trajectory_file import read_trajectory
 from tests.e2e.launcher import ROOT, Launcher
@@ -98,7 +98,7 @@ def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) ->
 def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: Launch) -> None:
     launcher = launch(*SMALL)
     assert launcher.wait().code == 0
-    program = build_program("1f1b", one_slot_each(Grid(stages=2, microbatches=3)))
+    program, _ = planned(Job(stages=2, microbatches=3))
     actions = launcher.events("action")
     for worker in (0, 1):
         mine = [event for event in actions if event["worker"] == worker]

@@ -5,8 +5,13 @@ A death takes a round number of milliseconds in every phase, so that what a tabl
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+from engine.files.run_folder import create_run_folder
 
 Event = dict[str, Any]
 
@@ -66,7 +71,9 @@ class MadeUpRun:
     def _epoch(self, verdict: list[Any], reason: str) -> Event:
         owners = list(self.owners)
         members = sorted(set(owners))
-        return agent("epoch", self.now_ms, epoch=self.epoch, members=members, owners=owners, verdict=verdict, reason=reason)
+        return agent(
+            "epoch", self.now_ms, epoch=self.epoch, members=members, owners=owners, verdict=verdict, reason=reason
+        )
 
     def _step(self, step: int, owners: list[int]) -> Iterator[Event]:
         begin_ms = self.now_ms
@@ -155,6 +162,14 @@ class MadeUpRun:
             if event["action"] not in texts:
                 yield event
         assert self.now_ms > begin_ms
+
+
+def make_run(results: Path, events: list[dict[str, Any]], hour: int = 1) -> Path:
+    """Makes a run folder that holds events and nothing else, and returns it."""
+    folder = create_run_folder(results, "made-up", datetime(2026, 1, 1, hour), "abcd")
+    folder.logs.rmdir()
+    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder.path
 
 
 def _one_f_one_b(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:

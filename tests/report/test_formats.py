@@ -58,7 +58,12 @@ def test_a_trace_has_every_action_and_an_arrow_for_every_transfer(run: RunTables
     found = json.loads(json.dumps(trace(run)))["traceEvents"]
     slices = [each for each in found if each["ph"] == "X" and each["cat"] != "recovery"]
     assert len(slices) == len(run.actions)
-    assert [each["name"] for each in found if each.get("cat") == "recovery"][:4] == ["detect", "agree", "fence", "regroup"]
+    assert [each["name"] for each in found if each.get("cat") == "recovery"][:4] == [
+        "detect",
+        "agree",
+        "fence",
+        "regroup",
+    ]
     starts = {each["id"]: each for each in found if each["ph"] == "s"}
     ends = {each["id"]: each for each in found if each["ph"] == "f"}
     assert starts.keys() == ends.keys()
@@ -97,7 +102,7 @@ def test_what_got_slower_stands_first(run: RunTables) -> None:
 def _slower(event: dict[str, object]) -> dict[str, object]:
     """Makes a forward take three times as long, beginning sooner."""
     action = str(event.get("action", ""))
-    if not action[1:2] == "F":
+    if action[1:2] != "F":
         return event
     start, end = event["start_ns"], event["end_ns"]
     assert isinstance(start, int)

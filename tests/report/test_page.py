@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,9 @@ def test_pointing_at_a_bar_names_the_action(standard: Browser, run: RunTables) -
 def test_the_whole_run_is_shown_as_steps_and_a_zoom_as_actions(browser: Browser, tmp_path: Path) -> None:
     run = load(MadeUpRun(stages=8, steps=60, dead=((30, 3),)).events(), "long")
     opened(browser, run, tmp_path)
-    browser.ask("[...document.querySelectorAll('#windows button')].find((each) => each.innerText === 'Whole run').click()")
+    browser.ask(
+        "[...document.querySelectorAll('#windows button')].find((each) => each.innerText === 'Whole run').click()"
+    )
     steps = bars(browser, "(data, trace) => trace.name.startsWith('steps')")
     assert len(steps) == len(run.actions.drop_duplicates(["worker", "step", "epoch"]))
     browser.ask("Plotly.relayout('timeline', { 'xaxis.range[0]': 100, 'xaxis.range[1]': 130 }).then(() => null)")
@@ -143,15 +146,18 @@ def test_a_dark_page_for_those_who_like_it_dark(browser: Browser, run: RunTables
         ink = browser.ask("document.querySelector('#loss .xtick text').style.fill.match(/\\d+/g).map(Number)")
         lightness[scheme] = (sum(back[:3]) / 3, sum(ink[:3]) / 3)
     browser.prefer("light")
-    assert lightness["light"][0] > 200 > 60 > lightness["light"][1]
-    assert lightness["dark"][0] < 60 < 200 < lightness["dark"][1]
+    for scheme, (bright, dark) in {"light": (0, 1), "dark": (1, 0)}.items():
+        assert lightness[scheme][bright] > 200, scheme
+        assert lightness[scheme][dark] < 60, scheme
 
 
 def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) -> None:
     """In every text that a run can carry: the model, the name, reasons, faults, errors."""
     events = []
     for event in MadeUpRun(dead=((5, 2),)).events():
-        changed = {"epoch": {"reason": EVIL, "verdict": [[who, EVIL] for who, _ in event.get("verdict", [])]}}
+        changed: dict[str, dict[str, Any]] = {
+            "epoch": {"reason": EVIL, "verdict": [[who, EVIL] for who, _ in event.get("verdict", [])]}
+        }
         changed |= {"job": {"model": EVIL, "model_args": {EVIL: EVIL}}, "fault": {"fault": EVIL}}
         events.append(event | changed.get(event["event"], {}))
     events.insert(-1, events[-1] | {"event": "failed", "error": EVIL})
@@ -186,6 +192,15 @@ def test_a_long_run_opens_quickly(browser: Browser, tmp_path: Path) -> None:
     print(f"200 steps of 8 workers drawn in {taken_s:.2f} s, of which {work_s:.2f} s of work")
     assert 0 < work_s < GOAL_S
     assert browser.complaints == []
+
+
+def test_what_the_page_is_made_of_is_shipped() -> None:
+    root = Path(__file__).resolve().parents[2]
+    shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "engine.report"
+    ]
+    found = [each.name for each in (root / "engine" / "report").iterdir() if each.is_file() and each.suffix != ".py"]
+    assert shipped == sorted(found)
 
 
 @pytest.mark.parametrize("number", [0, 1, 40])

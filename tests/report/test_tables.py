@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
 import pytest
 
 from engine.report.headline import command, headline
@@ -99,6 +100,22 @@ def test_a_death_that_nobody_recovered_from_is_a_row_too() -> None:
 
 
 ENDED = agent("ended", 1102, outcome="failed", exit_code=3)
+
+
+def test_the_headline_of_a_failure_names_who_was_lost() -> None:
+    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in ("finished", "ended", "exit")]
+    events += [agent("exit", 1100, of=who, code=-9, expected=False, seen_ns=1_099_000_000) for who in (2, 1)]
+    run = load([*events, agent("failed", 1101, error="the state of stage 2 is lost; worker 2 wrote a log"), ENDED])
+    assert headline(run)[1].startswith("The run failed: the state of stage 2 is lost (workers 1, 2 lost). 3 of 3")
+
+
+def test_a_record_that_was_written_late_counts_where_it_belongs(run: RunTables) -> None:
+    events = MadeUpRun(dead=((5, 2),)).events()
+    (late,) = [event for event in events if event["event"] == "epoch" and event["epoch"] == 2]
+    events.remove(late)
+    go = next(place for place, event in enumerate(events) if event["event"] == "go" and event.get("epoch") == 2)
+    events.insert(go, late)
+    pd.testing.assert_frame_equal(load(events).recovery, run.recovery)
 
 
 def test_a_recovery_that_is_going_on_is_under_way() -> None:

@@ -200,14 +200,18 @@ class SmallRun:
         )
 
     def _hear(self) -> tuple[int, Message | None]:
-        ready, _, _ = select.select(list(self.links.values()), [], [], _TIMEOUT_S)
+        poll = select.poll()  # which takes descriptors of any number
+        for link in self.links.values():
+            poll.register(link, select.POLLIN)
+        ready = dict(poll.poll(_TIMEOUT_S * 1000))
         assert ready, f"nothing is heard at step {self.step}, epoch {self.epoch}; votes missing: {self.ballot.missing}"
-        worker = next(each for each, link in self.links.items() if link is ready[0])
+        worker = next(each for each, link in self.links.items() if link.fileno() in ready)
         return worker, self.links[worker].receive()
 
     def run(self, num_steps: int) -> Rows | None:
         """Runs steps, then returns what everybody holds; None as soon as somebody has died."""
-        until, rows = self.step + num_steps, {}
+        until = self.step + num_steps
+        rows: Rows = {}
         while len(rows) < len(self.links):
             worker, message = self._hear()
             if message is None:
@@ -235,6 +239,7 @@ class SmallRun:
     def _bury(self, worker: int) -> None:
         self.links.pop(worker).close()
         self.dead.append(worker)
+        assert self.links, f"everybody has died: {self.dead}"
 
     def go_on(self, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> None:
         """Begins an epoch at a step boundary, on the same plane."""

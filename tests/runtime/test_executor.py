@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from typing import Any
 
 import pytest
+import torch
 
+from engine.core.action import Action, Op
+from engine.core.errors import InvariantError
+from engine.core.inventory import Inventory
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
+from engine.core.requires import Kind, Value
+from engine.models.catalogue import build_model, open_data
+from engine.runtime.executor import Executor, Surroundings
+from engine.runtime.holdings import Holdings
+from engine.runtime.replicas import Replicas
 from tests.runtime.peers import PeerServer
 from tests.runtime.small_run import NORMED, TIED_GPT, Rows, SmallRun, small_job
 
@@ -59,12 +69,12 @@ def test_every_replica_has_the_bits_of_a_run_without_any(peers: PeerServer, port
         }
 
 
-def without(ownership: Ownership, dead: int) -> Ownership:
+def without(ownership: Ownership, dead: Collection[int]) -> Ownership:
     """Returns the ownership in which the heirs of `dead` own: the first shadow, or who holds it in another pipeline."""
     grid, owners, shadows = ownership.grid, [], []
     for pipeline, stage in grid.slots():
-        replicas = [each for each in ownership.replicas(pipeline, stage) if each != dead]
-        elsewhere = [each for d in range(grid.pipelines) for each in ownership.replicas(d, stage) if each != dead]
+        replicas = [each for each in ownership.replicas(pipeline, stage) if each not in dead]
+        elsewhere = [each for d in range(grid.pipelines) for each in ownership.replicas(d, stage) if each not in dead]
         owner, *others = replicas or elsewhere[:1]
         owners.append(owner)
         shadows.append(tuple(others))
@@ -91,7 +101,7 @@ def survived(
         rows = small.run(num_steps)
         while rows is None or small.step < num_steps:
             if rows is None:
-                rows = small.run(1) if small.recover(without(small.ownership, small.dead[-1])) else None
+                rows = small.run(1) if small.recover(without(small.ownership, small.dead)) else None
             else:
                 is_healed = not heal(small, job.redundancy, level)
                 rows = small.run(num_steps - small.step if is_healed else 1)
@@ -129,3 +139,94 @@ MOMENTS = [
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
 def test_a_death_changes_no_bit(peers: PeerServer, port: int, redundancy: str, kills: Any) -> None:
     check_survival(peers, port, NORMED | {"redundancy": redundancy}, kills)
+
+
+@pytest.mark.parametrize(
+    "kills", [{1: (1, "1B1", "after")}, {2: (2, "2LOG", "before")}, {0: (1, "0COMMIT", "after")}], ids=str
+)
+@pytest.mark.parametrize("checkpoint", [0, 2])
+def test_a_death_changes_no_bit_of_tied_layers(peers: PeerServer, port: int, kills: Any, checkpoint: int) -> None:
+    check_survival(peers, port, TIED_GPT | {"activation_checkpoint": checkpoint}, kills)
+
+
+@pytest.mark.parametrize(
+    "kills", [{4: (1, "1F2@1", "before")}, {2: (1, "2REDUCE_GRAD", "after")}, {3: (1, "0STEP@1", "before")}], ids=str
+)
+@pytest.mark.parametrize("redundancy", ["none", "reroute", "eager"])
+def test_another_pipeline_stands_in(peers: PeerServer, port: int, redundancy: str, kills: Any) -> None:
+    if redundancy == "none":
+        kills = {worker: (2, *moment[1:]) for worker, moment in kills.items()}
+    check_survival(peers, port, NORMED | {"pipelines": 2, "redundancy": redundancy}, kills)
+
+
+def test_two_deaths_one_after_the_other(peers: PeerServer, port: int) -> None:
+    kills = {1: (0, "1B1", "after"), 2: (2, "2F1", "after")}
+    check_survival(peers, port, NORMED | {"redundancy": "lazy"}, kills, 5)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [{1: (1, "1B1", "after"), 2: (1, "2B3", "after")}, {1: (1, "1STEP", "before"), 2: (1, "2STEP", "after")}],
+    ids=str,
+)
+def test_two_deaths_in_one_step(peers: PeerServer, port: int, kills: Any) -> None:
+    check_survival(peers, port, NORMED | {"redundancy": "lazy", "redundancy_level": 2}, kills)
+
+
+@pytest.mark.parametrize("name", ["normed, two pipelines", "tied gpt, two pipelines"])
+def test_who_owns_what_changes_no_bit(peers: PeerServer, port: int, name: str) -> None:
+    values = JOBS[name] | {"redundancy": "none"}
+    stages = values.get("stages", 3)
+    plain = by_slot(ran(peers, port, values, fresh(2, stages)))
+    for owners in ((0,) * (2 * stages), (0, 1, *(0 for _ in range(2, 2 * stages)))):
+        found = by_slot(ran(peers, port, values, Ownership(Grid(stages, 4, 2), owners)))
+        assert found == plain
+
+
+class Nothing:
+    """Stands for what must not be used."""
+
+
+def lone_executor(**values: Any) -> Executor:
+    job = small_job(**NORMED | {"stages": 1, **values})
+    data = open_data(job)
+    model = build_model(job, data.facts)
+    nothing: Any = Nothing()
+    replicas = Replicas(job, model, (0,), [(0, 0)])
+    return Executor(Surroundings(job, 0, (0,), (), replicas, data, nothing, nothing, nothing, nothing))
+
+
+def test_a_commit_is_taken_once_and_none_is_missed() -> None:
+    executor = lone_executor()
+    executor.step = 3
+    assert not executor.catch_up(None)
+    assert not executor.catch_up({"step": 2})
+    with pytest.raises(InvariantError, match="step 4 is committed, and worker 0 is at 3"):
+        executor.catch_up({"step": 4})
+    assert executor.step == 3
+    assert executor.inventory() == Inventory(0, 3, ((0, 0),), {(0, 0): 0}, {(0, 0): 0})
+
+
+def test_a_backward_in_two_parts_is_refused() -> None:
+    with pytest.raises(InvariantError, match="0W1: a backward in two parts is not built yet"):
+        lone_executor()._backward_weights(Action(0, Op.W, 1), 0)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_was_made_is_held_until_the_commit_if_anybody_could_need_it(keeps: bool) -> None:
+    holdings = Holdings(keeps)
+    made, got = (Value(Kind.ACTIVATION, 0, 0, microbatch) for microbatch in (1, 2))
+    parameter = torch.ones(2, requires_grad=True)
+    holdings.make(made, (parameter * 2, torch.arange(2)))
+    holdings.receive(got, (torch.zeros(2),))
+    assert holdings.values() == (made, got)
+    (one, other) = holdings.to_send(made) if keeps else holdings.use_up(made)
+    assert one.grad_fn is None
+    assert (one.requires_grad, other.requires_grad) == (True, False)
+    assert holdings.use_up(got)[0].tolist() == [0.0, 0.0]
+    assert holdings.values() == ((made,) if keeps else ())
+    if keeps:
+        assert holdings.use_up(made)[0].tolist() == [2.0, 2.0]
+        assert holdings.values() == (made,)
+    holdings.clear()
+    assert holdings.values() == ()

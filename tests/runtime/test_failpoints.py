@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.fault import Fault
+from engine.core.fault import At, Fault, slot_owner
 from engine.runtime import failpoints
 from engine.runtime.control import Control, Fenced, Stopped
 from engine.runtime.failpoints import Failpoints
@@ -20,8 +20,8 @@ from engine.runtime.link import Link
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 ACTION = Action(2, Op.B, 3)
-BEFORE = Fault("5:2:B:3", 5, 0, 2, Op.B, 3)
-DURING = Fault("5:2:B:3:during", 5, 0, 2, Op.B, 3, "during")
+BEFORE = Fault("5:2:B:3", At(5, ACTION), (slot_owner(ACTION),))
+DURING = Fault("5:2:B:3:during", At(5, ACTION, "during"), (slot_owner(ACTION),))
 
 
 @pytest.fixture

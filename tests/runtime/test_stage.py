@@ -481,7 +481,7 @@ class Conv(nn.Module):
         return self.norm(self.conv(x.unsqueeze(1)).mean(1))
 
 
-REDONE = {**MODELS, "conv": [Conv, Block, Conv, Conv]}
+REDONE: dict[str, list[Callable[[], nn.Module]]] = {**MODELS, "conv": [Conv, Block, Conv, Conv]}
 
 
 def stage_and_twin(name: str, checkpoint: int, first: int) -> tuple[Stage, Stage, list[Tensors]]:

@@ -23,24 +23,24 @@ from tests.simulation.compiled import (
 from tests.simulation.replica import Replica
 
 if TYPE_CHECKING:
-    from tests.simulation.worker import Worker
+    from tests.simulation.process import Process
 
 Action = tuple[Any, ...]
 
 
-def perform(worker: Worker, action: Action) -> bool:
+def perform(worker: Process, action: Action) -> bool:
     """Returns whether the action is done; if not, the worker waits for a transfer."""
     return _DO[action[0]](worker, action)
 
 
-def _replica(worker: Worker, slot: tuple[int, int]) -> Replica:
+def _replica(worker: Process, slot: tuple[int, int]) -> Replica:
     replica = worker.replicas.get(slot)
     if replica is None or replica.version != worker.step:
         raise Violation(f"worker {worker.number} has no whole replica of {slot} in step {worker.step}")
     return replica
 
 
-def _use(worker: Worker, key: int) -> int:
+def _use(worker: Process, key: int) -> int:
     """Returns a value that an action reads; what others have made is dropped with its use."""
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(key)}")
@@ -49,12 +49,12 @@ def _use(worker: Worker, key: int) -> int:
     return worker.values.pop(key)
 
 
-def _keep(worker: Worker, key: int, value: int) -> None:
+def _keep(worker: Process, key: int, value: int) -> None:
     worker.values[key] = value
     worker.made.add(key)
 
 
-def _forward(worker: Worker, action: Action) -> bool:
+def _forward(worker: Process, action: Action) -> bool:
     code, slot, microbatch, source, made, kept = action
     replica = _replica(worker, slot)
     given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
@@ -63,14 +63,16 @@ def _forward(worker: Worker, action: Action) -> bool:
         replica.count_forward(microbatch, given)
         if slot[1] == worker.case.stages - 1:
             replica.losses = provenance.lost(replica.losses, output)
-    elif microbatch >= replica.counted and replica.logged is None:
+    else:
+        worker.world.turns.add("forward is redone")
+    if code == REDO and microbatch >= replica.counted and replica.logged is None:
         raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
     _keep(worker, made, output)
     _keep(worker, kept, provenance.residual(replica.weights, given))
     return True
 
 
-def _backward(worker: Worker, action: Action) -> bool:
+def _backward(worker: Process, action: Action) -> bool:
     code, slot, microbatch, source, made, kept = action
     replica = _replica(worker, slot)
     if kept not in worker.values:
@@ -79,11 +81,13 @@ def _backward(worker: Worker, action: Action) -> bool:
     given = 0 if source == NOTHING else _use(worker, source)
     if code == BACKWARD:
         replica.add_backward(microbatch, memory, given)
+    else:
+        worker.world.turns.add("backward is redone")
     _keep(worker, made, provenance.gradient(memory, given))
     return True
 
 
-def _send(worker: Worker, action: Action) -> bool:
+def _send(worker: Process, action: Action) -> bool:
     _, key, targets = action
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} sends {parts_of(key)}, which it lacks")
@@ -95,12 +99,12 @@ def _send(worker: Worker, action: Action) -> bool:
     return True
 
 
-def _send_to(worker: Worker, targets: tuple[int, ...], key: int, payload: Any) -> None:
+def _send_to(worker: Process, targets: tuple[int, ...], key: int, payload: Any) -> None:
     for target in targets:
         worker.world.send(worker, target, key, payload)
 
 
-def _receive(worker: Worker, action: Action) -> bool:
+def _receive(worker: Process, action: Action) -> bool:
     _, key, source = action
     payload = worker.take(key, source)
     if payload is None:
@@ -110,7 +114,7 @@ def _receive(worker: Worker, action: Action) -> bool:
     return True
 
 
-def _give(worker: Worker, action: Action) -> bool:
+def _give(worker: Process, action: Action) -> bool:
     _, slot, key, targets = action
     _send_to(worker, targets, key, healing(_replica(worker, slot)))
     return True
@@ -121,17 +125,18 @@ def healing(replica: Replica) -> tuple[Any, ...]:
     return replica.version, replica.state()
 
 
-def _heal(worker: Worker, action: Action) -> bool:
+def _heal(worker: Process, action: Action) -> bool:
     _, slot, key, source = action
     payload = worker.take(key, source)
     if payload is None:
         return False
     version, state = payload
     worker.replicas[slot] = Replica(slot, version, *state)
+    worker.world.turns.add("shadow is healed")
     return True
 
 
-def _reduce(worker: Worker, action: Action) -> bool:
+def _reduce(worker: Process, action: Action) -> bool:
     """Everybody sends everybody else its share, and adds up in the order of pipelines."""
     _, stage, mine, owners, sends = action
     if worker.parted != worker.cursor:
@@ -160,7 +165,7 @@ def reduction(parts: list[Any], owners: tuple[int, ...]) -> tuple[int, tuple[int
     return provenance.summed(sums), buffers, losses
 
 
-def _all_there(worker: Worker, keys: list[tuple[int, int]]) -> bool:
+def _all_there(worker: Process, keys: list[tuple[int, int]]) -> bool:
     for key, source in keys:
         if key not in worker.inbox:
             if source in worker.broken:
@@ -169,7 +174,7 @@ def _all_there(worker: Worker, keys: list[tuple[int, int]]) -> bool:
     return True
 
 
-def _make_log(worker: Worker, action: Action) -> bool:
+def _make_log(worker: Process, action: Action) -> bool:
     _, slot, key, targets, uses = action
     replica = _replica(worker, slot)
     stage = slot[1]
@@ -181,13 +186,15 @@ def _make_log(worker: Worker, action: Action) -> bool:
         if uses:
             final = provenance.summed(tuple(_reduced_use(worker, use) for use in uses))
         replica.logged = (final, buffers, losses)
-    elif replica.logged is None:
+    elif replica.logged is not None:
+        worker.world.turns.add("log is sent again")
+    else:
         raise Violation(f"worker {worker.number} logs slot {slot} without its reduced gradient")
     _send_to(worker, targets, key, replica.logged)
     return True
 
 
-def _reduced_use(worker: Worker, use: tuple[int, int, int]) -> int:
+def _reduced_use(worker: Process, use: tuple[int, int, int]) -> int:
     stage, key, source = use
     if source != NOTHING:
         taken: int = worker.take(key, source)
@@ -198,7 +205,7 @@ def _reduced_use(worker: Worker, use: tuple[int, int, int]) -> int:
     return own
 
 
-def _take_log(worker: Worker, action: Action) -> bool:
+def _take_log(worker: Process, action: Action) -> bool:
     _, slot, key, source = action
     payload = worker.take(key, source)
     if payload is None:
@@ -207,7 +214,7 @@ def _take_log(worker: Worker, action: Action) -> bool:
     return True
 
 
-def _vote(worker: Worker, action: Action) -> bool:
+def _vote(worker: Process, action: Action) -> bool:
     _, slot, owns = action
     replica = _replica(worker, slot)
     if replica.logged is None:
@@ -219,7 +226,7 @@ def _vote(worker: Worker, action: Action) -> bool:
     return True
 
 
-_DO: tuple[Callable[[Worker, Action], bool], ...] = (
+_DO: tuple[Callable[[Process, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote),
 )

@@ -66,13 +66,12 @@ class Agent:
         if self.state is not before:
             self.world.judge.state_changed(before, self.state, event)
         for effect in found:
-            _OBEY[type(effect)](self, effect)
+            getattr(self, _OBEY[type(effect)])(effect)
 
-    def on_vote(
-        self, epoch: int, worker: int, number: int, slot: Slot, norm: float | None, loss: float | None
-    ) -> None:
+    def on_vote(self, epoch: int, worker: int, number: int, slot: Slot, norm: float | None, loss: float | None) -> None:
         """Takes a vote; a full ballot is a commit, unless the epoch is over."""
         if not self.counts(epoch, worker):
+            self.world.turns.add("vote comes too late")
             return
         if epoch != self.state.epoch:
             raise Violation(f"a vote of epoch {epoch} counts in epoch {self.state.epoch}")
@@ -147,15 +146,15 @@ class Agent:
 
 
 _OBEY = {
-    effects.PublishEpoch: Agent.publish,
-    effects.GatherInventories: Agent.nothing,
-    effects.PublishPlanInput: Agent.plan,
-    effects.StartTraining: Agent.start,
-    effects.Commit: Agent.commit,
-    effects.OrderHandOver: Agent.nothing,
-    effects.Look: Agent.look,
-    effects.Evict: Agent.evict,
-    effects.Fence: Agent.nothing,
-    effects.Finish: Agent.end,
-    effects.Halt: Agent.end,
+    effects.PublishEpoch: "publish",
+    effects.GatherInventories: "nothing",
+    effects.PublishPlanInput: "plan",
+    effects.StartTraining: "start",
+    effects.Commit: "commit",
+    effects.OrderHandOver: "nothing",
+    effects.Look: "look",
+    effects.Evict: "evict",
+    effects.Fence: "nothing",
+    effects.Finish: "end",
+    effects.Halt: "end",
 }

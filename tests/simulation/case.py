@@ -11,13 +11,15 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from engine.core.ownership import Redundancy
+
 # What a worker comes to. Of the last line each stands before the action that is named; `replayed` before any of a plan.
 POINTS = (
     *("moment", "fence", "inventory", "inventoried", "plan", "planned", "go", "replayed"),
     *("commit", "stepped", "decided"),
     *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I"),
 )
-KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice")
+KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Case:
     stages: int = 4
     microbatches: int = 4
     pipelines: int = 1
-    redundancy: str = "lazy"
+    redundancy: Redundancy = "lazy"
     level: int = 1
     schedule: str = "1f1b"
     ties: tuple[tuple[int, ...], ...] = ()

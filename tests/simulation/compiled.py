@@ -74,9 +74,7 @@ def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
     routes = routed(program, ownership)
     found = {}
     for worker, actions in program.items():
-        done = tuple(
-            _compiled(action, worker, ownership, routes) for action in actions if action.op is not Op.STEP
-        )
+        done = tuple(_compiled(action, worker, ownership, routes) for action in actions if action.op is not Op.STEP)
         if any(action.op is Op.STEP for action in actions[: len(done)]):
             raise Violation(f"worker {worker} steps before its last vote")
         steps = tuple((each.pipeline, each.stage) for each in actions if each.op is Op.STEP)
@@ -119,35 +117,45 @@ def routed(program: Program, ownership: Ownership) -> _Routes:
 
 
 def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:
-    stage, op, microbatch, pipeline = action
-    slot, last = (pipeline, stage), ownership.grid.stages - 1
-    if op in _COMPUTE:
-        code = _COMPUTE[op]
-        made = key_of(ACTIVATION if code <= REDO else GRADIENT, pipeline, stage, microbatch)
-        kept = key_of(RESIDUAL, pipeline, stage, microbatch)
-        given = NOTHING
-        if code <= REDO and stage > 0:
-            given = key_of(ACTIVATION, pipeline, stage - 1, microbatch)
-        elif code > REDO and stage < last:
-            given = key_of(GRADIENT, pipeline, stage + 1, microbatch)
-        return code, slot, microbatch, given, made, kept
-    if op in SEND_OPS:
+    if action.op in _COMPUTE:
+        return _computed(action, ownership)
+    if action.op in SEND_OPS:
         key = carried_key(action)
         return SEND, key, routes.targets(worker, key)
-    if op in RECEIVE_OPS:
+    if action.op in RECEIVE_OPS:
         key = carried_key(action)
         return RECEIVE, key, routes.source(key)
-    if op is Op.REDUCE_GRAD:
+    if action.op is Op.REDUCE_GRAD:
+        stage = action.stage
         mine = ownership.pipelines_of(worker, stage)
         owners = tuple(ownership.owner(each, stage) for each in range(ownership.grid.pipelines))
         sends = tuple((each, routes.targets(worker, key_of(REDUCED, each, stage))) for each in mine)
         return REDUCE, stage, mine, owners, sends
-    owns = ownership.owner(pipeline, stage) == worker
+    return _of_replica(action, worker, ownership, routes)
+
+
+def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
+    stage, op, microbatch, pipeline = action
+    code = _COMPUTE[op]
+    made = key_of(ACTIVATION if code <= REDO else GRADIENT, pipeline, stage, microbatch)
+    kept = key_of(RESIDUAL, pipeline, stage, microbatch)
+    given = NOTHING
+    if code <= REDO and stage > 0:
+        given = key_of(ACTIVATION, pipeline, stage - 1, microbatch)
+    elif code > REDO and stage < ownership.grid.stages - 1:
+        given = key_of(GRADIENT, pipeline, stage + 1, microbatch)
+    return code, (pipeline, stage), microbatch, given, made, kept
+
+
+def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:
+    stage, op, _, pipeline = action
+    slot = (pipeline, stage)
+    owns = ownership.owner(*slot) == worker
     if op is Op.HEAL:
-        key = key_of(STATE, pipeline, stage)
+        key = key_of(STATE, *slot)
         return (GIVE, slot, key, routes.targets(worker, key)) if owns else (HEAL, slot, key, routes.source(key))
     if op is Op.LOG:
-        key = key_of(LOGGED, pipeline, stage)
+        key = key_of(LOGGED, *slot)
         if not owns:
             return TAKE_LOG, slot, key, routes.source(key)
         return MAKE_LOG, slot, key, routes.targets(worker, key), _uses(slot, worker, ownership, routes)

@@ -18,8 +18,8 @@ from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
 if TYPE_CHECKING:
+    from tests.simulation.process import Process
     from tests.simulation.replica import Replica
-    from tests.simulation.worker import Worker
     from tests.simulation.world import World
 
 _SILENCE_US = 4_000_000  # whoever stands still for less is not declared dead
@@ -38,19 +38,21 @@ class Judge:
         self.noticed: set[int] = set()
         self.clock_may_rule = False
         self.holders = self._holders(world.agent.ownership)
-        self.recoveries = 0
+        self.stopped = False
         self.made: dict[int, tuple[int, set[int]]] = {}
 
-    def guilty(self, worker: Worker, fault: Fault) -> None:
+    def guilty(self, worker: Process, fault: Fault) -> None:
         """Something was done to a worker, for which it may be out."""
-        if fault.kind == "notice":
+        if fault.kind == "stop":
+            self.stopped = True
+        elif fault.kind == "notice":
             self.noticed.add(worker.number)
         elif fault.kind in ("kill", "zombie", "link") or (fault.kind == "pause" and fault.length > _SILENCE_US):
             self.struck.add(worker.number)
         if fault.kind in _OF_THE_CLOCK:
             self.clock_may_rule = True
 
-    def stepped(self, worker: Worker, replica: Replica) -> None:
+    def stepped(self, worker: Process, replica: Replica) -> None:
         """A replica has taken the step that is open at its worker."""
         if replica.version != worker.step + 1:
             raise Violation(f"worker {worker.number}: {replica.slot} has version {replica.version} after {worker.step}")
@@ -64,13 +66,13 @@ class Judge:
                 f"worker {worker.number}: {' and '.join(wrong)} of slot {replica.slot} differ after step {worker.step}"
             )
 
-    def computed(self, worker: Worker, action: tuple[Any, ...]) -> None:
+    def computed(self, worker: Process, action: tuple[Any, ...]) -> None:
         """A worker has run a forward or a backward, and so has made what others may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
             self.made[worker.number] = (worker.step, set())
         self.made[worker.number][1].add(action[4])
 
-    def inventoried(self, worker: Worker, text: str) -> None:
+    def inventoried(self, worker: Process, text: str) -> None:
         """A worker has said what it holds: at least all that it has made in this step."""
         step, made = self.made.get(worker.number, (-1, set()))
         if step == worker.step and self.world.retains:
@@ -100,7 +102,6 @@ class Judge:
     def state_changed(self, old: State, new: State, event: Event) -> None:
         """The protocol has decided something."""
         if new.epoch != old.epoch:
-            self.recoveries += 1
             for worker, why in new.verdict:
                 known = self.struck | (self.noticed if why.startswith("has left") else set())
                 if worker not in known and not why.startswith("had finished"):
@@ -120,11 +121,12 @@ class Judge:
         """The history is over: the job has finished with every step, or was lost."""
         state = self.world.agent.state
         if state.phase is Phase.FINISHED:
-            if len(self.outcomes) != self.world.case.steps:
+            steps = state.last_step + 1
+            if len(self.outcomes) != steps or (steps != self.world.case.steps and not self.stopped):
                 raise Violation(f"finished after {len(self.outcomes)} steps")
             for number in state.members:
                 worker = self.world.workers[number]
-                if worker.step != self.world.case.steps:
+                if worker.step != steps:
                     raise Violation(f"worker {number} has finished in step {worker.step}")
         elif state.phase is not Phase.HALTED:
             raise Violation(f"over while {state.phase}")

@@ -115,10 +115,13 @@ class _Need:
         if not kept and microbatch < self._counters(slot)[0]:
             self._forward(Op.REDO_F, slot, microbatch)
         after = Value(Kind.GRADIENT, pipeline, stage + 1, microbatch)
-        if stage + 1 < self.grid.stages and after not in self.anywhere:
-            if microbatch < self._counters((pipeline, stage + 1))[1]:
-                self._backward(Op.I, (pipeline, stage + 1), microbatch)
+        there = stage + 1 == self.grid.stages or after in self.anywhere
+        if not there and microbatch < self._counters((pipeline, stage + 1))[1]:
+            self._backward(Op.I, (pipeline, stage + 1), microbatch)
 
 
 def _words(tasks: Counter[Task]) -> str:
-    return " ".join(f"{stage}{op}{microbatch}@{pipeline}" for op, pipeline, stage, microbatch in sorted(tasks)) or "nothing"
+    return (
+        " ".join(f"{stage}{op}{microbatch}@{pipeline}" for op, pipeline, stage, microbatch in sorted(tasks))
+        or "nothing"
+    )

@@ -105,8 +105,8 @@ def _turned(inventory: Inventory) -> Inventory:
         inventory.worker,
         inventory.step,
         inventory.whole,
-        dict(reversed(inventory.counted.items())),
-        dict(reversed(inventory.added.items())),
+        dict(reversed(list(inventory.counted.items()))),
+        dict(reversed(list(inventory.added.items()))),
         inventory.logged,
         inventory.values,
     )

@@ -85,6 +85,7 @@ def adopted(worker: Worker, slots: tuple[Slot, ...], ownership: Ownership) -> No
             pipelines = [pipeline for pipeline, stage in sorted(worker.replicas) if stage == slot[1]]
             if not pipelines:
                 raise Violation(f"worker {worker.number} cannot adopt {slot}")
+            worker.world.turns.add("replica is adopted")
             source = worker.replicas[pipelines[0], slot[1]]
             worker.replicas[slot] = Replica(slot, source.version, *source.state())
 
@@ -127,5 +128,3 @@ def first_replica(slot: Slot, pipelines: int) -> Replica:
     stage = slot[1]
     buffers = tuple(provenance.first_buffers(each, stage) for each in range(pipelines))
     return Replica(slot, 0, provenance.first_weights(stage), provenance.first_optimizer(stage), buffers)
-
-

@@ -22,6 +22,7 @@ class History:
     struck: tuple[Fault, ...]
     phase: Phase
     epoch: int
+    turns: frozenset[str]
 
 
 def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
@@ -35,4 +36,6 @@ def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
         problem = f"{type(error).__name__}: {error}"
     state = world.agent.state
     moments = tuple(worker.moments for worker in world.workers)
-    return History(case, problem, world.trace, moments, tuple(world.struck), state.phase, state.epoch)
+    return History(
+        case, problem, world.trace, moments, tuple(world.struck), state.phase, state.epoch, frozenset(world.turns)
+    )

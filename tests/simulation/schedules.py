@@ -12,12 +12,13 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
+from engine.core.ownership import Redundancy
 from tests.simulation.case import POINTS, Case, Fault
 from tests.simulation.run import run
 
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
 _AT_THE_END = ("commit", "stepped", "decided", "LOG", "COMMIT", "REDUCE_GRAD")
-_REDUNDANCIES = ("none", "lazy", "eager", "reroute")
+_REDUNDANCIES: tuple[Redundancy, ...] = ("none", "lazy", "eager", "reroute")
 _TIMING = (0, 3)  # seeds without a spread: exit seen late and all in flight arrives; seen early and all is lost
 
 
@@ -52,7 +53,9 @@ def pair_cases(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
             for moment in range(kill.at // 2, moments + 1):
                 place += 1
                 if place % stride == 0:
-                    yield replace(one, seed=_TIMING[place // stride % 2], faults=(kill, Fault(worker, "moment", moment)))
+                    yield replace(
+                        one, seed=_TIMING[place // stride % 2], faults=(kill, Fault(worker, "moment", moment))
+                    )
 
 
 def random_case(number: int) -> Case:
@@ -60,12 +63,19 @@ def random_case(number: int) -> Case:
     rng = Random(number)  # noqa: S311
     stages = rng.choice((1, 2, 2, 3, 3, 4, 4, 6))
     pipelines = rng.choice((1, 1, 1, 2, 2, 3)) if stages < 6 else 1
-    redundancy = rng.choice(("lazy", "lazy", "eager", "eager", "reroute" if pipelines > 1 else "lazy", "none"))
+    policies: tuple[Redundancy, ...] = (
+        "lazy",
+        "lazy",
+        "eager",
+        "eager",
+        "reroute" if pipelines > 1 else "lazy",
+        "none",
+    )
     case = Case(
         stages=stages,
         microbatches=rng.choice((1, 2, 2, 3, 4)),
         pipelines=pipelines,
-        redundancy=redundancy,
+        redundancy=rng.choice(policies),
         level=rng.choice((1, 1, 1, 2)),
         schedule=rng.choice(("1f1b", "gpipe")),
         ties=((0, stages - 1),) if stages > 2 and rng.random() < 0.3 else (),
@@ -101,8 +111,10 @@ def _kill(case: Case, rng: Random, worker: int, nth: int) -> Fault:
 
 def _other(case: Case, rng: Random, worker: int) -> Fault:
     """Returns a fault that is not a kill."""
-    kind = rng.choice(("zombie", "zombie", "pause", "link", "suspect", "suspect", "notice", "notice"))
+    kind = rng.choice(("zombie", "zombie", "pause", "link", "suspect", "suspect", "notice", "notice", "notice", "stop"))
     point = rng.choice(POINTS)
     at = rng.randint(1, 12 * case.microbatches * case.steps) if point == "moment" else rng.choice((1, 1, 2, 3))
-    longest = {"zombie": 60_000, "pause": 12_000_000, "link": 30_000, "suspect": 5, "notice": 60_000_000}[kind]
+    longest = {"zombie": 60_000, "pause": 12_000_000, "link": 30_000, "suspect": 5, "notice": 60_000_000, "stop": 0}[
+        kind
+    ]
     return Fault(worker, point, at, kind, rng.randint(0, longest))

@@ -19,6 +19,7 @@ from tests.simulation.agent import Agent
 from tests.simulation.case import Case, Fault, Violation
 from tests.simulation.judge import Judge
 from tests.simulation.plans import shares_of
+from tests.simulation.process import Process
 from tests.simulation.replica import first_replica
 from tests.simulation.worker import Worker
 
@@ -41,6 +42,7 @@ class World:
         self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.serial = 0
         self.trace = 0
+        self.turns: set[str] = set()  # what is rare and has come about
         self.next_tick = 0
         grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties)
         self.retains = case.redundancy != "none" or case.pipelines > 1
@@ -140,7 +142,7 @@ class World:
 
     # What is said
 
-    def tell(self, worker: Worker, what: str, *words: Any) -> None:
+    def tell(self, worker: Process, what: str, *words: Any) -> None:
         """The agent tells a worker something, after all that it has told it before."""
         at = self.heard_at[worker.number] = max(self.heard_at[worker.number], self.now + self.delay())
         self.push(at - self.now, worker.told, what, *words)
@@ -165,12 +167,12 @@ class World:
         if self.tell_all:
             self.tell_all(f"{self.now / MS:10.3f} ms {numbers}")
 
-    def send(self, worker: Worker, target: int, key: int, payload: Any) -> None:
+    def send(self, worker: Process, target: int, key: int, payload: Any) -> None:
         """A transfer is on its way."""
         words = (worker, target, worker.epoch, worker.step, key, payload)
         self.push(self.delay(), self._arrive, *words)
 
-    def _arrive(self, source: Worker, target: int, epoch: int, step: int, key: int, payload: Any) -> None:
+    def _arrive(self, source: Process, target: int, epoch: int, step: int, key: int, payload: Any) -> None:
         taker = self.workers[target]
         until = self.cut.get((source.number, target), 0) if self.cut else 0
         if until > self.now:
@@ -181,7 +183,7 @@ class World:
 
     # Faults
 
-    def strike(self, worker: Worker, point: str) -> None:
+    def strike(self, worker: Process, point: str) -> None:
         """A worker has come to a moment; what is due there is done to it."""
         number, faults = worker.number, self.faults[worker.number]
         for fault in [each for each in faults if each.point == "moment" and each.at == worker.moments]:
@@ -194,7 +196,7 @@ class World:
                 self.hit(worker, fault)
         self._watch(worker)
 
-    def _watch(self, worker: Worker) -> None:
+    def _watch(self, worker: Process) -> None:
         """Notes when this world must look at a worker: at each of its moments, unless it can tell at which."""
         faults = self.faults[worker.number]
         worker.watched = any(fault.point != "moment" for fault in faults)
@@ -206,7 +208,7 @@ class World:
             if worker.watched and worker.alive and not worker.paused:
                 self.strike(worker, "decided")
 
-    def hit(self, worker: Worker, fault: Fault) -> None:
+    def hit(self, worker: Process, fault: Fault) -> None:
         """Does to a worker what a fault says."""
         if not worker.alive:
             return
@@ -229,15 +231,17 @@ class World:
             self.judge.guilty(self.workers[peer], fault)
         elif fault.kind == "suspect":
             worker.suspect(None if fault.length == 0 else fault.length % len(self.workers))
+        elif fault.kind == "stop":
+            self.agent.hear(events.Notice(self.now, None, length))
         elif fault.kind == "notice":
             self.agent.hear(events.Notice(self.now, worker.number, length))
 
-    def evict(self, worker: Worker) -> None:
+    def evict(self, worker: Process) -> None:
         """The agent kills a worker that is out; one whose lease has expired is out of its reach."""
         if worker.alive:
             self.push(self.delay(), self.end, worker, -9)
 
-    def end(self, worker: Worker, code: int) -> None:
+    def end(self, worker: Process, code: int) -> None:
         """A process ends: its agent sees it, and sooner or later so do its peers."""
         if not worker.alive:
             return

@@ -1,0 +1,30 @@
+"""Durations as people write them: ``250ms``, ``5s``, ``2m``; in the program they are whole nanoseconds."""
+
+from __future__ import annotations
+
+import re
+
+DURATION_FORM = "a duration such as 250ms, 5s or 2m"
+# For the schema of scenario files, so that an editor knows the form too.
+DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)?(us|ms|s|m|h)$"
+
+_UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
+_TEXT = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")
+
+
+def parse_duration(text: str) -> int | None:
+    """Returns the nanoseconds that `text` spells, exactly; None when it spells none or none that is whole."""
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        return None
+    fraction = match[2] or ""
+    whole, rest = divmod(int(match[1] + fraction) * _UNITS_NS[match[3]], 10 ** len(fraction))
+    return None if rest else whole
+
+
+def duration_text(time_ns: int) -> str:
+    """Returns a duration in the largest unit in which it is whole, as `parse_duration` reads it."""
+    for unit in ("h", "m", "s", "ms"):
+        if time_ns and time_ns % _UNITS_NS[unit] == 0:
+            return f"{time_ns // _UNITS_NS[unit]}{unit}"
+    return f"{time_ns / 1000:g}us" if time_ns else "0s"

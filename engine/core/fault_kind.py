@@ -1,0 +1,72 @@
+"""Kinds of faults: what a scenario may ask to be done to a worker, and with which parameters.
+
+The kinds themselves are registered where they are carried out; here is their form, so that whoever reads a scenario
+checks it against the same definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.core.duration import DURATION_FORM, parse_duration
+from engine.core.job import Scalar
+
+ParameterForm = Literal["duration", "count", "number", "text", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a kind; without a default it is left out when nobody gives it, unless it is required."""
+
+    name: str  # as a scenario spells it, such as "for"
+    form: ParameterForm
+    about: str
+    default: Scalar | None = None  # in the program's units
+    required: bool = False
+    choices: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name in `Fault.parameters`, where a duration is a whole number of nanoseconds."""
+        return f"{self.name}_ns" if self.form == "duration" else self.name
+
+    @property
+    def expected(self) -> str:
+        """What may be written, in words."""
+        if self.form == "choice":
+            return f"one of {', '.join(self.choices)}"
+        return {"duration": DURATION_FORM, "count": "a whole number >= 0", "number": "a number > 0", "text": "text"}[
+            self.form
+        ]
+
+    def read(self, value: object) -> Scalar | None:
+        """Returns a value of a scenario file in the program's units, or None when it is not what is expected."""
+        match self.form:
+            case "duration":
+                return parse_duration(value) if isinstance(value, str) else None
+            case "count":
+                return value if type(value) is int and value >= 0 else None
+            case "number":
+                return value if isinstance(value, (int, float)) and type(value) is not bool and value > 0 else None
+            case "text":
+                return value if isinstance(value, str) else None
+            case "choice":
+                return value if isinstance(value, str) and value in self.choices else None
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """One kind of fault: who carries it out, and whether its victim ends of it."""
+
+    name: str
+    about: str  # one sentence
+    by: Literal["agent", "worker"]
+    ends: bool
+    parameters: tuple[Parameter, ...] = ()
+
+    def with_defaults(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Returns `given` parameters, by key, and the defaults of those that were not given."""
+        defaults = {each.key: each.default for each in self.parameters if each.default is not None}
+        return {**defaults, **given}

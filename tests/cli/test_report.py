@@ -1,0 +1,150 @@
+"""`bamboo report`: from made-up events in a folder, from a real run's, and how long it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from bamboo_cli.report import report
+from engine.core.errors import NothingMatchedError, StorageError, UserError
+from tests.report.made_up import MadeUpRun, make_run
+
+APP = typer.Typer()
+APP.command()(report)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def say(*arguments: object) -> Result:
+    """Runs the command and returns what came of it."""
+    return CliRunner().invoke(APP, [str(each) for each in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "results", MadeUpRun(dead=((5, 2),)).events())
+
+
+def test_the_latest_run_is_told_and_its_page_written(folder: Path) -> None:
+    said = say("--results", folder.parent)
+    first, titles, row = said.stdout.splitlines()
+    assert first.startswith(f"{folder.name}: Worker 2 was lost in step 5; worker 1 took over after a pause of 24 ms.")
+    assert titles.split() == (
+        "what step heirs detect agree fence regroup inventory plan replay pause total redone".split()
+    )
+    assert row.startswith("5:2: worker 2 was ended by SIGKILL")
+    assert row.split()[-3:] == ["24", "78.4", "8"]
+    page = folder / "report.html"
+    assert said.stderr.strip() == str(page)
+    assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("form", ["csv", "json", "markdown", "html"])
+def test_a_form_for_programs_prints_nothing_else(folder: Path, form: str) -> None:
+    said = say(folder, "--table", "steps", "--format", form)
+    assert said.stderr == ""
+    assert not (folder / "report.html").exists()
+    begins = {"csv": "run,step,epoch", "json": '[{"run":"', "markdown": "| run | step |", "html": "<table>"}
+    assert said.stdout.startswith(begins[form])
+
+
+def test_tables_pages_and_traces_go_where_they_are_told(folder: Path, tmp_path: Path) -> None:
+    table, page, trace = (tmp_path / name for name in ("table.parquet", "page.html", "trace.json"))
+    say(folder, "--table", "actions", "--format", "parquet", "--output", table, "--page", page, "--trace", trace)
+    assert len(pd.read_parquet(table)) > 1000
+    assert "<h1" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_several_runs_are_one_table(folder: Path) -> None:
+    other = make_run(folder.parent, MadeUpRun(dead=((2, 0),)).events(), hour=2)
+    said = say("--results", folder.parent, folder.name, "latest", "--format", "csv")
+    assert [line.split(",")[0] for line in said.stdout.splitlines()] == ["run", folder.name, other.name]
+
+
+def test_a_condition_that_holds_fails(folder: Path) -> None:
+    passed = say(folder, "--format", "csv", "--fail-if", "recovery.total_ms.p95 > 500")
+    assert (passed.exit_code, passed.stderr) == (0, "passed: recovery.total_ms.p95 > 500 (found 78.4)\n")
+    conditions = ["--fail-if", "recovery.total_ms.p95 > 500", "--fail-if", "steps.step.count == 10"]
+    failed = say(folder, "--format", "csv", *conditions)
+    assert failed.exit_code == 1
+    assert failed.stderr.splitlines()[1] == "failed: steps.step.count == 10 (found 10)"
+
+
+def test_what_cannot_be_is_refused_before_anything_is_said(folder: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'total_ms'"):
+        say(folder, "--fail-if", "recovery.totl_ms.p95 > 500")
+    assert not (folder / "report.html").exists()
+    with pytest.raises(UserError, match="--output FILE"):
+        say(folder, "--format", "parquet")
+    with pytest.raises(UserError, match="--page and --trace: expected one run, found 2 runs"):
+        say(folder, folder, "--page", "page.html")
+    with pytest.raises(NothingMatchedError, match="no run 'nothing'"):
+        say("nothing", "--results", folder.parent)
+    with pytest.raises(StorageError, match="cannot write"):
+        say(folder, "--page", folder / "no" / "page.html")
+
+
+def test_everything_but_the_events_can_be_deleted(folder: Path) -> None:
+    say(folder)
+    first = (folder / "report.html").read_bytes()
+    (folder / "report.html").unlink()
+    assert sorted(each.name for each in folder.iterdir()) == ["events.jsonl"]
+    say(folder)
+    assert (folder / "report.html").read_bytes() == first
+
+
+def command_line(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `bamboo` as a process and returns its end."""
+    command = [sys.executable, "-m", "bamboo_cli", *(str(each) for each in arguments)]
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_200_000_events_take_less_than_5_s_of_work(tmp_path: Path) -> None:
+    """In processor time, which other processes of the machine do not lengthen as they do the clock's."""
+    events = MadeUpRun(stages=8, microbatches=16, steps=360, dead=((50, 3), (120, 5))).events()
+    assert len(events) > 200_000
+    folder = make_run(tmp_path, events)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = command_line("report", folder, OPENBLAS_NUM_THREADS="1")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    work_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{len(events)} events in {work_s:.2f} s of work")
+    assert work_s < 5.0
+
+
+@pytest.mark.e2e
+def test_the_events_of_a_real_recovery(tmp_path: Path) -> None:
+    job = "--model mlp --data synthetic --stages 3 --steps 6 --validate-every 0 --audit 0".split()
+    run = command_line("run", *job, "--kill", "3:1:B:4", "--no-twin", "--results", tmp_path)
+    assert run.returncode == 0, run.stderr
+    (folder,) = [each for each in tmp_path.iterdir() if each.is_dir() and not each.is_symlink()]
+    for each in folder.iterdir():
+        if each.name != "events.jsonl":
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    tables = {}
+    for name in ("recovery", "steps", "workers", "actions"):
+        said = command_line("report", "--results", tmp_path, "--table", name, "--format", "json")
+        assert said.returncode == 0, said.stderr
+        tables[name] = json.loads(said.stdout)
+    (row,) = tables["recovery"]
+    assert (row["outcome"], row["who"], row["step"], row["slots"], row["lost_steps"]) == ("recovered", "1", 3, "0.1", 0)
+    assert row["what"].startswith("3:1:B:4: worker 1 was ended by SIGKILL")
+    for phase in ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"):
+        assert row[f"{phase}_ms"] >= 0, phase
+    assert row["redone_actions"] > 0
+    assert [each["step"] for each in tables["steps"]] == list(range(6))
+    assert [each["state"] for each in tables["workers"]] == ["finished", "SIGKILL", "finished"]
+    assert {each["worker"] for each in tables["actions"] if each["replayed"]} == {int(row["heirs"])}
+    assert all(each["step"] == 3 for each in tables["actions"] if each["replayed"])

@@ -1,0 +1,50 @@
+"""Counter-examples that the simulation found in the engine; each case failed before its fix and is replayed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.core.ownership import Ownership, with_shadows
+from tests.simulation import plans
+from tests.simulation.case import Case, Fault
+from tests.simulation.run import run
+
+
+@pytest.fixture(autouse=True)
+def _fresh_answers() -> Iterator[None]:
+    plans.forget()
+    yield
+    plans.forget()
+
+
+# A worker gives notice and hands over, so that it shadows what it owned. At the next boundary `with_shadows` put
+# another shadow in its place at once, and the leaver dropped its replica while the new shadow was still being healed.
+# When the owner died in that step, the protocol made the leaver, which had held the slot as of the last commit, its
+# heir; it had nothing to show, and the job halted with the state lost although it need not have been. Now whoever is
+# leaving keeps what it holds until it has left: a hand-over is made before it breaks.
+LEAVER_DROPS_ITS_REPLICA = Case(
+    stages=4,
+    microbatches=1,
+    schedule="gpipe",
+    faults=(Fault(2, "decided", 3), Fault(3, "COMMIT", 1, "notice", 1)),
+)
+
+
+def test_leaver_holds_what_it_shadows_until_another_does() -> None:
+    history = run(LEAVER_DROPS_ITS_REPLICA)
+    assert history.problem == ""
+    assert len(history.struck) == 2
+
+
+def test_leaver_that_lets_go_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(ownership: Ownership, redundancy: Any, level: int, members: Any, leaving: Any) -> Ownership:
+        after = with_shadows(ownership, redundancy, level, members, leaving)
+        shadows = tuple(tuple(worker for worker in line if worker not in leaving) for line in after.shadows)
+        return replace(after, shadows=shadows)
+
+    monkeypatch.setattr(plans, "with_shadows", at_once)
+    assert "lost (() indeed)" in run(LEAVER_DROPS_ITS_REPLICA).problem
