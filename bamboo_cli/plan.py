@@ -10,15 +10,8 @@ import typer
 from engine.core.dry_run import dry_run
 from engine.core.grid_text import grid_lines
 from engine.core.job import Job
-from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.program import Program, build_program
-
-
-def planned(job: Job) -> tuple[Program, Ownership]:
-    """Returns the program of one step of a job, and who owns and shadows what."""
-    ownership = one_slot_each(Grid(job.stages, job.microbatches, job.pipelines))
-    ownership = with_shadows(ownership, job.redundancy, job.redundancy_level, ownership.workers())
-    return build_program(job.schedule, ownership, job.redundancy), ownership
+from engine.core.ownership import Ownership
+from engine.core.planned import planned
 
 
 def print_plan(job: Job, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bamboo_cli.job_options import takes_job
-from bamboo_cli.plan import planned, print_plan
+from bamboo_cli.plan import print_plan
 from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
 from engine.files.resolved_job import Resolved
 
@@ -41,6 +41,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules when it is not."""
+    from engine.core.planned import planned
     from engine.core.program import from_csv
     from engine.core.verify import verify
 
@@ -72,6 +73,7 @@ def export(
 ) -> None:
     """Print the program as CSV, one row per worker, in the form that torch's pipelining reads and writes."""
     from engine.core.action import COMPUTE_OPS
+    from engine.core.planned import planned
     from engine.core.program import to_csv
 
     program, _ = planned(resolved.job)

@@ -27,7 +27,9 @@ _AFTER_THE_PAUSE = ("merged", "heal")
 
 def charts(run: RunTables) -> dict[str, Any]:
     """Returns the figures as plain values, by the id of their place on the page."""
-    figures = {"loss": _loss(run), "throughput": _throughput(run), "memory": _memory(run), "exposure": _exposure(run)}
+    figures = {"loss": _loss(run), "throughput": _throughput(run), "exposure": _exposure(run)}
+    if run.workers["peak_memory_mib"].notna().any():
+        figures["memory"] = _memory(run)
     if len(run.recovery):
         figures["phases"] = _phases(run.recovery)
     return {name: figure.update_layout(template=None).to_plotly_json() for name, figure in figures.items()}

@@ -48,9 +48,9 @@ _TEXT_COLUMNS = {"what", "text", "reason"}
 def page(run: RunTables) -> str:
     """Returns the page as HTML."""
     mood, sentence = headline(run)
-    drawn = timeline(run)
+    drawn, shown = timeline(run), charts(run)
     left_out = drawn["left_out"]
-    data = {"timeline": drawn, "charts": charts(run), "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
+    data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
     plotly, script = get_plotlyjs(), _asset("timeline.js") + _asset("page.js")
     history = run.history.rename(columns={"at_ms": "at, ms"})
     workers = run.workers.rename(columns={"end_ms": "end, ms", "peak_memory_mib": "peak MiB", "busy_ms": "busy, ms"})
@@ -65,6 +65,7 @@ def page(run: RunTables) -> str:
         left_out=f"{left_out:,} actions of other steps are not in this page." if left_out else "",
         recovery=_recovery(run),
         exposure=html.escape(_exposed(run)),
+        memory='<section><h2>Memory</h2><div id="memory" class="chart"></div></section>' if "memory" in shown else "",
         history=_table(history),
         workers=_table(workers),
         command=html.escape(command(run)),
@@ -121,7 +122,9 @@ def _figure(value: float) -> str:
 def _recovery(run: RunTables) -> str:
     if run.recovery.empty:
         return ""
-    table = run.recovery[list(_RECOVERY_COLUMNS)].rename(columns=_RECOVERY_COLUMNS)
+    # An error may name many files; all of it stands in the history.
+    table = run.recovery.assign(reason=run.recovery["reason"].str.split(";").str[0])
+    table = table[list(_RECOVERY_COLUMNS)].rename(columns=_RECOVERY_COLUMNS)
     heading = "<h2>Where the time went <small>(ms; click merged or heal to see what follows the pause)</small></h2>"
     chart = '<div id="phases" class="chart"></div>'
     return f'<section>{heading}{chart}<div class="scroll tight">{_table(table)}</div></section>'

@@ -240,7 +240,8 @@ function annotations() {
     found.push({ x: (from + to) / 2, y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: "step " + LINE.steps[step], font });
   }
   const seen = LINE.recoveries.filter((one) => one.begin_ms > view[0] && one.begin_ms < view[1]);
-  const hasRoom = ({ begin_ms }, place) => (begin_ms - (seen[place - 1]?.resume_ms ?? view[0])) * pixelsPerMs() > 260;
+  const freeFrom = (place) => (place === 0 ? view[0] : seen[place - 1].resume_ms ?? Infinity);
+  const hasRoom = ({ begin_ms }, place) => (begin_ms - freeFrom(place)) * pixelsPerMs() > 260;
   for (const each of seen.filter(hasRoom)) {
     found.push({ x: each.begin_ms, y: -1, xanchor: "right", xshift: -6, showarrow: false, text: escaped(shortened(each.what, 36)), font: { color: FAULT, size: 12.5 },
       bgcolor: colour("card"), borderpad: 3 });

@@ -25,11 +25,13 @@ def workers_table(events: Sequence[Event], actions: pd.DataFrame, origin_ns: int
                 slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in event["slots"])
                 rows[event["of"]] = {"worker": event["of"], "pid": event["child"], "slots": slots, "state": "running"}
             case "finished" if event["of"] in rows:
+                rows[event["of"]]["state"] = "finished"
                 rows[event["of"]]["peak_memory_mib"] = event["peak_memory_kib"] / 1024
                 rows[event["of"]]["peak_stash"] = max((peak for *_, peak in event["peak_stash"]), default=0)
             case "exit" if event["of"] in rows:
-                ended = {"state": how_it_ended(event), "code": event["code"], "seen_ns": event["seen_ns"]}
-                rows[event["of"]] |= ended
+                told = rows[event["of"]]["state"] == "finished" and event["expected"]
+                state = "finished" if told else how_it_ended(event)
+                rows[event["of"]] |= {"state": state, "code": event["code"], "seen_ns": event["seen_ns"]}
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)
     table = table.astype({"code": "Int64", "peak_memory_mib": "float64", "peak_stash": "Int64"})
@@ -42,10 +44,10 @@ def workers_table(events: Sequence[Event], actions: pd.DataFrame, origin_ns: int
 
 
 def how_it_ended(exit_event: Event) -> str:
-    """Returns ``finished``, ``stopped``, ``SIGKILL`` or ``exit code 3``."""
+    """Returns ``stopped`` for an end that was expected, else ``SIGKILL`` or ``exit code 3``."""
     code = exit_event["code"]
     if exit_event["expected"]:
-        return "finished" if code == 0 else "stopped"
+        return "stopped"
     try:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:

@@ -43,6 +43,8 @@ class Control:
         self._told: Message = {"epoch": 0}  # the newest epoch
         self.accepted = 0  # the epoch that the main thread is in
         self.fired: set[str] = set()  # ids of the faults that have struck somebody
+        self.on_fault: Callable[[Message], None] = lambda message: None  # called in the main thread
+        self._of_faults: list[Message] = []
         self.has_given_notice = False
         self.at = (0, 0, False)  # step, actions begun in it, whether inside the last of them; the main thread writes it
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -65,6 +67,8 @@ class Control:
                     self._told = message
             elif message["kind"] == "fired":
                 self.fired.add(message["fault"])
+            elif message["kind"] in ("arm", "inflict"):
+                self._of_faults.append(message)
             else:
                 self._inbox.setdefault(message["kind"], []).append(message)
             self.wake()
@@ -111,7 +115,12 @@ class Control:
         return self.wait_until(look)
 
     def check(self) -> None:
-        """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch."""
+        """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
+
+        Before that it does what it has been told about faults, which may raise anything, or end the process.
+        """
+        while self._of_faults:
+            self.on_fault(self._of_faults.pop(0))
         if self._stopped:
             raise Stopped
         if self._told["epoch"] > self.accepted:

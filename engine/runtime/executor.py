@@ -123,6 +123,8 @@ class Executor:
         if strikes:
             self._strike(action, "during")
         run(action, step)
+        if strikes:
+            around.failpoints.linger(step, action, start_ns)
         around.recorder.action(step, text, start_ns, now_ns())
         around.control.at = (step, self._index, False)
         self.num_computed += action.op in COMPUTE_OPS

@@ -1,19 +1,23 @@
-"""Failpoints: a worker's part in a fault. It says when the moment has come; the agent strikes.
+"""Failpoints: a worker's part in a fault. It says when the moment has come; the agent records it and strikes.
 
-Rules: a worker never harms itself, so that the event is on disk before the blow and the signal goes through a pidfd.
-Before or after an action the worker stands still until the agent has struck; during one it goes on at once. A fault
-that has been told to have fired anywhere is off everywhere.
+Rules: the event is on disk before the blow. A signal comes from the agent; what a worker does to itself it does in its
+main thread, when the agent says so, wherever that thread waits. Before or after an action, and for whatever it is to do
+to itself, the worker stands still until the agent has answered. A fault that has struck anywhere is off everywhere.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from engine.core.action import Action
-from engine.core.fault import Fault, When, struck_by
+from engine.core.action import COMPUTE_OPS, Action
+from engine.core.fault import Fault, When, from_plain, struck_by
 from engine.runtime.control import Control
+from engine.runtime.faults.registry import Scene, registered
+from engine.runtime.link import Message
 from engine.runtime.recorder import now_ns
+from engine.runtime.replicas import Replicas
 
 _PATIENCE_NS = 10_000_000_000  # for the agent's blow; after it the fault has not fired, which fails the case
 
@@ -21,27 +25,31 @@ _PATIENCE_NS = 10_000_000_000  # for the agent's blow; after it the fault has no
 class Failpoints:
     """The faults that this worker may still meet; without any it costs nothing."""
 
-    def __init__(self, control: Control, worker: int, faults: Sequence[Fault] = ()):
+    def __init__(
+        self, control: Control, worker: int, faults: Sequence[Fault] = (), replicas: Replicas | None = None
+    ):
         self.control = control
         self.worker = worker
         self.faults = list(faults)
+        self.replicas = replicas
+        self._factor = 1.0
+        self._slow_until: Callable[[int], bool] | None = None  # of a step
+        control.on_fault = self._hear
 
     @property
     def armed(self) -> bool:
-        """Whether any fault is left."""
-        return bool(self.faults)
+        """Whether any fault is left, or has a lasting effect."""
+        return bool(self.faults) or self._slow_until is not None
 
     def at(self, step: int, action: Action, when: When) -> None:
-        """Has the agent strike if a fault is due at this moment; raises what `Control.wait_until` raises."""
-        fault = struck_by(self.faults, step, action, when)
-        if fault is None:
-            return
-        self.faults.remove(fault)
-        if fault.id in self.control.fired:
-            return
-        self.control.send("strike", fault=fault.id)
-        if when != "during":
-            self._stand_still(fault)
+        """Has the agent strike whatever is due at this moment; raises what `Control.wait_until` raises."""
+        while (fault := struck_by(self.faults, step, action, when)) is not None:
+            self.faults = [each for each in self.faults if each.id != fault.id]
+            if fault.id in self.control.fired:
+                continue
+            self.control.send("strike", fault=fault.id)
+            if when != "during" or registered()[fault.do].kind.by == "worker":
+                self._stand_still(fault)
 
     def _stand_still(self, fault: Fault) -> None:
         until_ns = now_ns() + _PATIENCE_NS
@@ -52,3 +60,35 @@ class Failpoints:
             self.control.wait_until(lambda: (fault.id in self.control.fired or now_ns() > until_ns) or None)
         finally:
             alarm.cancel()
+
+    def _hear(self, message: Message) -> None:
+        """Takes in, in the main thread, faults that were not known at the start, or what this worker is to suffer."""
+        if message["kind"] == "arm":
+            self.faults += [from_plain(each) for each in message["faults"]]
+            return
+        assert self.replicas is not None
+        slot = None if message["slot"] is None else (message["slot"][0], message["slot"][1])
+        scene = Scene(
+            fault=message["fault"],
+            parameters=message["parameters"],
+            slot=slot,
+            control=self.control,
+            replicas=self.replicas,
+            tell=lambda how: self.control.send("suffered", fault=message["fault"], how=how),
+            drag=self._drag,
+        )
+        registered()[message["do"]].strike(scene)
+
+    def _drag(self, factor: float, for_ns: int | None) -> None:
+        this_step, until_ns = self.control.at[0], now_ns() + (for_ns or 0)
+        self._factor = factor
+        self._slow_until = lambda step: step > this_step if for_ns is None else now_ns() > until_ns
+
+    def linger(self, step: int, action: Action, start_ns: int) -> None:
+        """Makes a compute action, which is done, take as long as it would on a worker that is slow."""
+        if self._slow_until is None or action.op not in COMPUTE_OPS:
+            return
+        if self._slow_until(step):
+            self._slow_until = None
+        else:
+            time.sleep((now_ns() - start_ns) * max(0.0, self._factor - 1.0) / 1e9)

@@ -8,6 +8,8 @@ the usual one. A broken transfer is a suspicion: it is told, and the next epoch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.core.errors import WorkerFailedError
 from engine.core.inventory import from_json, to_json
 from engine.core.ownership import Ownership, Slot, with_shadows
@@ -141,7 +143,8 @@ class Training:
         self._members, self._leaving = tuple(told["members"]), tuple(told["leaving"])
         self._executor.catch_up(commit)
         if commit is not None and commit["step"] > self._audited:
-            self._audit(commit, self._slots())
+            whole = around.replicas.whole()
+            self._audit(commit, [slot for slot in self._slots() if slot in whole])
         inventories = tuple(from_json(text) for _, text in told["inventories"])
         plan = make_plan(PlanInput(told["epoch"], told["committed"], self.ownership, inventories))
         around.control.send("planned", digest=plan.digest, lost_stages=plan.lost_stages)
@@ -192,7 +195,7 @@ class Training:
             control.send("validation", step=step, loss=result.loss, metric=result.metric)
         control.take("validated")
 
-    def _audit(self, commit: Message, slots: tuple[Slot, ...] | list[Slot]) -> None:
+    def _audit(self, commit: Message, slots: Sequence[Slot]) -> None:
         """Tells the agent the hash of every layer of these replicas, if the step is one to audit."""
         self._audited = commit["step"]
         if not self._is_due(self.around.job.audit, commit):

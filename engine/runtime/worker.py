@@ -66,9 +66,11 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     except BambooError as error:
         control.send("failed", error=str(error), code=int(error.exit_code))
         return error.exit_code
-    except Exception:
+    except Exception as error:
         text = traceback.format_exc()
-        control.send("failed", traceback=text[-_MAX_TRACEBACK:], code=int(ExitCode.NOT_RECOVERED))
+        what = f"{type(error).__name__}: {error}"[:_MAX_TRACEBACK]
+        code = int(ExitCode.NOT_RECOVERED)
+        control.send("failed", traceback=text[-_MAX_TRACEBACK:], what=what, step=control.at[0], code=code)
         return ExitCode.NOT_RECOVERED
     return ExitCode.OK
 
@@ -103,7 +105,7 @@ def join(
     owned = {slot: replicas.stages[slot] for slot in ownership.slots_of(worker)}
     borders = _learn_borders(control, job, data, owned)
     replicas.learn(borders)
-    failpoints = Failpoints(control, worker, [from_plain(each) for each in welcome["faults"]])
+    failpoints = Failpoints(control, worker, [from_plain(each) for each in welcome["faults"]], replicas)
     around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints)
     return Joined(around, ownership, rendezvous, plane)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from bamboo_cli.plan import planned, print_plan
+from bamboo_cli.plan import print_plan
 from engine.core.job import Job
+from engine.core.planned import planned
 
 SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bamboo_cli.plan import planned
 from engine.core.job import Job
+from engine.core.planned import planned
 from engine.core.trajectory import trajectory_hash
 from engine.files.trajectory_file import read_trajectory
 from tests.e2e.launcher import ROOT, Launcher

@@ -58,13 +58,16 @@ class Judge:
             raise Violation(f"worker {worker.number}: {replica.slot} has version {replica.version} after {worker.step}")
         if replica.version > len(self.outcomes):
             raise Violation(f"worker {worker.number} takes step {worker.step}, which is not committed")
+        self._compare(worker, replica)
+
+    def _compare(self, worker: Process, replica: Replica) -> None:
+        """Raises Violation where a replica is not what it is in the run without faults."""
         expected = self.reference.states[replica.version][replica.slot[1]]
         if replica.state() != expected:
             names = ("weights", "optimizer state", "buffers")
             wrong = [name for name, is_, be in zip(names, replica.state(), expected, strict=True) if is_ != be]
-            raise Violation(
-                f"worker {worker.number}: {' and '.join(wrong)} of slot {replica.slot} differ after step {worker.step}"
-            )
+            what = f"{' and '.join(wrong)} of slot {replica.slot} differ"
+            raise Violation(f"worker {worker.number}: {what} at the beginning of step {replica.version}")
 
     def computed(self, worker: Process, action: tuple[Any, ...]) -> None:
         """A worker has run a forward or a backward, and so has made what others may need."""
@@ -73,7 +76,9 @@ class Judge:
         self.made[worker.number][1].add(action[4])
 
     def inventoried(self, worker: Process, text: str) -> None:
-        """A worker has said what it holds: at least all that it has made in this step."""
+        """A worker has said what it holds: whole replicas, and at least all that it has made in this step."""
+        for slot in read(text).whole:
+            self._compare(worker, worker.replicas[slot])
         step, made = self.made.get(worker.number, (-1, set()))
         if step == worker.step and self.world.retains:
             said = {key_of(KINDS[value.kind], *value[1:]) for value in read(text).values}

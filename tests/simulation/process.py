@@ -1,7 +1,7 @@
 """A simulated process: its main thread runs actions and waits, others hand it transfers and messages.
 
-Rules: an action is atomic to the fence; what comes from a lower epoch is dropped, what comes early is kept. Whoever is
-stopped does nothing, and all that has come up when it goes on.
+Rules: an action is atomic to the fence; what comes from a lower epoch is dropped, and nothing comes from a higher one,
+because nobody is sent to work before all have come. Whoever is stopped does nothing until it goes on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Process:
         self.queue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.inbox: dict[int, tuple[int, int, Any]] = {}
         self.ahead: dict[int, tuple[int, int, Any]] = {}  # of the step after
-        self.early: list[tuple[int, int, int, int, Any]] = []  # of a later epoch
         self.broken: set[int] = set()
         self.overdue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.busy = False
@@ -133,9 +132,8 @@ class Process:
         if self.puts_off(self.receive, epoch, step, source, key, payload):
             return
         if epoch > self.epoch:
-            self.world.turns.add("transfer comes early")
-            self.early.append((epoch, step, source, key, payload))
-        elif self.accepts(epoch):
+            raise Violation(f"worker {self.number} is in epoch {self.epoch}, and worker {source} sends in {epoch}")
+        if self.accepts(epoch):
             box = self.inbox if step == self.step else self.ahead
             box[key] = (epoch, source, payload)
             self.wake()

@@ -92,6 +92,9 @@ def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:
     until_the_last = rng.random() < 0.2
     count = len(workers) - 1 if until_the_last else min(len(workers), rng.choice((1, 2, 2, 3)))
     faults = [_kill(case, rng, worker, nth) for nth, worker in enumerate(workers[:count])]
+    if case.redundancy == "none" and case.pipelines == 1 and rng.random() < 0.8:
+        # A death would end it; where nobody has died, what was sent and is not retained must be made again.
+        faults = [replace(fault, kind="suspect") for fault in faults]
     if rng.random() < 0.25:
         faults[-1:] = [_other(case, rng, rng.choice(workers))]
     if rng.random() < 0.1:

@@ -31,12 +31,15 @@ from tests.simulation.shrink import shrunk
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = sorted({(case.pipelines, case.stages, case.microbatches) for case in grid_cases()})
 # Whole where that takes a few seconds; of the others every so many moments. The soak takes all of all.
-WHOLE = [shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] < 24] + [(2, 2, 2), (2, 3, 2)]
+WHOLE = [shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] <= 24 and shape != (1, 6, 4)] + [
+    (2, 2, 2),
+    (2, 3, 2),
+]
 SAMPLED = [shape for shape in SHAPES if shape not in WHOLE]
 PAIRED = Case(4, 4)
 RANDOM = 3000
 TURNS = {
-    *("transfer comes early", "transfer of an old epoch is dropped", "transfer fails", "worker catches up"),
+    *("transfer of an old epoch is dropped", "transfer fails", "worker catches up"),
     *("commit comes too late", "plan comes too late", "vote comes too late", "replica is adopted", "log is sent again"),
     *("forward is redone", "backward is redone", "shadow is healed"),
 }

@@ -6,8 +6,6 @@ fence. Each rule is a method of its own, so that a test can take it out and see 
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.core.ownership import Slot
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
@@ -28,17 +26,14 @@ class Worker(Process):
             return
         self.epoch, self.mode, self.members = epoch, FROZEN, members
         self.inbox, self.ahead, self.broken = {}, {}, set()
-        early, self.early = self.early, []
         if not self.come_to("fence"):
             if self.alive:
-                self.overdue.append((self.tell_inventory, (epoch, early)))
+                self.overdue.append((self.tell_inventory, (epoch,)))
             return
-        self.tell_inventory(epoch, early)
+        self.tell_inventory(epoch)
 
-    def tell_inventory(self, epoch: int, early: list[tuple[int, int, int, int, Any]]) -> None:
+    def tell_inventory(self, epoch: int) -> None:
         """Says what it holds."""
-        for each in early:
-            self.receive(*each)
         self.come_to("inventory")
         if self.alive:
             self.holds = self.inventory()

@@ -1,0 +1,179 @@
+"""The rules between the parts of a scenario: what can be known before the run to be impossible.
+
+Rules: a fault that can never strike is a mistake, found here and not after a run that proved nothing. A problem's field
+is the place in the file: ``faults.0.at.stage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from engine.core.action import STAGE_OPS, Op
+from engine.core.errors import Problem, nearest
+from engine.core.fault import After, At
+from engine.core.job import Job
+from engine.core.planned import planned
+from engine.core.program import Program
+from engine.core.scenario import Every, Expect, Scenario, Target, Wanted
+
+
+def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
+    """Returns every rule that a scenario breaks; its job is a good one, `ending` are the kinds that end their victim."""
+    problems = [*_ids(scenario), *_moments(scenario), *_expectations(scenario.expect, scenario.job)]
+    program, _ = planned(scenario.job)
+    for number, wanted in enumerate(scenario.faults):
+        place = f"faults.{number}"
+        trigger = wanted.trigger
+        if isinstance(trigger, At):
+            problems += _at(f"{place}.at", trigger, scenario, program, ending)
+        elif isinstance(trigger, After):
+            problems += _after(f"{place}.after", wanted, trigger, scenario)
+        problems += _target(f"{place}.target", wanted, scenario.job)
+    return problems
+
+
+def _ids(scenario: Scenario) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for number, wanted in enumerate(scenario.faults):
+        trigger = wanted.trigger
+        many = range(1, trigger.count + 1) if isinstance(trigger, Every) else ()
+        for name in (wanted.id, *(f"{wanted.id}-{each}" for each in many)):
+            if name in seen:
+                hint = f"faults.{seen[name]} has it" if seen[name] != number else ""
+                yield Problem(f"faults.{number}.id", "an id of its own", repr(name), hint)
+            seen.setdefault(name, number)
+
+
+def _moments(scenario: Scenario) -> Iterator[Problem]:
+    seen: dict[At, int] = {}
+    for number, wanted in enumerate(scenario.faults):
+        if isinstance(wanted.trigger, At):
+            if wanted.trigger in seen:
+                hint = "one fault may have several victims: target {count: 2}"
+                expected = f"another moment than faults.{seen[wanted.trigger]}"
+                yield Problem(f"faults.{number}.at", expected, str(wanted.trigger), hint)
+            seen.setdefault(wanted.trigger, number)
+
+
+def _at(place: str, at: At, scenario: Scenario, program: Program, ending: Collection[str]) -> list[Problem]:
+    job, action = scenario.job, at.action
+    limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
+    limits["stage"] = (action.stage, job.stages)
+    if action.op not in STAGE_OPS:
+        limits["microbatch"] = (action.microbatch, job.microbatches)
+    problems = [
+        Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit} {name}s")
+        if name != "microbatch"
+        else Problem(f"{place}.{name}", f"a microbatch from 0 to {limit - 1}", str(value))
+        for name, (value, limit) in limits.items()
+        if not 0 <= value < limit
+    ]
+    if problems:
+        return problems
+    if action.op is Op.HEAL:
+        return _heal(f"{place}.action", at, scenario, ending)
+    slot = (action.pipeline, action.stage)
+    own = [each for actions in program.values() for each in actions if (each.pipeline, each.stage) == slot]
+    if action not in own:
+        there = dict.fromkeys(each.op.value for each in own)
+        expected = f"an action of stage {action.stage} with schedule {job.schedule}"
+        hint = _why_not(action.op, action.stage, job) or f"it has {', '.join(there)}"
+        return [Problem(f"{place}.action", expected, repr(action.op.value), hint)]
+    return []
+
+
+def _why_not(op: Op, stage: int, job: Job) -> str:
+    if op in (Op.RECV_F, Op.SEND_B) and stage == 0:
+        return f"the first stage has nobody before it: no {op}"
+    if op in (Op.SEND_F, Op.RECV_B) and stage == job.stages - 1:
+        return f"the last stage has nobody after it: no {op}"
+    if op in (Op.W, Op.I):
+        return f"this schedule has whole backwards: {Op.B} instead of {Op.I} and {Op.W}"
+    return ""
+
+
+def _heal(place: str, at: At, scenario: Scenario, ending: Collection[str]) -> list[Problem]:
+    """A slot is healed in the first step after one in which somebody was lost, where there are shadows at all."""
+    if scenario.job.redundancy == "none":
+        hint = "with redundancy none nobody gets a shadow"
+        return [Problem(place, "an action that this job has", "'HEAL'", hint)]
+    for wanted in scenario.faults:
+        trigger = wanted.trigger
+        earlier = not isinstance(trigger, At) or trigger.step < at.step
+        if wanted.do in ending and earlier:
+            return []
+    hint = f"nobody is healed while nobody has failed: add a fault that ends a worker before step {at.step}"
+    return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
+
+
+def _after(place: str, wanted: Wanted, after: After, scenario: Scenario) -> list[Problem]:
+    by_id = {each.id: each for each in scenario.faults}
+    if after.fault not in by_id:
+        known = [each for each in by_id if each != wanted.id]
+        hint = nearest(after.fault, known) or (f"there is {', '.join(known)}" if known else "there is no other fault")
+        return [Problem(f"{place}.fault", "the id of another fault", repr(after.fault), hint)]
+    if isinstance(by_id[after.fault].trigger, Every):
+        hint = "what `every` makes is drawn before the run; write the first fault out with `at`"
+        return [Problem(f"{place}.fault", "a fault with `at` or `after`", repr(after.fault), hint)]
+    seen = [wanted.id]
+    trigger: object = after
+    while isinstance(trigger, After) and trigger.fault in by_id:
+        seen.append(trigger.fault)
+        if trigger.fault == wanted.id:
+            return [Problem(f"{place}.fault", "a fault that does not wait for this one", " -> ".join(seen))]
+        if len(seen) > len(by_id) + 1:
+            break  # a circle of others, which is told at their place
+        trigger = by_id[trigger.fault].trigger
+    return []
+
+
+def _target(place: str, wanted: Wanted, job: Job) -> Iterator[Problem]:
+    target, trigger = wanted.target, wanted.trigger
+    for name, value, limit in (
+        ("pipeline", target.pipeline, job.pipelines),
+        ("stage", target.stage, job.stages),
+        ("worker", target.worker, job.stages * job.pipelines),
+    ):
+        if value is not None and not 0 <= value < limit:
+            yield Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
+    if (target.pipeline is None) != (target.stage is None):
+        name = "pipeline" if target.pipeline is None else "stage"
+        yield Problem(place, "both pipeline and stage", f"no {name}", f"add {name}: 0")
+    named = _named(target)
+    if len(named) > 1:
+        yield Problem(place, "one of a slot, a worker and a role", " and ".join(named))
+    one_only = target.worker is not None or target.role not in (None, "random")
+    if isinstance(trigger, Every) and one_only:
+        yield Problem(place, "role random or a slot with `every`", " and ".join(named), "a worker dies but once")
+    if target.role == "recoverer" and isinstance(trigger, At):
+        hint = "it recovers from a fault: use `after`"
+        yield Problem(f"{place}.role", "random, shadow or neighbour with `at`", "'recoverer'", hint)
+    yield from _count(place, wanted, job, one_only=one_only)
+
+
+def _count(place: str, wanted: Wanted, job: Job, *, one_only: bool) -> Iterator[Problem]:
+    target = wanted.target
+    most = job.stages if target.adjacent else job.stages * job.pipelines
+    if target.count > most:
+        where = "stages in a pipeline" if target.adjacent else "slots"
+        yield Problem(f"{place}.count", f"a whole number <= {most}", str(target.count), f"there are {most} {where}")
+    if target.count == 1 and target.adjacent is not None:
+        yield Problem(f"{place}.adjacent", "a count of 2 or more beside it", "count 1")
+    first_is_known = isinstance(wanted.trigger, (At, Every)) or _named(target)
+    if target.count > 1 and (one_only or not first_is_known):
+        yield Problem(f"{place}.count", "1 beside a worker or such a role", str(target.count), "name a slot, or random")
+
+
+def _named(target: Target) -> list[str]:
+    found = ["a slot"] if target.pipeline is not None or target.stage is not None else []
+    found += ["a worker"] if target.worker is not None else []
+    return found + ([f"role {target.role}"] if target.role is not None else [])
+
+
+def _expectations(expect: Expect, job: Job) -> Iterator[Problem]:
+    if expect.trajectory is not None and job.audit != 1:
+        hint = "without the hashes of every step nothing can be compared; set audit: 1 in the job"
+        yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
+    if expect.outcome != "recovered" and expect.recovery is not None:
+        hint = "a run that stops has no recovery to time"
+        yield Problem("expect.recovery", "outcome recovered beside it", repr(expect.outcome), hint)

@@ -1,0 +1,48 @@
+"""Endings: how a process ends of itself, by a wrong exit, an exception or a crash."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from typing import Any
+
+from engine.core.fault_kind import Parameter
+from engine.runtime.faults.registry import Parameters, Scene, Sign, exit_by, fault_kind
+
+_CODE = Parameter("code", "count", "exit code, 0 to 255", 0)
+
+
+def _exits(sign: Sign, value: Any, parameters: Parameters) -> bool:
+    return sign == "exit" and value == int(parameters["code"]) % 256
+
+
+def _raises(sign: Sign, value: Any, parameters: Parameters) -> bool:
+    return sign == "raised"
+
+
+@fault_kind("exit", "The worker exits in the midst of its work, with code 0 too.", "worker", _exits, _CODE, ends=True)
+def exits(scene: Scene) -> None:
+    """Exits without a word."""
+    os._exit(int(scene.parameters["code"]) % 256)
+
+
+@fault_kind("raise", "A layer raises RuntimeError.", "worker", _raises, ends=True)
+def raises(scene: Scene) -> None:
+    """Raises where a layer would."""
+    raise RuntimeError(f"injected by fault {scene.fault!r}")
+
+
+@fault_kind("abort", "The worker aborts, as a failed check in C++ does.", "worker", exit_by(-signal.SIGABRT), ends=True)
+def abort(scene: Scene) -> None:
+    """Aborts, and leaves no core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.abort()
+
+
+@fault_kind("segfault", "The worker reads memory that is not its own.", "worker", exit_by(-signal.SIGSEGV), ends=True)
+def segfault(scene: Scene) -> None:
+    """Reads address 0, and leaves no core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)

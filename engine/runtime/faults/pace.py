@@ -1,0 +1,46 @@
+"""Pace: a worker that is slow, or comes to no end, while its process lives."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+from engine.core.fault_kind import Parameter
+from engine.runtime.faults.registry import Scene, at_once, fault_kind
+
+_POLL_S = 0.05
+_FOREVER_S = 1_000_000
+
+_FACTOR = Parameter("factor", "number", "how many times as long a forward or backward takes", 4.0)
+_SLOW_FOR = Parameter("for", "duration", "how long; without it, to the end of the step")
+_HANG_FOR = Parameter("for", "duration", "how long; without it, until somebody ends it")
+_GIL = Parameter(
+    "gil", "choice", "held: its other threads hang too, and it falls silent", "released", choices=("released", "held")
+)
+
+
+@fault_kind("slow", "The worker computes more slowly for a while.", "worker", at_once, _FACTOR, _SLOW_FOR)
+def slow(scene: Scene) -> None:
+    """Drags out compute actions."""
+    for_ns = scene.parameters.get("for_ns")
+    scene.drag(float(scene.parameters["factor"]), None if for_ns is None else int(for_ns))
+    scene.tell(f"computes {scene.parameters['factor']} times as slowly")
+
+
+@fault_kind("hang", "The worker never comes to the end of an action.", "worker", at_once, _HANG_FOR, _GIL)
+def hang(scene: Scene) -> None:
+    """Stays inside an action; what it holds meanwhile, `gil` says."""
+    for_ns = scene.parameters.get("for_ns")
+    seconds = _FOREVER_S if for_ns is None else int(for_ns) / 1e9
+    held = scene.parameters["gil"] == "held"
+    scene.tell(f"hangs with the GIL {scene.parameters['gil']}")
+    step, index, inside = was = scene.control.at
+    scene.control.at = (step, index if inside else index + 1, True)
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        if held:
+            # Called like this, a function of C keeps the GIL while it waits.
+            ctypes.PyDLL(None).poll(None, 0, round((until_s - time.monotonic()) * 1000))
+        else:
+            time.sleep(_POLL_S)
+    scene.control.at = was

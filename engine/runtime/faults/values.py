@@ -1,0 +1,71 @@
+"""Values: numbers that go wrong in silence. What comes of them is that the run notices, and ends: nobody hides them.
+
+A NaN ends the run as one of the model's own does, because nobody can tell the two apart; a bit that flipped in one of
+several replicas is found by the next audit, in a lone one by the comparison with the fault-free twin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.core.fault_kind import Parameter
+from engine.runtime.faults.registry import Scene, at_once, fault_kind
+
+if TYPE_CHECKING:
+    from engine.runtime.stage import Stage
+
+_INTO = Parameter(
+    "into", "choice", "what becomes NaN", "gradient", choices=("gradient", "activation")
+)
+_BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)
+
+
+def _stage(scene: Scene) -> Stage | None:
+    """Returns the replica that the fault is about, if this worker holds it."""
+    return None if scene.slot is None else scene.replicas.stages.get(scene.slot)
+
+
+@fault_kind("nan", "A number in a gradient or an activation becomes NaN.", "worker", at_once, _INTO)
+def nan(scene: Scene) -> None:
+    """Puts NaN into the gradient that has been added up so far, or into what the stage hands on next."""
+    stage = _stage(scene)
+    if stage is None:
+        return
+    if scene.parameters["into"] == "gradient":
+        layer, named = next((layer, named) for layer, named in stage.gradients().items() if named)
+        name, gradient = next(iter(named.items()))
+        gradient[(0,) * gradient.dim()] = float("nan")
+        scene.tell(f"the gradient of {name} of {stage.where(layer)} has a NaN")
+        return
+    last = max(stage.layers)
+
+    def poison(module: Any, inputs: Any, outputs: Any) -> Any:
+        hook.remove()
+        first, *others = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        scene.tell(f"the output of {stage.where(last)} has become NaN")
+        return (first * float("nan"), *others)
+
+    hook = stage.layers[last].register_forward_hook(poison)
+
+
+@fault_kind("flip-bit", "One bit of a parameter of a replica flips.", "worker", at_once, _BIT)
+def flip_bit(scene: Scene) -> None:
+    """Flips a bit of the first number of the first parameter of the replica."""
+    import torch
+
+    stage = _stage(scene)
+    if stage is None:
+        return
+    layer, name, parameter = next(
+        (layer, name, parameter)
+        for layer, module in stage.layers.items()
+        for name, parameter in module.named_parameters()
+    )
+    with torch.no_grad():
+        first = (0,) * parameter.dim()
+        number = parameter[first].clone().reshape(1)
+        raw = number.view(torch.uint8)
+        byte, bit = divmod(int(scene.parameters["bit"]) % (8 * raw.numel()), 8)
+        raw[byte] ^= 1 << bit
+        parameter[first] = number[0]
+    scene.tell(f"bit {scene.parameters['bit']} of {name} of {stage.where(layer)} has flipped")
