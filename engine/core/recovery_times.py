@@ -128,7 +128,7 @@ class RecoveryLog:
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[Event] = field(default_factory=list)  # since the last commit
     signs: list[Event] = field(default_factory=list)  # faults, exits, suspicions since the last commit
-    marks: list[tuple[str, int]] = field(default_factory=list)  # of the last epoch
+    marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
 
     def read(self, event: Event) -> Iterator[Recovery]:
         """Takes in one event; yields the recovery that it ends."""
@@ -147,12 +147,11 @@ class RecoveryLog:
                 self.signs.append(event)
             case "epoch" if self.training:
                 self.epochs.append(event)
-                self.marks = []
             case "mark":
-                self.marks.append((event["phase"], event["at_ns"]))
+                self.marks.append((event["epoch"], event["phase"], event["at_ns"]))
             case "go":
                 self.training = True
-                self.marks.append(("plan", event["at_ns"]))
+                self.marks.append((event["epoch"], "plan", event["at_ns"]))
             case "commit":
                 if self.epochs:
                     yield self.recovery(event)
@@ -182,7 +181,8 @@ class RecoveryLog:
         detect_ns = min([*seen_ns, self.epochs[0]["at_ns"]])
         points = {"detect": detect_ns, "agree": last["at_ns"]}
         for phase in ("fence", "regroup", "inventory", "plan"):
-            at_ns = [at for name, at in self.marks if name == phase]
+            # A worker's mark may stand before the agent's record of the same epoch.
+            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last["epoch"], phase)]
             if at_ns:
                 points[phase] = max(at_ns)
         if commit is not None and "plan" in points:

@@ -12,20 +12,21 @@ from engine.core.action import STAGE_OPS, Op
 from engine.core.errors import Problem, nearest
 from engine.core.fault import After, At
 from engine.core.job import Job
+from engine.core.ownership import Ownership
 from engine.core.planned import planned
 from engine.core.program import Program
 from engine.core.scenario import Every, Expect, Scenario, Target, Wanted
 
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
-    """Returns every rule that a scenario breaks; its job is a good one, `ending` are the kinds that end their victim."""
+    """Returns every rule that a scenario, with a good job, breaks; `ending` are the kinds that end their victim."""
     problems = [*_ids(scenario), *_moments(scenario), *_expectations(scenario.expect, scenario.job)]
-    program, _ = planned(scenario.job)
+    program, ownership = planned(scenario.job)
     for number, wanted in enumerate(scenario.faults):
         place = f"faults.{number}"
         trigger = wanted.trigger
         if isinstance(trigger, At):
-            problems += _at(f"{place}.at", trigger, scenario, program, ending)
+            problems += _at(f"{place}.at", trigger, scenario, program, ownership, ending)
         elif isinstance(trigger, After):
             problems += _after(f"{place}.after", wanted, trigger, scenario)
         problems += _target(f"{place}.target", wanted, scenario.job)
@@ -55,16 +56,16 @@ def _moments(scenario: Scenario) -> Iterator[Problem]:
             seen.setdefault(wanted.trigger, number)
 
 
-def _at(place: str, at: At, scenario: Scenario, program: Program, ending: Collection[str]) -> list[Problem]:
+def _at(
+    place: str, at: At, scenario: Scenario, program: Program, ownership: Ownership, ending: Collection[str]
+) -> list[Problem]:
     job, action = scenario.job, at.action
     limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
     limits["stage"] = (action.stage, job.stages)
     if action.op not in STAGE_OPS:
         limits["microbatch"] = (action.microbatch, job.microbatches)
     problems = [
-        Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit} {name}s")
-        if name != "microbatch"
-        else Problem(f"{place}.{name}", f"a microbatch from 0 to {limit - 1}", str(value))
+        Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
         for name, (value, limit) in limits.items()
         if not 0 <= value < limit
     ]
@@ -73,7 +74,7 @@ def _at(place: str, at: At, scenario: Scenario, program: Program, ending: Collec
     if action.op is Op.HEAL:
         return _heal(f"{place}.action", at, scenario, ending)
     slot = (action.pipeline, action.stage)
-    own = [each for actions in program.values() for each in actions if (each.pipeline, each.stage) == slot]
+    own = [each for each in program[ownership.owner(*slot)] if (each.pipeline, each.stage) == slot]
     if action not in own:
         there = dict.fromkeys(each.op.value for each in own)
         expected = f"an action of stage {action.stage} with schedule {job.schedule}"

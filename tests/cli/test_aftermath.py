@@ -97,7 +97,7 @@ def _folder(tmp_path: Path) -> RunFolder:
 EVENTS: list[dict[str, Any]] = [
     {"event": "job", "stages": 3},
     *({"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(3)),
-    {"event": "go", "at_ns": 0},
+    {"event": "go", "epoch": 0, "at_ns": 0},
     {"event": "commit", "step": 0, "at_ns": 1},
     {"event": "action", "worker": 2, "step": 1, "action": "2B0", "start_ns": 2, "end_ns": 3},
     {"event": "fault", "fault": FAULT.id, "of": 2, "at_ns": 3},

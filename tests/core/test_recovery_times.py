@@ -15,8 +15,8 @@ def agent(event: str, at: int, **fields: Any) -> Event:
     return {"event": event, "worker": -1, "at_ns": at * MS, **fields}
 
 
-def mark(worker: int, phase: str, at: int) -> Event:
-    return {"event": "mark", "worker": worker, "at_ns": at * MS, "phase": phase}
+def mark(worker: int, phase: str, at: int, epoch: int = 1) -> Event:
+    return {"event": "mark", "worker": worker, "at_ns": at * MS, "phase": phase, "epoch": epoch}
 
 
 def did(worker: int, step: int, action: str, end: int) -> Event:
@@ -36,7 +36,7 @@ def epoch(number: int, at: int, owners: tuple[int, ...], **verdict: str) -> Even
 BEGIN = [
     agent("job", 0, stages=3, steps=9),
     *(agent("started", 1, of=worker, child=100 + worker, slots=[[0, worker]]) for worker in range(3)),
-    agent("go", 2),
+    agent("go", 2, epoch=0),
 ]
 COMMITS = [agent("commit", 100, step=0), agent("commit", 150, step=1), agent("commit", 200, step=2)]
 # Worker 2, which owns the last stage, has finished two forwards and one backward of step 3.
@@ -143,8 +143,15 @@ def test_what_was_made_before_the_epoch_is_not_made_again() -> None:
     assert found.phases_ns["replay"] == 15 * MS
 
 
+def test_a_mark_may_stand_before_the_record_of_its_epoch() -> None:
+    told, fenced, *others = RECOVERED[1:]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, RECOVERED[0], fenced, told, *others, *REPLAYED, COMMIT])
+    (usual,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT])
+    assert found == usual
+
+
 def test_a_failure_during_a_recovery_is_part_of_it() -> None:
-    second = [exit_of(1, 224), epoch(2, 225, (0, 0, 0), w1="was killed"), mark(0, "fence", 228), agent("go", 240)]
+    second = [exit_of(1, 224), epoch(2, 225, (0, 0, 0), w1="was killed"), mark(0, "fence", 228, 2), agent("go", 240, epoch=2)]
     again = [did(0, 3, "2F0", 250), did(0, 3, "1F2", 262)]
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED[:4], *second, *again, COMMIT])
     assert (found.epoch, found.verdict) == (2, ((2, "was killed"), (1, "was killed")))
@@ -154,7 +161,7 @@ def test_a_failure_during_a_recovery_is_part_of_it() -> None:
 
 
 def test_the_next_recovery_counts_from_the_owners_of_the_last() -> None:
-    second = [exit_of(1, 340), epoch(2, 341, (0, 0, 0), w1="was killed"), agent("go", 342)]
+    second = [exit_of(1, 340), epoch(2, 341, (0, 0, 0), w1="was killed"), agent("go", 342, epoch=2)]
     events = [*BEGIN, *COMMITS, *BEFORE, *RECOVERED, *REPLAYED, COMMIT, *second, agent("commit", 400, step=4)]
     first, last = recoveries(events)
     assert first.heirs == (((0, 2), 2, 1),)
@@ -175,7 +182,7 @@ def test_steps_that_are_done_again_are_lost() -> None:
 
 
 def test_a_suspicion_without_a_dead_is_a_recovery_without_heirs() -> None:
-    events = [agent("suspicion", 210, of=1), epoch(1, 214, (0, 1, 2)), agent("go", 220), COMMIT]
+    events = [agent("suspicion", 210, of=1), epoch(1, 214, (0, 1, 2)), agent("go", 220, epoch=1), COMMIT]
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *events])
     assert (found.verdict, found.heirs, found.begin_ns) == ((), (), 210 * MS)
 

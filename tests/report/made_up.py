@@ -55,7 +55,7 @@ class MadeUpRun:
         for worker in range(self.stages):
             yield agent("started", 10, of=worker, child=100 + worker, slots=[[0, worker]])
         yield self._epoch([], "every worker has joined")
-        yield agent("go", self.now_ms)
+        yield agent("go", self.now_ms, epoch=self.epoch)
         for step in range(self.steps):
             if step in self.dead:
                 yield from self._broken_step(step, self.dead[step])
@@ -137,7 +137,7 @@ class MadeUpRun:
         yield self._epoch([[worker, "was ended by SIGKILL"]], "an exit was seen")
         for phase in ("fence", "inventory", "regroup"):
             self.now_ms += PHASES_MS[phase]
-            yield from ({**agent("mark", self.now_ms, phase=phase), "worker": each} for each in members)
+            yield from ({**agent("mark", self.now_ms, phase=phase, epoch=self.epoch), "worker": each} for each in members)
         yield agent("plan", self.now_ms + 1, epoch=self.epoch)
         self.now_ms += PHASES_MS["plan"]
         yield agent("go", self.now_ms, epoch=self.epoch)
