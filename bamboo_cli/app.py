@@ -22,7 +22,11 @@ from bamboo_cli.report import EPILOG as REPORT_EPILOG
 from bamboo_cli.report import report
 from bamboo_cli.run import EPILOG, run
 from bamboo_cli.schedule import schedule
+from bamboo_cli.schema import EPILOG as SCHEMA_EPILOG
+from bamboo_cli.schema import schema
 from bamboo_cli.status import status
+from bamboo_cli.validate import EPILOG as VALIDATE_EPILOG
+from bamboo_cli.validate import validate
 from engine.core.errors import BambooError, ExitCode, StorageError
 
 app = typer.Typer(
@@ -39,6 +43,8 @@ app = typer.Typer(
 app.command(epilog=EPILOG)(run)
 app.command()(doctor)
 app.command()(status)
+app.command(epilog=VALIDATE_EPILOG)(validate)
+app.command(epilog=SCHEMA_EPILOG)(schema)
 app.command(epilog=REPORT_EPILOG)(report)
 app.command(epilog=COMPARE_EPILOG)(compare)
 app.add_typer(schedule, name="schedule")

@@ -31,10 +31,11 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     """
     faults: list[Fault] = []
     problems: list[Problem] = []
+    taken = {each.trigger for each in scenario.faults if isinstance(each.trigger, At)}
     for number, wanted in enumerate(scenario.faults):
         dice = _Dice(seed, wanted.id)
         try:
-            faults += _expanded(wanted, scenario.job, dice, f"faults.{number}")
+            faults += _expanded(wanted, scenario.job, dice, taken, f"faults.{number}")
         except UserError as error:
             problems += error.problems
     if problems:
@@ -42,10 +43,10 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def _expanded(wanted: Wanted, job: Job, dice: _Dice, place: str) -> list[Fault]:
+def _expanded(wanted: Wanted, job: Job, dice: _Dice, taken: set[At], place: str) -> list[Fault]:
     trigger, target = wanted.trigger, wanted.target
     if isinstance(trigger, Every):
-        moments = list(_arrivals(trigger, target, job, dice))
+        moments = list(_arrivals(trigger, target, job, dice, taken))
         if not moments:
             hint = "a smaller mtbf, more steps, or another --seed"
             raise UserError([Problem(f"{place}.every", f"a fault in the {job.steps} steps of the job", "none", hint)])
@@ -63,8 +64,11 @@ def _expanded(wanted: Wanted, job: Job, dice: _Dice, place: str) -> list[Fault]:
     return [Fault(wanted.id, trigger, victims, wanted.do, wanted.parameters)]
 
 
-def _arrivals(every: Every, target: Target, job: Job, dice: _Dice) -> Iterator[At]:
-    """Yields moments at exponential gaps; the fraction of a step says how far in its owner's list the action is."""
+def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At]) -> Iterator[At]:
+    """Yields moments at exponential gaps; the fraction of a step says how far in its owner's list the action is.
+
+    No moment comes twice: at one that is taken the next action of the slot is meant.
+    """
     program, ownership = planned(job)
     at_steps = 0.0
     for _ in range(every.count):
@@ -77,7 +81,12 @@ def _arrivals(every: Every, target: Target, job: Job, dice: _Dice) -> Iterator[A
             for action in program[ownership.owner(pipeline, stage)]
             if (action.pipeline, action.stage) == (pipeline, stage) and action.op in _ALWAYS
         ]
-        yield At(int(at_steps), actions[int(at_steps % 1.0 * len(actions))])
+        first = int(at_steps % 1.0 * len(actions))
+        moments = [At(int(at_steps), action) for action in (*actions[first:], *actions[:first])]
+        moment = next((each for each in moments if each not in taken), None)
+        if moment is not None:
+            taken.add(moment)
+            yield moment
 
 
 def _victims(trigger: At | After, target: Target, job: Job, dice: _Dice, place: str) -> tuple[Victim, ...]:

@@ -13,7 +13,8 @@ from engine.core.duration import duration_text
 from engine.core.fault import After, At, RoleName
 from engine.core.job import Job, Scalar
 
-Outcome = Literal["recovered", "resumable", "state-lost"]
+# noticed: the run ends by itself because it sees that its numbers are wrong.
+Outcome = Literal["recovered", "resumable", "state-lost", "noticed"]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 

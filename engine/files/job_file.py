@@ -7,7 +7,7 @@ layers come out at once, each at the place of its value.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,15 @@ def resolve_job(
     files += [job_file] if job_file else []
     layers = [*(file_layer(path) for path in files), environment_layer(environment), set_layer(settings)]
     layers.append(flag_layer(flags or {}))
+    return merge(layers)
+
+
+def merge(layers: Sequence[Layer]) -> Resolved:
+    """Returns the job that some layers make together, the later ones deciding.
+
+    Raises:
+        UserError: with every problem of every layer.
+    """
     given = {each.path: each for layer in layers for each in layer.given}
     job = _job(given.values())
     problems = [problem for layer in layers for problem in layer.problems]

@@ -49,13 +49,15 @@ class Layer:
 
 def file_layer(path: Path) -> Layer:
     """Returns what a job file says."""
-    layer = Layer()
     try:
-        document = read_yaml(path)
+        return document_layer(read_yaml(path))
     except UserError as error:
-        layer.problems += error.problems
-        return layer
-    layer.problems += document.problems
+        return Layer(problems=list(error.problems))
+
+
+def document_layer(document: Document) -> Layer:
+    """Returns what a document says that is a job."""
+    layer = Layer(problems=list(document.problems))
     if isinstance(document.value, dict):
         for name, value in document.value.items():
             _add_from_file(layer, document, name, value)

@@ -1,4 +1,4 @@
-"""The form of a scenario file, said once: files are checked against it, and the JSON schema for editors is made of it."""
+"""The form of a scenario file, said once: files are checked against it, and the JSON schema is made of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.core.job import FIELD_HELP
 from engine.core.recovery_times import PHASES as TIMED_PHASES
 from engine.core.scenario import OUTCOMES
 from engine.files.form import Entry, Form, ListOf, Mapped, Scalar, choice, flag, text, whole
+from engine.files.job_layers import VERSION as JOB_VERSION
 from engine.files.job_value import ARGS_FIELDS, FIELD_TYPES
 
 VERSION = 1
@@ -21,6 +22,7 @@ CHECKPOINT = "CHECKPOINT"  # read so that it can be refused with the reason
 ACTIONS = (*(op.value for op in Op if op is not Op.REDO_F), CHECKPOINT)
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}"
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _STEPS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) steps?")
 
 
@@ -126,7 +128,14 @@ def json_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
     """Returns the JSON schema of scenario files."""
     schema = scenario_form(kinds).schema()
     schema["properties"]["job"] = {"description": "the job", **job_schema()}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a bamboo scenario", **schema}
+    return {"$schema": _DIALECT, "title": "a bamboo scenario", **schema}
+
+
+def job_file_schema() -> dict[str, Any]:
+    """Returns the JSON schema of job files."""
+    schema = job_schema()
+    schema["properties"]["version"] = {"const": JOB_VERSION}
+    return {"$schema": _DIALECT, "title": "a bamboo job", **schema}
 
 
 def job_schema() -> dict[str, Any]:

@@ -36,9 +36,12 @@ from engine.core.membership_events import (
 )
 from engine.core.membership_verdicts import in_words
 from engine.runtime.account import Account, error_of
+from engine.runtime.injector import Injector
 from engine.runtime.link import Message
 from engine.runtime.node import Node
 from engine.runtime.orders import Orders
+from engine.runtime.progress_board import ProgressBoard
+from engine.runtime.raised import RaisedErrors
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.roster import Member
 
@@ -49,7 +52,6 @@ _INTERRUPT_GRACE_S = 10.0
 AGENT = -1  # stands for the agent where events name a worker
 
 _NOT_RECOVERED = "training did not recover: "
-_BLOWS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
 class Agent:
@@ -65,6 +67,7 @@ class Agent:
         *,
         grace_s: float = 120.0,
         faults: Sequence[Fault] = (),
+        board: ProgressBoard | None = None,
     ):
         self.members = members
         self.recorder = recorder
@@ -76,7 +79,8 @@ class Agent:
         self.interrupted: signal.Signals | None = None
         self.deadline_s = float("inf")
         self._grace_ns = round(grace_s * 1e9)
-        self._faults = {fault.id: fault for fault in faults}
+        self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
+        self._raised = RaisedErrors()
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
         self._stopping = False
@@ -104,6 +108,7 @@ class Agent:
         elif is_out or member.state == "finished":
             member.state = "left"
         self._tell(ExitSeen(now_ns(), member.worker, code))
+        self.injector.exit_seen(member.worker, code)
         self._to_strike_off.append(member.worker)  # with the next tick: everybody waits for the epoch now
 
     def _tell(self, event: Event) -> None:
@@ -119,7 +124,9 @@ class Agent:
         elif isinstance(effect, PublishEpoch) and effect.verdict and not self.account.going_at_ns:
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(dict(effect.verdict))))  # nobody can take over yet
         elif not self._stopping:
+            self.injector.begins(effect)
             self.orders.carry_out(effect, self.node.state)
+            self.injector.has_begun(effect)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -142,6 +149,7 @@ class Agent:
 
     def close(self) -> None:
         """Closes the account when every worker has ended."""
+        self.injector.close()
         with self._failing():
             self.account.close_book()
 
@@ -228,10 +236,16 @@ class Agent:
         self._tell(Suspicion(now_ns(), member.worker, message["epoch"]))
 
     def _on_failed(self, member: Member, message: Message) -> None:
+        going = self.account.going_at_ns > 0 and not self._stopping
+        if going and self._raised.is_survivable(member.worker, message, self.node.state):
+            self.recorder.event("raised", of=member.worker, step=message["step"], error=message["what"])
+            self.injector.sees(member.worker, "raised", message["what"])
+            return  # its end is the sign that counts
         member.state = "failed"
         self.fail(error_of(member, message))
 
     def _on_inventory(self, member: Member, message: Message) -> None:
+        self.injector.reached("inventory", message["epoch"])
         self._tell(Inventory(now_ns(), member.worker, message["epoch"], message["holds"]))
 
     def _on_planned(self, member: Member, message: Message) -> None:
@@ -239,16 +253,13 @@ class Agent:
         self._tell(PlanAcknowledged(now_ns(), member.worker, message["epoch"], message["digest"], lost))
 
     def _on_notice(self, member: Member, message: Message) -> None:
-        self.recorder.event("notice", of=member.worker, grace_s=self._grace_ns / 1e9)
-        self._tell(Notice(now_ns(), member.worker, self._grace_ns))
+        grace_ns = self.injector.grace_ns(member.worker) or self._grace_ns
+        self.recorder.event("notice", of=member.worker, grace_s=grace_ns / 1e9)
+        self.injector.sees(member.worker, "notice", f"{grace_ns / 1e9:g} s")
+        self._tell(Notice(now_ns(), member.worker, grace_ns))
 
-    def _on_strike(self, member: Member, message: Message) -> None:
-        """A moment has come for which a fault was asked: it is on disk before anybody feels it."""
-        fault = self._faults.pop(message["fault"], None)
-        if fault is not None:
-            self.recorder.event("fault", fault=fault.id, of=member.worker)
-            member.child.signal(_BLOWS[fault.do])
-            self.orders.broadcast("fired", fault=fault.id)
+    def _on_fault(self, member: Member, message: Message) -> None:
+        self.injector.hear(member.worker, message)
 
     def _ended_by(self, text: str) -> WorkerFailedError:
         """Returns the error that ends the run, with where to read on about everyone who is out."""
@@ -279,5 +290,7 @@ _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {
     "inventory": Agent._on_inventory,
     "planned": Agent._on_planned,
     "notice": Agent._on_notice,
-    "strike": Agent._on_strike,
+    "strike": Agent._on_fault,
+    "suffered": Agent._on_fault,
+    "mark": Agent._on_fault,
 }

@@ -45,6 +45,7 @@ class Control:
         self.fired: set[str] = set()  # ids of the faults that have struck somebody
         self.on_fault: Callable[[Message], None] = lambda message: None  # called in the main thread
         self._of_faults: list[Message] = []
+        self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.has_given_notice = False
         self.at = (0, 0, False)  # step, actions begun in it, whether inside the last of them; the main thread writes it
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -91,6 +92,11 @@ class Control:
     def send(self, kind: str, **fields: Any) -> None:
         """Tells the agent something, in the epoch that this worker is in."""
         self.link.send(kind, epoch=self.accepted, **fields)
+
+    def mark(self, phase: str) -> None:
+        """Tells the agent, if a fault waits for it, that this worker is through a phase of a recovery."""
+        if self.tells_marks:
+            self.send("mark", phase=phase)
 
     def wake(self) -> None:
         """Has the main thread look again, from any thread, after what it looks for has been put in place."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from engine.core.action import COMPUTE_OPS, Action
-from engine.core.fault import Fault, When, from_plain, struck_by
+from engine.core.fault import After, At, Fault, When, from_plain, struck_by
 from engine.runtime.control import Control
 from engine.runtime.faults.registry import Scene, registered
 from engine.runtime.link import Message
@@ -21,25 +23,42 @@ from engine.runtime.replicas import Replicas
 
 _PATIENCE_NS = 10_000_000_000  # for the agent's blow; after it the fault has not fired, which fails the case
 
+_OWN_PHASES = ("fence", "regroup")  # of which the agent learns from the workers only
+
+
+@dataclass(slots=True)
+class _Drag:
+    """What makes this worker slow: in one step, or until a time."""
+
+    fault: str
+    factor: float
+    step: int
+    until_ns: int | None
+    is_told: bool = False
+
 
 class Failpoints:
     """The faults that this worker may still meet; without any it costs nothing."""
 
-    def __init__(
-        self, control: Control, worker: int, faults: Sequence[Fault] = (), replicas: Replicas | None = None
-    ):
+    def __init__(self, control: Control, worker: int, faults: Sequence[Fault] = (), replicas: Replicas | None = None):
         self.control = control
         self.worker = worker
-        self.faults = list(faults)
+        self.faults: list[Fault] = []
         self.replicas = replicas
-        self._factor = 1.0
-        self._slow_until: Callable[[int], bool] | None = None  # of a step
+        self._drag: _Drag | None = None
         control.on_fault = self._hear
+        self._arm(faults)
+
+    def _arm(self, faults: Sequence[Fault]) -> None:
+        """Takes in those that begin at an action; of the others it may be that the agent wants to know of phases."""
+        self.faults += [fault for fault in faults if isinstance(fault.moment, At)]
+        if any(isinstance(fault.moment, After) and fault.moment.phase in _OWN_PHASES for fault in faults):
+            self.control.tells_marks = True
 
     @property
     def armed(self) -> bool:
         """Whether any fault is left, or has a lasting effect."""
-        return bool(self.faults) or self._slow_until is not None
+        return bool(self.faults) or self._drag is not None
 
     def at(self, step: int, action: Action, when: When) -> None:
         """Has the agent strike whatever is due at this moment; raises what `Control.wait_until` raises."""
@@ -64,7 +83,7 @@ class Failpoints:
     def _hear(self, message: Message) -> None:
         """Takes in, in the main thread, faults that were not known at the start, or what this worker is to suffer."""
         if message["kind"] == "arm":
-            self.faults += [from_plain(each) for each in message["faults"]]
+            self._arm([from_plain(each) for each in message["faults"]])
             return
         assert self.replicas is not None
         slot = None if message["slot"] is None else (message["slot"][0], message["slot"][1])
@@ -75,20 +94,24 @@ class Failpoints:
             control=self.control,
             replicas=self.replicas,
             tell=lambda how: self.control.send("suffered", fault=message["fault"], how=how),
-            drag=self._drag,
+            drag=partial(self._slow_down, message["fault"]),
         )
         registered()[message["do"]].strike(scene)
 
-    def _drag(self, factor: float, for_ns: int | None) -> None:
-        this_step, until_ns = self.control.at[0], now_ns() + (for_ns or 0)
-        self._factor = factor
-        self._slow_until = lambda step: step > this_step if for_ns is None else now_ns() > until_ns
+    def _slow_down(self, fault: str, factor: float, for_ns: int | None) -> None:
+        self._drag = _Drag(fault, factor, self.control.at[0], None if for_ns is None else now_ns() + for_ns)
 
     def linger(self, step: int, action: Action, start_ns: int) -> None:
         """Makes a compute action, which is done, take as long as it would on a worker that is slow."""
-        if self._slow_until is None or action.op not in COMPUTE_OPS:
+        drag = self._drag
+        if drag is None or action.op not in COMPUTE_OPS:
             return
-        if self._slow_until(step):
-            self._slow_until = None
-        else:
-            time.sleep((now_ns() - start_ns) * max(0.0, self._factor - 1.0) / 1e9)
+        if step > drag.step if drag.until_ns is None else now_ns() > drag.until_ns:
+            self._drag = None
+            return
+        took_ns = now_ns() - start_ns
+        time.sleep(took_ns * max(0.0, drag.factor - 1.0) / 1e9)
+        if not drag.is_told:
+            drag.is_told = True
+            how = f"{action} took {(now_ns() - start_ns) / 1e6:.2f} ms instead of {took_ns / 1e6:.2f} ms"
+            self.control.send("suffered", fault=drag.fault, how=how)

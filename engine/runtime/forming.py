@@ -41,6 +41,7 @@ class Forming:
     def _form(self, worker: int, epoch: int, members: Sequence[int]) -> None:
         try:
             self._plane = DataPlane(self._control, self._rendezvous.of_epoch(epoch), worker, members)
+            self._control.mark("regroup")
             self._recorder.event("mark", phase="regroup", epoch=epoch)
         except WorkerFailedError as error:
             self._failed = error

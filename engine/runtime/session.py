@@ -19,6 +19,7 @@ from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer
 from engine.runtime.embedded_etcd import EmbeddedEtcd
 from engine.runtime.etcd_settings import EtcdSettings
+from engine.runtime.fault_requests import FaultRequests
 from engine.runtime.interrupts import Interrupts
 from engine.runtime.node import Node
 from engine.runtime.progress_board import Progress, ProgressBoard
@@ -104,7 +105,13 @@ def run_session(
         members = start_members(server, ownership, events_fd, board, logs)
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
-        agent = Agent(job, members, recorder, node, lambda: watch(_view(agent, board)), grace_s=grace_s, faults=faults)
+        requests = FaultRequests(events.parent, job, members, recorder)
+
+        def tick() -> None:
+            watch(_view(agent, board))
+            requests.look(agent.injector)
+
+        agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
         for member in members.values():
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
         supervise(agent, server, store, interrupts)

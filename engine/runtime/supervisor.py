@@ -29,12 +29,14 @@ def supervise(agent: Agent, server: ForkServer, store: RendezvousStore, interrup
             _note_exit(selector, agent, server)
         ticked_s = 0.0
         while any(member.exit_code is None for member in members):
-            wait_s = min(_TICK_S, agent.deadline_s - time.monotonic())
+            due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
+            wait_s = min(_TICK_S, due_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
                 # What was ready may have been dealt with by what came before it in this round.
                 if key.fd in selector.get_map():
                     with contextlib.suppress(BlockingIOError):
                         key.data()
+            agent.injector.look_at_clock()
             now_s = time.monotonic()
             if now_s >= agent.deadline_s:
                 agent.overdue()

@@ -125,6 +125,7 @@ class Training:
             self._validate(self._executor.step - 1)
 
     def _mark(self, phase: str) -> None:
+        self.around.control.mark(phase)
         self.around.recorder.event("mark", phase=phase, epoch=self.around.control.accepted)
 
     def _regroup(self, epoch: Message) -> None:

@@ -1,7 +1,7 @@
 """``python -m tests.simulation``: replays a case, or tries very many.
 
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
-pair of kills of one shape, then random ones; ``--random N`` random ones only, from ``--first`` on. The first case that
+pair of kills of some, then random ones; ``--random N`` random ones only, from ``--first`` on. The first case that
 fails is shrunk and printed as the command that replays it.
 """
 
@@ -15,7 +15,7 @@ from time import monotonic
 
 from tests.simulation.case import Case, from_text
 from tests.simulation.run import run
-from tests.simulation.schedules import grid_cases, pair_cases, random_case, single_kills
+from tests.simulation.schedules import PAIRED, grid_cases, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
 
 _BETWEEN_LINES_S = 10.0
@@ -40,10 +40,11 @@ def main() -> int:
 
 
 def enumerated() -> Iterator[Case]:
-    """Yields every single kill of every shape, and every pair of kills for P=4, M=4, D=1."""
+    """Yields every single kill of every shape, and every pair of kills of some."""
     for case in grid_cases():
         yield from single_kills(case)
-    yield from pair_cases(Case(4, 4))
+    for case in PAIRED:
+        yield from pair_cases(case)
 
 
 def soak(cases: Iterator[Case]) -> int:

@@ -28,6 +28,21 @@ NOTHING = -1
 FORWARD, REDO, BACKWARD, INPUT, SEND, RECEIVE, GIVE, HEAL, REDUCE, MAKE_LOG, TAKE_LOG, VOTE = range(12)
 COMPUTE = INPUT
 POINT_OF = ("F", "f", "B", "I", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT")
+NAMES = (
+    "F",
+    "f",
+    "B",
+    "I",
+    "SEND",
+    "RECV",
+    "HEAL (gives)",
+    "HEAL (takes)",
+    "REDUCE_GRAD",
+    "LOG",
+    "LOG (takes)",
+    "COMMIT",
+)
+VALUES = ("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction")
 _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT}
 
 

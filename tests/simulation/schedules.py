@@ -19,6 +19,18 @@ from tests.simulation.run import run
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
 _AT_THE_END = ("commit", "stepped", "decided", "LOG", "COMMIT", "REDUCE_GRAD")
 _REDUNDANCIES: tuple[Redundancy, ...] = ("none", "lazy", "eager", "reroute")
+PAIRED = (
+    Case(4, 4),
+    Case(4, 4, redundancy="eager"),
+    Case(4, 2, level=2),
+    Case(3, 2, ties=((0, 2),)),
+    Case(2, 2, 2),
+    Case(2, 2, 2, "none"),
+    Case(2, 2, 2, "reroute"),
+    Case(2, 2, 2, "eager", ties=((0, 1),)),
+    Case(2, 2, 3, "reroute", schedule="gpipe"),
+    Case(3, 2, 2, level=2),
+)
 _TIMING = (0, 3)  # seeds without a spread: exit seen late and all in flight arrives; seen early and all is lost
 
 

@@ -25,7 +25,7 @@ from tests.simulation import compiled, plans
 from tests.simulation.agent import first_ownership
 from tests.simulation.case import KINDS, Case, Fault, from_text
 from tests.simulation.run import History, run
-from tests.simulation.schedules import grid_cases, pair_cases, random_case, single_kills
+from tests.simulation.schedules import PAIRED, grid_cases, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,6 @@ WHOLE = [shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] <= 2
     (2, 3, 2),
 ]
 SAMPLED = [shape for shape in SHAPES if shape not in WHOLE]
-PAIRED = Case(4, 4)
 RANDOM = 3000
 TURNS = {
     *("transfer of an old epoch is dropped", "transfer fails", "worker catches up"),
@@ -79,12 +78,12 @@ def test_some_single_kills_of_large_shapes(shape: tuple[int, int, int]) -> None:
         assert all(len(history.struck) == 1 for history in all_well(single_kills(case, stride, nth * 7)))
 
 
-@pytest.mark.parametrize("nth", range(3))
-def test_pairs_of_kills(nth: int) -> None:
-    histories = all_well(pair_cases(PAIRED, stride=151, first=nth * 50))
-    assert len(histories) > 300
+@pytest.mark.parametrize("case", PAIRED, ids=Case.text)
+def test_pairs_of_kills(case: Case) -> None:
+    histories = all_well(pair_cases(case, stride=211))
+    assert len(histories) > 80
     assert sum(len(history.struck) == 2 for history in histories) > len(histories) * 0.9
-    assert {history.phase for history in histories} == {Phase.FINISHED, Phase.HALTED}
+    assert Phase.FINISHED in {history.phase for history in histories}
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))

@@ -17,6 +17,7 @@ from engine.core.membership_state import Phase
 from engine.core.ownership import Grid
 from tests.simulation.agent import Agent
 from tests.simulation.case import Case, Fault, Violation
+from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.judge import Judge
 from tests.simulation.plans import shares_of
 from tests.simulation.process import Process
@@ -165,7 +166,7 @@ class World:
         """Adds to the hash of the history."""
         self.trace = hash((self.trace, self.now, *numbers))
         if self.tell_all:
-            self.tell_all(f"{self.now / MS:10.3f} ms {numbers}")
+            self.tell_all(f"{self.now / MS:10.3f} ms  {_in_words(numbers)}")
 
     def send(self, worker: Process, target: int, key: int, payload: Any) -> None:
         """A transfer is on its way."""
@@ -213,7 +214,7 @@ class World:
         if not worker.alive:
             return
         self.struck.append(fault)
-        self.note(-2, worker.number)
+        self.note(_STRUCK, worker.number)
         self.judge.guilty(worker, fault)
         length = fault.length * 1000
         if fault.kind == "kill":
@@ -254,10 +255,25 @@ class World:
                 self.push(MS // 2 if not self.spread else self.delay(), peer.lose_link, worker.epoch, worker.number)
 
     def _seen(self, number: int, code: int) -> None:
-        self.note(-3, number)
+        self.note(_ENDED, number)
         self.agent.hear(events.ExitSeen(self.now, number, code))
 
 
+def _in_words(numbers: tuple[int, ...]) -> str:
+    """Returns what was noted, for whoever replays a case."""
+    first, second, *third = numbers
+    said = {code: what for what, code in _WORDS.items()}
+    if first in said:
+        return f"the agent hears of worker {third[0]}: {said[first]} in epoch {second}"
+    if first < 0:
+        return f"worker {second} is {'struck' if first == _STRUCK else 'seen to have ended'}"
+    if third:
+        return f"worker {first}: {NAMES[second]}, action {third[0]} of its program"
+    kind, pipeline, stage, index = parts_of(first)
+    return f"worker {second} receives {VALUES[kind]} {index} of slot {(pipeline, stage)}"
+
+
+_STRUCK, _ENDED = -2, -3
 _EVENTS = {
     "suspicion": events.Suspicion,
     "inventory": events.Inventory,

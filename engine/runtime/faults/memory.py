@@ -16,7 +16,9 @@ def _runs_out(sign: Sign, value: Any, parameters: Parameters) -> bool:
     return sign == "raised" or (sign == "exit" and value == -signal.SIGKILL)
 
 
-@fault_kind("oom", "The worker runs out of memory: its limit is lowered, then it allocates.", "worker", _runs_out, ends=True)
+@fault_kind(
+    "oom", "The worker runs out of memory: its limit is lowered, then it allocates.", "worker", _runs_out, ends=True
+)
 def oom(scene: Scene) -> None:
     """Asks for memory, untouched so that the host does not suffer, until it is refused."""
     with open("/proc/self/statm") as statm:

@@ -21,10 +21,9 @@ _GIL = Parameter(
 
 @fault_kind("slow", "The worker computes more slowly for a while.", "worker", at_once, _FACTOR, _SLOW_FOR)
 def slow(scene: Scene) -> None:
-    """Drags out compute actions."""
+    """Drags out compute actions, the first of which confirms it."""
     for_ns = scene.parameters.get("for_ns")
     scene.drag(float(scene.parameters["factor"]), None if for_ns is None else int(for_ns))
-    scene.tell(f"computes {scene.parameters['factor']} times as slowly")
 
 
 @fault_kind("hang", "The worker never comes to the end of an action.", "worker", at_once, _HANG_FOR, _GIL)

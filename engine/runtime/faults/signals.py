@@ -8,7 +8,9 @@ from typing import Any
 from engine.core.fault_kind import Parameter
 from engine.runtime.faults.registry import Blow, Parameters, Sign, exit_by, fault_kind
 
-_GRACE = Parameter("grace", "duration", "from SIGTERM to SIGKILL, which only meets a worker that lives still", 120 * 10**9)
+_GRACE = Parameter(
+    "grace", "duration", "from SIGTERM to SIGKILL, which only meets a worker that lives still", 120 * 10**9
+)
 _FOR = Parameter("for", "duration", "how long it stands still; without it, until somebody ends it")
 
 

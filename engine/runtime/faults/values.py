@@ -14,9 +14,7 @@ from engine.runtime.faults.registry import Scene, at_once, fault_kind
 if TYPE_CHECKING:
     from engine.runtime.stage import Stage
 
-_INTO = Parameter(
-    "into", "choice", "what becomes NaN", "gradient", choices=("gradient", "activation")
-)
+_INTO = Parameter("into", "choice", "what becomes NaN", "gradient", choices=("gradient", "activation"))
 _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)
 
 

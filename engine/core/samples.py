@@ -1,0 +1,70 @@
+"""Whether every committed step counted every sample exactly once, read off the actions of a run.
+
+A gradient is that of one worker's accumulator, and so are the buffers: of a slot in a step, those of whoever ran the
+slot's last backward. What others made of it before they died is gone with them, and what a worker did after the verdict
+that put it out is not looked at. So in a committed step that worker must have run each microbatch's backward once, and
+its forward once: a forward that is redone (`f`) and a backward for the input only (`I`) do not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from engine.core.action import Action, Op, parse_action
+from engine.core.job import Job
+from engine.core.ownership import Slot
+
+_ADDS = frozenset({Op.B, Op.W})
+_COUNTS = _ADDS | {Op.F}
+
+Entry = tuple[int, int, Action]  # end, worker, action
+
+
+def miscounted(events: Iterable[Mapping[str, Any]], job: Job) -> list[str]:
+    """Returns one sentence for each (step, slot, microbatch) that was not counted once, in order."""
+    committed: set[int] = set()
+    out_since: dict[int, int] = {}
+    entries: dict[tuple[int, Slot], list[Entry]] = {}
+    for event in events:
+        match event["event"]:
+            case "commit":
+                committed.add(event["step"])
+            case "epoch":
+                for worker, _ in event["verdict"]:
+                    out_since.setdefault(worker, event["at_ns"])
+            case "action":
+                action = parse_action(event["action"])
+                if action.op in _COUNTS:
+                    key = (event["step"], (action.pipeline, action.stage))
+                    entries.setdefault(key, []).append((event["end_ns"], event["worker"], action))
+    found = []
+    for step in sorted(committed):
+        for pipeline in range(job.pipelines):
+            for stage in range(job.stages):
+                slot = (pipeline, stage)
+                mine = [each for each in entries.get((step, slot), []) if _counts(each, out_since)]
+                found += [f"step {step}: {text}" for text in _of_slot(mine, slot, job)]
+    return found
+
+
+def _counts(entry: Entry, out_since: Mapping[int, int]) -> bool:
+    end_ns, worker, _ = entry
+    return worker not in out_since or end_ns <= out_since[worker]
+
+
+def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
+    name = f"stage {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
+    backwards = [each for each in entries if each[2].op in _ADDS]
+    if not backwards:
+        return [f"nobody ran a backward of {name}"]
+    owner = max(backwards, key=lambda each: each[0])[1]
+    counts = Counter((each[2].op in _ADDS, each[2].microbatch) for each in entries if each[1] == owner)
+    return [
+        f"worker {owner} counted the {'backward' if adds else 'forward'} of microbatch {microbatch} of {name} "
+        f"{counts[adds, microbatch]} times"
+        for adds in (False, True)
+        for microbatch in range(job.microbatches)
+        if counts[adds, microbatch] != 1
+    ]

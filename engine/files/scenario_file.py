@@ -1,0 +1,212 @@
+"""Reads scenario files, strictly: every mistake of a file comes out at once, each with its line and column.
+
+Rules: the job of a scenario is what its file says and the defaults are; neither the user's files nor the environment
+change it, so that a scenario means the same everywhere. A scenario is found by its path, or by its bare name in the
+library that comes with the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import engine
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
+from engine.core.expansion import expand
+from engine.core.fault import After, At, Fault
+from engine.core.fault_kind import FaultKind
+from engine.core.job import Job, Scalar
+from engine.core.scenario import Every, Expect, Limits, Scenario, Target, Trigger, Wanted
+from engine.core.scenario_rules import check_scenario
+from engine.files.form import Reading
+from engine.files.job_file import merge
+from engine.files.job_layers import document_layer, set_layer
+from engine.files.job_value import shown
+from engine.files.scenario_schema import CHECKPOINT, scenario_form
+from engine.files.strict_yaml import Document, KeyPath, read_yaml
+
+SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A scenario with where it stands and the concrete faults that a seed makes of it."""
+
+    path: Path
+    scenario: Scenario
+    seed: int
+    faults: tuple[Fault, ...]
+
+
+def library() -> Path:
+    """Returns the folder of the scenarios that come with the program: in the package, or beside it in a checkout."""
+    package = Path(engine.__file__).parent
+    return next((each for each in (package / "scenarios", package.parent / "scenarios") if each.is_dir()), package)
+
+
+def library_names() -> list[str]:
+    """Returns the bare names of the library, in order."""
+    return sorted(path.stem for path in library().glob(f"*{SUFFIX}"))
+
+
+def find_scenario(name_or_path: str) -> Path:
+    """Returns the file of a scenario; whatever looks like a path is one.
+
+    Raises:
+        NothingMatchedError: it is a bare name that the library does not have.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (SUFFIX, ".yml") or len(path.parts) != 1:
+        return path
+    names = library_names()
+    if name_or_path not in names:
+        hint = nearest(name_or_path, names) or f"there is {', '.join(names)}"
+        raise NothingMatchedError(f"no scenario is called {name_or_path!r} ({hint}); a file is given by its path")
+    return library() / f"{name_or_path}{SUFFIX}"
+
+
+def load_scenario(
+    name_or_path: str, kinds: Mapping[str, FaultKind], seed: int | None = None, settings: Iterable[str] = ()
+) -> Loaded:
+    """Returns a scenario and its faults; the seed is the job's unless given.
+
+    `settings` are ``FIELD=VALUE`` that replace fields of its job.
+
+    Raises:
+        UserError: with every problem found.
+        NothingMatchedError: the library has no such scenario.
+    """
+    path = find_scenario(name_or_path)
+    document = read_yaml(path)
+    reading = Reading(document, list(document.problems))
+    scenario = _scenario(reading, kinds, settings)
+    seed = scenario.job.seed if seed is None else seed
+    try:
+        return Loaded(path, scenario, seed, expand(scenario, seed))
+    except UserError as error:
+        raise _in_order(_at_place(each, reading) for each in error.problems) from None
+
+
+def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterable[str]) -> Scenario:
+    document = reading.document
+    if document.value is None and not document.problems:
+        reading.refuse((), "a scenario", "an empty file")
+    job = _job(reading, settings)
+    values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
+    values = values if isinstance(values, dict) else {}
+    faults = [_wanted(reading, *each, kinds, job) for each in enumerate(values.get("faults", ()))]
+    if reading.problems:
+        raise _in_order(reading.problems)
+    wanted = tuple(each for each in faults if each is not None)
+    scenario = Scenario(values["name"], values["about"].strip(), job, wanted, _expect(values.get("expect", {})))
+    problems = check_scenario(scenario, {kind.name for kind in kinds.values() if kind.ends})
+    if problems:
+        raise _in_order(_at_place(each, reading) for each in problems)
+    return scenario
+
+
+def _in_order(problems: Iterable[Problem]) -> UserError:
+    return UserError(sorted(problems, key=lambda each: (each.line, each.column)))
+
+
+def _job(reading: Reading, settings: Iterable[str]) -> Job:
+    """Returns the job of a scenario; of one that is no good the default, with its problems reported."""
+    # The document's own problems have been reported; a part of it has none but those of its values.
+    try:
+        return merge([document_layer(_part(reading.document, "job")), set_layer(settings)]).job
+    except UserError as error:
+        for each in error.problems:
+            name = f"job.{each.field}" if each.field else "job"
+            reading.problems.append(replace(each, field=name, source=each.source or reading.document.source))
+    return Job()
+
+
+def _at_place(problem: Problem, reading: Reading) -> Problem:
+    """Returns a problem with the line and column of its field, or of what is around it."""
+    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in problem.field.split("."))
+    line, column = reading.place(path)
+    return replace(problem, source=reading.document.source, line=line, column=column)
+
+
+def _part(document: Document, name: str) -> Document:
+    """Returns the part of a document under a key, as a document of its own; an absent part says nothing."""
+    value = document.value.get(name) if isinstance(document.value, dict) else None
+    places, key_places = (
+        {path[1:]: place for path, place in found.items() if path[:1] == (name,)}
+        for found in (document.places, document.key_places)
+    )
+    return Document(document.source, value if isinstance(value, dict) else None, places, key_places)
+
+
+def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job) -> Wanted | None:
+    """Returns one fault; None, with its problems reported, where something is missing."""
+    path: KeyPath = ("faults", number)
+    if not isinstance(values, dict):
+        return None
+    kind = kinds.get(str(values.get("do")))
+    if kind is None:
+        return None
+    parameters = _parameters(reading, path, kind, values, kinds)
+    trigger: Trigger | None = None
+    if "at" in values:
+        trigger = _at(reading, (*path, "at"), values["at"], job)
+    elif "after" in values and "fault" in values["after"]:
+        trigger = After(values["after"]["fault"], values["after"].get("phase"), values["after"].get("delay", 0))
+    elif "every" in values and {"mtbf", "count"} <= values["every"].keys():
+        trigger = Every(values["every"]["mtbf"], values["every"]["count"])
+    if trigger is None:
+        return None
+    name = values.get("id", f"fault-{number + 1}")
+    return Wanted(name, trigger, Target(**values.get("target", {})), kind.name, parameters)
+
+
+def _parameters(
+    reading: Reading, path: KeyPath, kind: FaultKind, values: Mapping[str, Any], kinds: Mapping[str, FaultKind]
+) -> dict[str, Scalar]:
+    known = {each.name: each for each in kind.parameters}
+    foreign = {each.name for other in kinds.values() for each in other.parameters} - known.keys()
+    given: dict[str, Scalar] = {}
+    for name, value in values.items():
+        if name in foreign:
+            hint = f"it has {', '.join(known)}" if known else "it has none"
+            reading.refuse((*path, name), f"a parameter of {kind.name}", repr(name), hint, key=True)
+        elif name in known:
+            found = known[name].read(value)
+            if found is None:
+                hint = nearest(str(value), known[name].choices)
+                reading.refuse((*path, name), known[name].expected, shown(value), hint)
+            else:
+                given[known[name].key] = found
+    for name, parameter in known.items():
+        if parameter.required and name not in values:
+            reading.refuse((*path, name), parameter.expected, "nothing", f"{kind.name} needs it: {parameter.about}")
+    return kind.with_defaults(given)
+
+
+def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:
+    name = values.get("action", Op.B.value)
+    if name == CHECKPOINT:
+        reading.refuse((*path, "action"), "an action that a step has", repr(name), "checkpoints are not built yet")
+        return None
+    op = Op(name)
+    microbatch = values.get("microbatch", job.microbatches // 2)
+    if op in STAGE_OPS:
+        if "microbatch" in values:
+            hint = f"{op} concerns the whole stage"
+            reading.refuse((*path, "microbatch"), f"no microbatch beside {op}", str(microbatch), hint, key=True)
+        microbatch = WHOLE_STAGE
+    if not {"step", "stage"} <= values.keys():
+        return None
+    return At(
+        values["step"], Action(values["stage"], op, microbatch, values.get("pipeline", 0)), values.get("when", "before")
+    )
+
+
+def _expect(values: Mapping[str, Any]) -> Expect:
+    limits = values.get("recovery")
+    if limits is not None:
+        limits = Limits(limits.get("p95"), limits.get("max"), limits.get("phases", {}))
+    return Expect(**{**values, "recovery": limits})
