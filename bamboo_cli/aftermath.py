@@ -80,7 +80,8 @@ def aftermath_of(
     found: list[Recovery] = []
     if faults or has_event(folder.events, "epoch"):
         events = list(read_events(folder.events))
-        fired = frozenset(each["fault"] for each in events if each["event"] == "fault")
+        unseen = {each["fault"] for each in events if each["event"] == "unconfirmed"}
+        fired = frozenset(each["fault"] for each in events if each["event"] == "fault") - unseen
         found = recoveries(events)
     aftermath = Aftermath(tuple(faults), fired, found)
     if with_twin and fired and not ending.exit_code:

@@ -18,6 +18,12 @@ from bamboo_cli.bench import bench
 from bamboo_cli.compare import EPILOG as COMPARE_EPILOG
 from bamboo_cli.compare import compare
 from bamboo_cli.doctor import doctor
+from bamboo_cli.init import EPILOG as INIT_EPILOG
+from bamboo_cli.init import init
+from bamboo_cli.inject import EPILOG as INJECT_EPILOG
+from bamboo_cli.inject import inject
+from bamboo_cli.matrix import EPILOG as MATRIX_EPILOG
+from bamboo_cli.matrix import matrix
 from bamboo_cli.report import EPILOG as REPORT_EPILOG
 from bamboo_cli.report import report
 from bamboo_cli.run import EPILOG, run
@@ -43,8 +49,11 @@ app = typer.Typer(
 app.command(epilog=EPILOG)(run)
 app.command()(doctor)
 app.command()(status)
+app.command(epilog=INJECT_EPILOG)(inject)
 app.command(epilog=VALIDATE_EPILOG)(validate)
 app.command(epilog=SCHEMA_EPILOG)(schema)
+app.command(epilog=MATRIX_EPILOG)(matrix)
+app.command(epilog=INIT_EPILOG)(init)
 app.command(epilog=REPORT_EPILOG)(report)
 app.command(epilog=COMPARE_EPILOG)(compare)
 app.add_typer(schedule, name="schedule")

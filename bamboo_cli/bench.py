@@ -139,6 +139,19 @@ def redundancy(
     _show("redundancy", rows, as_json, folder)
 
 
+@bench.command()
+def matrix(quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS) -> None:
+    """Time of a real fault case in a matrix, against the same case as a command of its own."""
+    from engine.files.bench_file import bench_folder
+    from engine.runtime.bench_matrix import bench_matrix
+
+    _end_by_exception()
+    folder = bench_folder(results)
+    rows = bench_matrix(folder, case or ("kill/F/first" if quick else ""), 1 if quick else 5)
+    typer.echo(f"{60 / rows[0].ours:.0f} cases per minute", err=True)
+    _show("matrix", rows, as_json, folder)
+
+
 def _matching(case: str, names: Collection[str]) -> list[str]:
     """Returns the names that contain `case`; raises NothingMatchedError where none does."""
     from engine.core.errors import NothingMatchedError, nearest

@@ -111,7 +111,7 @@ def _train(
     write_trajectory(folder.trajectory, ending.view.account.rows)
     aftermath = aftermath_of(job, folder, ending, faults, etcd, with_twin=with_twin)
     ending = _judged(ending, aftermath)
-    summary = _summary(folder, ending, wall_s) | aftermath.as_dict()
+    summary = summary_of(folder, ending, wall_s) | aftermath.as_dict()
     _write_facts(folder, resolved, summary)
     try:
         if as_json:
@@ -146,7 +146,8 @@ def _write_facts(folder: RunFolder, resolved: Resolved, summary: dict[str, Any] 
     )
 
 
-def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
+def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
+    """Returns what is kept of a run in run.json."""
     from engine.core.trajectory import trajectory_hash
 
     account = ending.view.account

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -14,8 +15,15 @@ EPILOG = (
 )
 
 
+class Files(StrEnum):
+    """The files that have a schema."""
+
+    SCENARIO = "scenario"
+    JOB = "job"
+
+
 def schema(
-    of: Annotated[Literal["scenario", "job"], typer.Argument(help="which files")] = "scenario",
+    of: Annotated[Files, typer.Argument(help="which files")] = Files.SCENARIO,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of to stdout.")
     ] = None,
@@ -25,7 +33,7 @@ def schema(
     from engine.files.scenario_schema import job_file_schema, json_schema
     from engine.runtime.faults.registry import kinds
 
-    text = json.dumps(json_schema(kinds()) if of == "scenario" else job_file_schema(), indent=2)
+    text = json.dumps(json_schema(kinds()) if of is Files.SCENARIO else job_file_schema(), indent=2)
     if output is None:
         typer.echo(text)
     else:

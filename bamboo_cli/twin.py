@@ -14,16 +14,24 @@ if TYPE_CHECKING:
     from engine.core.trajectory import Row
     from engine.core.twin import Comparison
     from engine.files.run_folder import RunFolder
+    from engine.runtime.children import ForkServer
     from engine.runtime.etcd_settings import EtcdSettings
 
 
 def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSettings | None) -> Comparison:
-    """Returns how the rows of a run compare with those of its twin, whose own files go to ``twin/`` in `folder`.
+    """Returns how the rows of a run compare with those of its twin; raises what `twin_rows` raises."""
+    from engine.core.twin import compare
+
+    return compare(rows, twin_rows(job, folder, etcd))
+
+
+def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None = None) -> list[Row]:
+    """Returns the rows of the twin of a run; if it is run, its own files go to ``twin/`` in `folder`.
 
     Raises:
         BambooError: the twin did not finish.
     """
-    from engine.core.twin import compare, fingerprint
+    from engine.core.twin import fingerprint
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
@@ -32,13 +40,13 @@ def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSe
     twin = kept_twin(Path(job.results), name) if name else None
     if twin is None:
         typer.echo("running the fault-free twin, to compare the weights with", err=True)
-        twin = _run_twin(job, folder, etcd)
+        twin = _run_twin(job, folder, etcd, server)
         if name:
             keep_twin(Path(job.results), name, twin)
-    return compare(rows, twin)
+    return twin
 
 
-def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None) -> list[Row]:
+def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None) -> list[Row]:
     from bamboo_cli.live import LivePicture
     from engine.core.twin import twin_of
     from engine.files.run_folder import RunFolder
@@ -48,7 +56,8 @@ def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None) -> list[Ro
     own.logs.mkdir(mode=0o700, parents=True)
     twin = twin_of(job)
     with LivePicture(twin, own.events) as picture:
-        ending = run_session(twin, own.events, own.logs, picture.show, run_id=f"{folder.path.name}-twin", etcd=etcd)
+        run_id = f"{folder.path.name}-twin"
+        ending = run_session(twin, own.events, own.logs, picture.show, run_id=run_id, etcd=etcd, server=server)
     if ending.exit_code:
         error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
         interrupted = ending.outcome == "interrupted"

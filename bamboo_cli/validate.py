@@ -46,7 +46,7 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
         if not as_json:
             for line in str(error).splitlines():
                 typer.echo(f"bamboo: {line}", err=True)
-        return {"file": name, "valid": False, "problems": problems or [{"expected": str(error)}]}
+        return {"file": name, "valid": False, "problems": problems, "error": str(error)}
     if not as_json:
         number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
         typer.echo(f"{name}: valid: {number}, expects {loaded.scenario.expect.outcome}")

@@ -23,22 +23,28 @@ class AuditBook:
     num_pipelines: int
     _states: dict[int, tuple[str, str]] = field(default_factory=dict)  # layer -> hash, who said so
     _buffers: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)  # (layer, pipeline) -> the same
+    _is_disputed: bool = False
 
     def add(self, step: int, worker: int, pipeline: int, hashes: LayerHashes) -> None:
         """Takes the hashes of some layers of a worker's replica in one pipeline.
 
-        Raises InvariantError when they differ from those of another replica.
+        Raises InvariantError when they differ from those of another replica; from then on there are no more rows,
+        because nobody knows who is right.
         """
         who = f"worker {worker} in pipeline {pipeline}"
-        for layer, (state, buffers) in hashes.items():
-            _compare(step, f"layer {layer}", self._states.setdefault(layer, (state, who)), (state, who))
-            said = self._buffers.setdefault((layer, pipeline), (buffers, who))
-            _compare(step, f"a buffer of layer {layer}", said, (buffers, who))
+        try:
+            for layer, (state, buffers) in hashes.items():
+                _compare(step, f"layer {layer}", self._states.setdefault(layer, (state, who)), (state, who))
+                said = self._buffers.setdefault((layer, pipeline), (buffers, who))
+                _compare(step, f"a buffer of layer {layer}", said, (buffers, who))
+        except InvariantError:
+            self._is_disputed = True
+            raise
 
     def close(self, step: int, loss: float) -> list[Row]:
         """Returns the rows of `step` and begins the next; a step that was not audited, or not to the end, has none."""
         states, buffers, self._states, self._buffers = self._states, self._buffers, {}, {}
-        if len(buffers) < self.num_layers * self.num_pipelines:
+        if self._is_disputed or len(buffers) < self.num_layers * self.num_pipelines:
             return []
         rows = []
         for layer in range(self.num_layers):

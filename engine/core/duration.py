@@ -9,7 +9,7 @@ DURATION_FORM = "a duration such as 250ms, 5s or 2m"
 DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)?(us|ms|s|m|h)$"
 
 _UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
-_TEXT = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")
+_TEXT = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")
 
 
 def parse_duration(text: str) -> int | None:
@@ -24,7 +24,9 @@ def parse_duration(text: str) -> int | None:
 
 def duration_text(time_ns: int) -> str:
     """Returns a duration in the largest unit in which it is whole, as `parse_duration` reads it."""
-    for unit in ("h", "m", "s", "ms"):
-        if time_ns and time_ns % _UNITS_NS[unit] == 0:
+    if not time_ns:
+        return "0s"
+    for unit in ("h", "m", "s", "ms", "us"):
+        if time_ns % _UNITS_NS[unit] == 0:
             return f"{time_ns // _UNITS_NS[unit]}{unit}"
-    return f"{time_ns / 1000:g}us" if time_ns else "0s"
+    return f"{time_ns / 1000}us"

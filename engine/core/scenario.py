@@ -81,7 +81,7 @@ class Expect:
     trajectory: Literal["identical"] | None = None
     steps_lost: int | None = None
     samples: Literal["exactly-once"] | None = None
-    culprit: Literal["exact"] | None = None
+    culprit: Literal["exact", "nobody"] | None = None
     leftovers: Literal["none"] | None = None
     recovery: Limits | None = None
 

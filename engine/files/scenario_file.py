@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import engine
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 from engine.core.expansion import expand
@@ -29,6 +28,7 @@ from engine.files.scenario_schema import CHECKPOINT, scenario_form
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 SUFFIX = ".yaml"
+MATRIX_PREFIX = "matrix-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,18 @@ class Loaded:
 
 def library() -> Path:
     """Returns the folder of the scenarios that come with the program: in the package, or beside it in a checkout."""
-    package = Path(engine.__file__).parent
+    package = Path(__file__).parents[1]
     return next((each for each in (package / "scenarios", package.parent / "scenarios") if each.is_dir()), package)
 
 
 def library_names() -> list[str]:
     """Returns the bare names of the library, in order."""
     return sorted(path.stem for path in library().glob(f"*{SUFFIX}"))
+
+
+def scenario_names() -> list[str]:
+    """Returns those of them that are scenarios, and not matrices of many."""
+    return [name for name in library_names() if not name.startswith(MATRIX_PREFIX)]
 
 
 def find_scenario(name_or_path: str) -> Path:
@@ -80,7 +85,17 @@ def load_scenario(
         NothingMatchedError: the library has no such scenario.
     """
     path = find_scenario(name_or_path)
-    document = read_yaml(path)
+    return load_document(path, read_yaml(path), kinds, seed, settings)
+
+
+def load_document(
+    path: Path,
+    document: Document,
+    kinds: Mapping[str, FaultKind],
+    seed: int | None = None,
+    settings: Iterable[str] = (),
+) -> Loaded:
+    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file."""
     reading = Reading(document, list(document.problems))
     scenario = _scenario(reading, kinds, settings)
     seed = scenario.job.seed if seed is None else seed

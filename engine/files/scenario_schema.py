@@ -79,7 +79,7 @@ EXPECT = Mapped(
         "trajectory": Entry(choice("identical"), "every committed step has the bits of the fault-free twin"),
         "steps_lost": Entry(whole(), "committed steps that are done again, at most"),
         "samples": Entry(choice("exactly-once"), "every committed step counts every sample once"),
-        "culprit": Entry(choice("exact"), "who was struck is put out, and nobody else"),
+        "culprit": Entry(choice("exact", "nobody"), "exact: who was struck is put out, and nobody else"),
         "leftovers": Entry(choice("none"), "no process, socket, shared memory, file or key stays behind"),
         "recovery": Entry(
             Mapped(

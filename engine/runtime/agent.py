@@ -63,7 +63,7 @@ class Agent:
         members: dict[int, Member],
         recorder: Recorder,
         node: Node,
-        tick: Callable[[], None],
+        tick: Callable[[Agent], None],
         *,
         grace_s: float = 120.0,
         faults: Sequence[Fault] = (),
@@ -107,8 +107,8 @@ class Agent:
             member.state = "dead"
         elif is_out or member.state == "finished":
             member.state = "left"
-        self._tell(ExitSeen(now_ns(), member.worker, code))
         self.injector.exit_seen(member.worker, code)
+        self._tell(ExitSeen(now_ns(), member.worker, code))
         self._to_strike_off.append(member.worker)  # with the next tick: everybody waits for the epoch now
 
     def _tell(self, event: Event) -> None:
@@ -138,7 +138,7 @@ class Agent:
 
     def look_at_clock(self) -> None:
         """Does what is due: pictures, leases, deadlines, signs of life."""
-        self.tick()
+        self.tick(self)
         with self._failing():
             while self._to_strike_off:
                 self.node.strike_off(self._to_strike_off.pop())

@@ -1,9 +1,9 @@
 """The recovery benchmark: SIGKILL at four points of an iteration, the pause in phases, beside torchrun's restart.
 
 Rules: every kill is a run of its own, read off its events by the rules that users' runs are read by. The floor of a
-pause is what must be computed again: k backwards with eager redundancy, k forwards and backwards with lazy, for the k
-microbatches that the victim had been back through; of the times that its own actions took before. Both sides of the
-restart do the same training; the peer saves a checkpoint at every step.
+pause is what must be computed again: the victim's backwards of the step, with lazy redundancy its forwards too, in the
+times that its own actions took before. To the goal comes the action that the slowest survivor was in when the others
+were told. Both sides of the restart do the same training; the peer saves a checkpoint at every step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One recovery, in milliseconds; `floor_ms` is what had to be computed again."""
+    """One recovery, in milliseconds: `floor_ms` had to be computed again, `running_ms` a survivor was in an action."""
 
     pause_ms: float
     floor_ms: float
+    running_ms: float
     known_ms: float
     phases_ms: Mapping[str, float]
 
@@ -95,11 +96,14 @@ def _kill(case: Case, redundancy: str, point: float, folder: Path) -> Taken:
         events = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").events
     found = _only(recoveries(events))
     times_ms = {op: _usual_ms(events, case.stage, op) for op in (Op.F, Op.B)}
-    floor_ms = num_back * (times_ms[Op.B] + (times_ms[Op.F] if redundancy == "lazy" else 0.0))
+    in_step = [event for event in events if event["event"] == "action" and event["step"] == _STEP]
+    num_forward = sum(_is(event["action"], case.stage, Op.F, event["worker"]) for event in in_step)
+    floor_ms = num_back * times_ms[Op.B] + (num_forward * times_ms[Op.F] if redundancy == "lazy" else 0.0)
     assert found.pause_ns is not None
+    running_ms = (found.points_ns["fence"] - found.points_ns["agree"]) / 1e6
     known_ms = (found.points_ns["agree"] - found.begin_ns) / 1e6
     phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
-    return Taken(found.pause_ns / 1e6, floor_ms, known_ms, phases_ms)
+    return Taken(found.pause_ns / 1e6, floor_ms, running_ms, known_ms, phases_ms)
 
 
 def _fields(job: Job) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _pause_rows(case: str, taken: Sequence[Taken]) -> list[Row]:
     for name, (part, more_ms) in _PAUSE_GOALS.items():
         pause_ms = _quantile([each.pause_ms for each in taken], part)
         floor_ms = median(each.floor_ms for each in taken)
-        goal_ms = 1.1 * floor_ms + more_ms
+        goal_ms = 1.1 * floor_ms + more_ms + median(each.running_ms for each in taken)
         metric = f"pause ms, {name}; peer: redo floor"
         rows.append(
             Row(case, metric, pause_ms, floor_ms, pause_ms / floor_ms, goal_ms, pause_ms <= goal_ms, len(taken))

@@ -132,7 +132,7 @@ def _round(
         node = Node(kv, first_state(job, ownership), now_ns())
         stack.callback(node.leave)
         node.enrol(members.values())
-        agent = Agent(job, members, recorder, node, lambda: None)
+        agent = Agent(job, members, recorder, node, lambda agent: None)
         recorder.event("welcomed")
         for member in members.values():
             member.link.send(

@@ -53,6 +53,11 @@ class ForkServer:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
         """Forks a child into `role`; it writes to `log_fd` and owns copies of `fds`, which stay open here."""
         self.link.send("fork", fds=[log_fd, *fds], role=role, name=name)

@@ -94,7 +94,7 @@ class Control:
         self.link.send(kind, epoch=self.accepted, **fields)
 
     def mark(self, phase: str) -> None:
-        """Tells the agent, if a fault waits for it, that this worker is through a phase of a recovery."""
+        """Tells the agent, if a fault waits for it, that this worker has come to a phase of a recovery."""
         if self.tells_marks:
             self.send("mark", phase=phase)
 

@@ -8,7 +8,7 @@ the last STEP of a step there is no wait, so all replicas here have taken the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action, Op
@@ -123,17 +123,22 @@ class Executor:
         if strikes:
             self._strike(action, "during")
         run(action, step)
-        if strikes:
-            around.failpoints.linger(step, action, start_ns)
-        around.recorder.action(step, text, start_ns, now_ns())
+        try:
+            if strikes:
+                self._meet(action, lambda: around.failpoints.linger(step, action, start_ns))
+        finally:  # it is done, whatever ends the wait
+            around.recorder.action(step, text, start_ns, now_ns())
         around.control.at = (step, self._index, False)
         self.num_computed += action.op in COMPUTE_OPS
         if strikes:
             self._strike(action, "after")
 
     def _strike(self, action: Action, when: When) -> None:
+        self._meet(action, lambda: self.around.failpoints.at(self.step, action, when))
+
+    def _meet(self, action: Action, failpoint: Callable[[], None]) -> None:
         try:
-            self.around.failpoints.at(self.step, action, when)
+            failpoint()
         except Fenced:
             if action.op is not Op.STEP:  # all replicas here take a step, or none; the fence is met after the last
                 raise

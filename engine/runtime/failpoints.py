@@ -2,7 +2,8 @@
 
 Rules: the event is on disk before the blow. A signal comes from the agent; what a worker does to itself it does in its
 main thread, when the agent says so, wherever that thread waits. Before or after an action, and for whatever it is to do
-to itself, the worker stands still until the agent has answered. A fault that has struck anywhere is off everywhere.
+to itself, the worker stands still until the agent has answered; a blow that is due during an action falls before that
+has been recorded as done. A fault that has struck anywhere is off everywhere.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Failpoints:
         self.faults: list[Fault] = []
         self.replicas = replicas
         self._drag: _Drag | None = None
+        self._due: Fault | None = None  # during the action that runs
         control.on_fault = self._hear
         self._arm(faults)
 
@@ -69,6 +71,8 @@ class Failpoints:
             self.control.send("strike", fault=fault.id)
             if when != "during" or registered()[fault.do].kind.by == "worker":
                 self._stand_still(fault)
+            else:
+                self._due = fault
 
     def _stand_still(self, fault: Fault) -> None:
         until_ns = now_ns() + _PATIENCE_NS
@@ -102,7 +106,13 @@ class Failpoints:
         self._drag = _Drag(fault, factor, self.control.at[0], None if for_ns is None else now_ns() + for_ns)
 
     def linger(self, step: int, action: Action, start_ns: int) -> None:
-        """Makes a compute action, which is done, take as long as it would on a worker that is slow."""
+        """Holds an action, which is done, until what is due during it has struck, and as long as it takes when slow.
+
+        Raises what `Control.wait_until` raises.
+        """
+        due, self._due = self._due, None
+        if due is not None:
+            self._stand_still(due)
         drag = self._drag
         if drag is None or action.op not in COMPUTE_OPS:
             return

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from engine.core.fault import (
     from_plain,
     to_plain,
 )
+from engine.core.fault_kind import Parameter
 from engine.core.job import Job
 from engine.runtime.faults.registry import registered
 from engine.runtime.injector import Injector
@@ -82,6 +83,7 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
     if not isinstance(plain, list):
         raise ValueError("expected a list of faults")
     faults: list[Fault] = []
+    names = [str(each.get("id")) for each in plain if isinstance(each, dict)]
     for each in plain:
         try:
             fault = from_plain(each)
@@ -90,26 +92,25 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
             raise ValueError(f"this is no fault: {json.dumps(each)[:200]}") from error
         if not well_formed:
             raise ValueError(f"this is no fault: {json.dumps(each)[:200]}")
-        ids = [*known, *(earlier.id for earlier in faults)]
-        problem = _problem(fault, job, workers, ids)
+        problem = _problem(fault, job, workers, [*known, *names])
         if problem:
             raise ValueError(f"{fault.id}: {problem}"[:200])
         faults.append(fault)
     return tuple(faults)
 
 
-def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Collection[str]) -> str:
+def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str]) -> str:
     """Returns what is wrong with a fault, or nothing."""
-    if not isinstance(fault.id, str) or not _ID.fullmatch(fault.id) or fault.id in ids:
-        return "expected an id of its own"
-    if fault.do not in registered():
+    if not isinstance(fault.id, str) or not _ID.fullmatch(fault.id) or ids.count(fault.id) > 1:
+        return "expected an id of its own, of letters, digits and . _ : @ -"
+    if not isinstance(fault.do, str) or fault.do not in registered():
         return f"expected one of {', '.join(registered())}, found {fault.do!r}"
     parameters = {each.key: each for each in registered()[fault.do].kind.parameters}
     for key, value in fault.parameters.items():
-        if key not in parameters or not _fits(parameters[key].form, value):
+        if key not in parameters or not _fits(parameters[key], value):
             return f"parameter {key!r} of {fault.do} cannot be {value!r}"
     if not _is_moment(fault.moment, job, ids):
-        return "expected a moment of this job, or after an earlier fault"
+        return "expected a moment of this job, or after another fault"
     if not fault.victims or not all(_is_victim(each, job, workers) for each in fault.victims):
         return "expected victims among the workers of this run"
     return ""
@@ -138,12 +139,12 @@ def _is_count(value: Any, below: float = float("inf")) -> bool:
     return type(value) is int and 0 <= value < below
 
 
-def _fits(form: str, value: Any) -> bool:
-    """Says whether a value is one that a parameter of a form can have, in the program's units."""
-    match form:
+def _fits(parameter: Parameter, value: Any) -> bool:
+    """Says whether a value is one that a parameter can have, in the program's units."""
+    match parameter.form:
         case "duration" | "count":
             return _is_count(value)
         case "number":
             return type(value) in (int, float) and value > 0
         case _:
-            return isinstance(value, str)
+            return isinstance(value, str) and value in (parameter.choices or (value,))

@@ -40,8 +40,8 @@ class Forming:
 
     def _form(self, worker: int, epoch: int, members: Sequence[int]) -> None:
         try:
+            self._control.mark("regroup")  # a fault in this phase strikes while the group forms
             self._plane = DataPlane(self._control, self._rendezvous.of_epoch(epoch), worker, members)
-            self._control.mark("regroup")
             self._recorder.event("mark", phase="regroup", epoch=epoch)
         except WorkerFailedError as error:
             self._failed = error

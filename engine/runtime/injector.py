@@ -67,6 +67,7 @@ class Injector:
         self._board = board
         self._state = state
         self._due: list[tuple[int, Callable[[], None]]] = []
+        self._committed = -1  # the last step of which the workers have been told
         self._scheduled: set[str] = set()  # of those that wait: whose moment has come, and only a delay is left
         self._struck: dict[str, _Struck] = {}
 
@@ -117,7 +118,7 @@ class Injector:
             self.reached("detect", epoch)  # of whoever is given up while its process lives
 
     def exit_seen(self, worker: int, code: int) -> None:
-        """Takes in that a worker has ended, when the coordinator has been told."""
+        """Takes in that a worker has ended, before the coordinator is told."""
         self.sees(worker, "exit", code)
         for fault, cause in self._after("detect"):
             if worker in cause.victims:
@@ -160,7 +161,11 @@ class Injector:
     def has_begun(self, effect: Effect) -> None:
         """Takes in what the agent has done, which may be that a phase of a recovery begins."""
         phase = _BEGIN_WITH.get(type(effect))
-        if phase is not None and not (isinstance(effect, Commit) and effect.then != "step"):
+        if isinstance(effect, Commit):
+            # Every epoch tells the last commit again before it goes on: no step begins with that.
+            is_new, self._committed = effect.step > self._committed, max(effect.step, self._committed)
+            phase = phase if is_new and effect.then == "step" else None
+        if phase is not None:
             self.reached(phase, effect.epoch)
 
     def _arm_merged(self) -> None:

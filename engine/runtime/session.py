@@ -77,18 +77,19 @@ def run_session(
     grace_s: float = 120.0,
     silence_s: float = 5.0,
     faults: Sequence[Fault] = (),
+    server: ForkServer | None = None,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
     Without `etcd` a private one is started for this run. `ownership` gives slots to other workers than the usual
     ones, `ranks` orders the workers in the process group: neither may change a bit of the result. A worker that gives
     notice will be gone after `grace_s`; one whom others can replace is given up when it is silent for `silence_s`.
-    `faults` strike workers. Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training has begun.
+    `faults` strike workers. A fork `server` that runs already saves its start.
+    Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training has begun.
     """
     _refuse_backend(job)
     started_at_ns = now_ns()
-    ownership = ownership or one_slot_each(Grid(job.stages, job.microbatches, job.pipelines))
-    ownership = with_shadows(ownership, job.redundancy, job.redundancy_level, ownership.workers())
+    ownership = _shadowed(job, ownership or one_slot_each(Grid(job.stages, job.microbatches, job.pipelines)))
     first = first_state(job, ownership, silence_s)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
@@ -96,7 +97,7 @@ def run_session(
         stack.callback(os.close, events_fd)
         recorder = Recorder(events_fd, AGENT)
         recorder.event("job", **asdict(job))
-        server = stack.enter_context(ForkServer())
+        server = server or stack.enter_context(ForkServer())
         node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
         stack.callback(board.close)
@@ -105,12 +106,7 @@ def run_session(
         members = start_members(server, ownership, events_fd, board, logs)
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
-        requests = FaultRequests(events.parent, job, members, recorder)
-
-        def tick() -> None:
-            watch(_view(agent, board))
-            requests.look(agent.injector)
-
+        tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
         agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
         for member in members.values():
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
@@ -118,6 +114,20 @@ def run_session(
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
         return ending
+
+
+def _shadowed(job: Job, ownership: Ownership) -> Ownership:
+    return with_shadows(ownership, job.redundancy, job.redundancy_level, ownership.workers())
+
+
+def _ticking(watch: Callable[[View], None], board: ProgressBoard, requests: FaultRequests) -> Callable[[Agent], None]:
+    """Returns what is done at every tick of an agent."""
+
+    def tick(agent: Agent) -> None:
+        watch(_view(agent, board))
+        requests.look(agent.injector)
+
+    return tick
 
 
 def _welcome(

@@ -67,3 +67,11 @@ def test_replicas_of_one_pipeline_that_disagree_on_buffers_break_a_promise() -> 
     book.add(4, 0, 0, {0: ("same", ONE)})
     with pytest.raises(InvariantError, match=r"^step 4: a buffer of layer 0 differs between worker 0 .* worker 1 "):
         book.add(4, 1, 0, {0: ("same", OTHER)})
+
+
+def test_what_replicas_disagree_on_is_in_no_row() -> None:
+    book = AuditBook(num_layers=1, num_pipelines=1)
+    book.add(4, 0, 0, {0: (ONE, "")})
+    with pytest.raises(InvariantError):
+        book.add(4, 1, 0, {0: (OTHER, "")})
+    assert book.close(4, 1.0) == []

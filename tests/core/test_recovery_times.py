@@ -151,7 +151,12 @@ def test_a_mark_may_stand_before_the_record_of_its_epoch() -> None:
 
 
 def test_a_failure_during_a_recovery_is_part_of_it() -> None:
-    second = [exit_of(1, 224), epoch(2, 225, (0, 0, 0), w1="was killed"), mark(0, "fence", 228, 2), agent("go", 240, epoch=2)]
+    second = [
+        exit_of(1, 224),
+        epoch(2, 225, (0, 0, 0), w1="was killed"),
+        mark(0, "fence", 228, 2),
+        agent("go", 240, epoch=2),
+    ]
     again = [did(0, 3, "2F0", 250), did(0, 3, "1F2", 262)]
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED[:4], *second, *again, COMMIT])
     assert (found.epoch, found.verdict) == (2, ((2, "was killed"), (1, "was killed")))

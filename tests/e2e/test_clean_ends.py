@@ -71,7 +71,7 @@ def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> No
 
 
 def test_an_exception_in_a_layer_ends_the_run_with_its_traceback(launch: Launch) -> None:
-    launcher, done = run_user_model(launch, "raises_in_forward")
+    launcher, done = run_user_model(launch, "raises_in_forward", *ALONE)
     assert done.code == 3
     assert f"{culprit(launcher, 1)} raised" in done.stderr
     assert "user_models.py" in done.stderr
@@ -81,7 +81,7 @@ def test_an_exception_in_a_layer_ends_the_run_with_its_traceback(launch: Launch)
 
 
 def test_an_exception_in_a_constructor_ends_the_run_with_its_traceback(launch: Launch) -> None:
-    launcher, done = run_user_model(launch, "raises_when_built")
+    launcher, done = run_user_model(launch, "raises_when_built", *ALONE)
     assert done.code == 3
     assert f"{culprit(launcher, 1)} raised" in done.stderr
     assert "RuntimeError: planted in a constructor" in done.stderr

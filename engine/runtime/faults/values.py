@@ -59,11 +59,11 @@ def flip_bit(scene: Scene) -> None:
         for layer, module in stage.layers.items()
         for name, parameter in module.named_parameters()
     )
-    with torch.no_grad():
-        first = (0,) * parameter.dim()
-        number = parameter[first].clone().reshape(1)
-        raw = number.view(torch.uint8)
-        byte, bit = divmod(int(scene.parameters["bit"]) % (8 * raw.numel()), 8)
-        raw[byte] ^= 1 << bit
-        parameter[first] = number[0]
+    memory = parameter.data  # autograd would notice another write; a bit that flips it does not
+    first = (0,) * memory.dim()
+    number = memory[first].clone().reshape(1)
+    raw = number.view(torch.uint8)
+    byte, bit = divmod(int(scene.parameters["bit"]) % (8 * raw.numel()), 8)
+    raw[byte] ^= 1 << bit
+    memory[first] = number[0]
     scene.tell(f"bit {scene.parameters['bit']} of {name} of {stage.where(layer)} has flipped")

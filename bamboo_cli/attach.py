@@ -1,0 +1,152 @@
+"""Faults for a job that is running: they are handed to its launcher, and what came of them is read off its events.
+
+Rules: the launcher decides whether a request is good; here it is only written, readable by its user alone. A run that
+goes on has no twin to compare with and leaves nothing yet, so neither is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bamboo_cli.case import Case, case_of
+from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
+from engine.core.expansion import expand
+from engine.core.expectations import Observed
+from engine.core.fault import After, Fault, to_plain
+from engine.core.job import Job
+from engine.core.recovery_times import recoveries
+
+if TYPE_CHECKING:
+    from engine.files.run_folder import RunFolder
+    from engine.files.scenario_file import Loaded
+
+_POLL_S = 0.1
+_HEARD_WITHIN_S = 10.0
+_STEPS_AFTER = 2  # committed after the last sign of a fault: the run goes on
+
+
+def attach(loaded: Loaded, folder: RunFolder) -> Case:
+    """Hands the faults of a scenario to a running job; returns when all have shown and it goes on, or has ended.
+
+    Raises:
+        NothingMatchedError: the run has ended.
+        UserError: the faults do not fit its job.
+    """
+    events = _Events(folder)
+    loaded = _fitted(loaded, events)
+    _request(folder, loaded.faults)
+    _wait(events, loaded.faults)
+    ended = events.last("ended") or {"exit_code": 0}
+    error = events.last("failed") or {"error": ""}
+    return case_of(loaded, folder.path, Observed(ended["exit_code"], error["error"], events.known, ()))
+
+
+def _fitted(loaded: Loaded, events: _Events) -> Loaded:
+    """Returns a scenario as it is for the job that runs, from the step after the open one on.
+
+    Ids are new, so that it can be handed over more than once.
+    """
+    from engine.core.scenario_rules import check_scenario
+    from engine.runtime.faults.registry import kinds
+
+    job, expect = events.job(), replace(loaded.scenario.expect, trajectory=None, leftovers=None)
+    first_step = events.committed + 2
+    left = replace(job, steps=max(1, job.steps - first_step))
+    scenario = replace(loaded.scenario, job=left, expect=expect)
+    problems = check_scenario(scenario, {kind.name for kind in kinds().values() if kind.ends})
+    if problems:
+        raise UserError(replace(each, source=str(loaded.path)) for each in problems)
+    mark = secrets.token_hex(2)
+    faults = tuple(_moved(each, mark, first_step) for each in expand(scenario, loaded.seed))
+    return replace(loaded, scenario=replace(scenario, job=job), faults=faults)
+
+
+def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
+    moment = fault.moment
+    if isinstance(moment, After):
+        moment = replace(moment, fault=f"{moment.fault}.{mark}")
+    else:
+        moment = replace(moment, step=moment.step + first_step)
+    return replace(fault, id=f"{fault.id}.{mark}", moment=moment)
+
+
+def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> None:
+    path = folder.path / f"request-{secrets.token_hex(8)}.json"
+    partial = path.with_suffix(".partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        json.dump([to_plain(fault) for fault in faults], file)
+    partial.replace(path)  # whole, or not there
+
+
+def _wait(events: _Events, faults: tuple[Fault, ...]) -> None:
+    """Waits until the faults have been taken, have shown and have been recovered from, or the run has ended."""
+    ids = {fault.id for fault in faults}
+    heard_s = time.monotonic() + _HEARD_WITHIN_S
+    while not events.is_over():
+        taken = {name for event in events.known if event["event"] == "request" for name in event["faults"]}
+        refused = events.last("refused")
+        if refused is not None and not ids <= taken:
+            raise UserError([Problem("--run", "faults that the run can take", "", refused["reason"])])
+        if not ids <= taken and time.monotonic() > heard_s:
+            error = BambooError(f"{events.folder.path}: nobody takes the faults; its launcher does not answer")
+            error.exit_code = ExitCode.NOT_RECOVERED
+            raise error
+        if events.has_shown(ids) and not any(each.resume_ns is None for each in recoveries(events.known)):
+            return
+        time.sleep(_POLL_S)
+
+
+class _Events:
+    """The events of a run, as far as they are written."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder = folder
+        self.known: list[dict[str, Any]] = []
+        self._read = 0
+        if self.is_over():
+            raise NothingMatchedError(f"{folder.path.name} has ended: faults are for a job that runs")
+
+    def _update(self) -> None:
+        with self.folder.events.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        self.known += map(json.loads, whole.splitlines())
+
+    def is_over(self) -> bool:
+        """Reads on; says whether the run has ended, with a word or without."""
+        self._update()
+        launcher = self.known[0]["pid"] if self.known else None
+        return self.last("ended") is not None or not Path(f"/proc/{launcher}").exists()
+
+    def last(self, kind: str) -> dict[str, Any] | None:
+        """Returns the newest event of a kind."""
+        return next((event for event in reversed(self.known) if event["event"] == kind), None)
+
+    @property
+    def committed(self) -> int:
+        """The last committed step, -1 before the first."""
+        commit = self.last("commit")
+        return -1 if commit is None else int(commit["step"])
+
+    def job(self) -> Job:
+        """Returns the job that runs."""
+        fields = Job.__dataclass_fields__.keys()
+        return Job(**{name: value for name, value in self.known[0].items() if name in fields})
+
+    def has_shown(self, ids: set[str]) -> bool:
+        """Says whether these faults have been confirmed, and steps have been committed since."""
+        confirmed = {each["fault"]: each["at_ns"] for each in self.known if each["event"] == "confirmed"}
+        if not ids <= confirmed.keys():
+            return False
+        since_ns = max(confirmed[name] for name in ids)
+        commits = [each for each in self.known if each["event"] == "commit" and each["at_ns"] > since_ns]
+        return len(commits) >= _STEPS_AFTER

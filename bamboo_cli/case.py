@@ -1,0 +1,159 @@
+"""A case: one run of a scenario with its faults, its fault-free twin, and what came of each expectation."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.core.errors import BambooError, ExitCode
+from engine.core.expectations import Check, Observed, Result, check, exit_code, verdict
+from engine.core.fault import to_plain
+from engine.core.recovery_times import Recovery, recoveries
+
+if TYPE_CHECKING:
+    from engine.core.trajectory import Row
+    from engine.files.run_folder import RunFolder
+    from engine.files.scenario_file import Loaded
+    from engine.runtime.children import ForkServer
+    from engine.runtime.etcd_settings import EtcdSettings
+    from engine.runtime.session import Ending
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What came of one run of a scenario."""
+
+    folder: Path
+    checks: tuple[Check, ...]
+    exit_code: ExitCode
+    recoveries: tuple[Recovery, ...]
+
+    @property
+    def verdict(self) -> Result:
+        """The verdict over all checks."""
+        return verdict(self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the case as plain values."""
+        return {
+            "run_dir": str(self.folder),
+            "verdict": self.verdict,
+            "exit_code": int(self.exit_code),
+            "checks": [asdict(each) for each in self.checks],
+            "recoveries": [each.as_dict() for each in self.recoveries],
+        }
+
+
+def case_of(loaded: Loaded, folder: Path, seen: Observed) -> Case:
+    """Returns what came of the expectations of a scenario, by what was observed."""
+    from engine.runtime.faults.registry import kinds
+
+    scenario = loaded.scenario
+    checks = check(scenario.expect, scenario.job, loaded.faults, kinds(), seen)
+    return Case(folder, checks, exit_code(checks, seen), tuple(recoveries(seen.events)))
+
+
+def run_case(
+    loaded: Loaded, etcd: EtcdSettings | None, grace_s: float = 120.0, server: ForkServer | None = None
+) -> Case:
+    """Runs a scenario in a run folder of its own, then its twin if something is expected of the weights.
+
+    A fork `server` that runs already saves the start of one for each.
+
+    Raises:
+        BambooError: it could not be started.
+    """
+    from bamboo_cli.live import LivePicture
+    from bamboo_cli.run import summary_of
+    from engine.files.events_file import read_events
+    from engine.files.run_folder import create_run_folder
+    from engine.files.trajectory_file import write_trajectory
+    from engine.runtime.leftovers import Traces
+    from engine.runtime.session import run_session
+
+    started_s = time.monotonic()
+    scenario = loaded.scenario
+    job = scenario.job
+    folder = create_run_folder(Path(job.results), _folder_name(scenario.name), datetime.now(), secrets.token_hex(2))
+    shutil.copyfile(loaded.path, folder.path / "scenario.yaml")
+    _write_facts(folder, loaded)
+    traces = Traces(server)
+    with LivePicture(job, folder.events) as picture:
+        ending = run_session(
+            job,
+            folder.events,
+            folder.logs,
+            picture.show,
+            run_id=folder.path.name,
+            etcd=etcd,
+            faults=loaded.faults,
+            grace_s=grace_s,
+            server=server,
+        )
+    left = traces.left(folder.logs, folder.path.name, etcd) if scenario.expect.leftovers else None
+    rows = ending.view.account.rows
+    write_trajectory(folder.trajectory, rows)
+    error = "" if ending.error is None else str(ending.error)
+    twin = _twin(loaded, folder, ending, etcd, server)
+    case = case_of(
+        loaded, folder.path, Observed(ending.exit_code, error, list(read_events(folder.events)), rows, twin, left)
+    )
+    summary = summary_of(folder, ending, time.monotonic() - started_s)
+    _write_facts(folder, loaded, summary | {"case": case.as_dict()})
+    return case
+
+
+def _twin(
+    loaded: Loaded, folder: RunFolder, ending: Ending, etcd: EtcdSettings | None, server: ForkServer | None
+) -> list[Row] | None:
+    """Returns the rows of the twin, or None where nobody asks for them or there are none."""
+    import typer
+
+    from bamboo_cli.twin import twin_rows
+
+    if loaded.scenario.expect.trajectory is None or ending.outcome == "interrupted":
+        return None
+    try:
+        return twin_rows(loaded.scenario.job, folder, etcd, server)
+    except BambooError as error:
+        typer.echo(f"bamboo: {error}", err=True)
+        return None
+
+
+def _folder_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:40] or "case"
+
+
+def _write_facts(folder: RunFolder, loaded: Loaded, result: dict[str, Any] | None = None) -> None:
+    from engine.files.host_facts import host_facts
+
+    scenario = loaded.scenario
+    folder.write_run_json(
+        {
+            "job": asdict(scenario.job),
+            "origins": {},
+            "host": host_facts(Path.cwd()),
+            "scenario": {
+                "name": scenario.name,
+                "file": str(loaded.path),
+                "seed": loaded.seed,
+                "faults": [to_plain(fault) for fault in loaded.faults],
+            },
+            "result": result,
+        }
+    )
+
+
+def pauses_ms(cases: Sequence[Case]) -> dict[str, float]:
+    """Returns quantiles of the pause over all recoveries of some cases, nearest rank, in milliseconds."""
+    pauses = sorted(each.pause_ns for case in cases for each in case.recoveries if each.pause_ns is not None)
+    parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if pauses else {}
+    return {name: round(pauses[math.ceil(part * len(pauses)) - 1] / 1e6, 3) for name, part in parts.items()}

@@ -1,0 +1,120 @@
+"""`bamboo inject`: does to a job what a scenario says, and says whether what was expected came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bamboo_cli.etcd_options import Endpoints, PlainHttp, etcd_settings
+from engine.core.errors import ExitCode
+
+if TYPE_CHECKING:
+    from bamboo_cli.case import Case
+    from engine.files.scenario_file import Loaded
+
+EPILOG = (
+    "Examples:  bamboo inject --scenario kill-middle-stage  |  bamboo inject --scenario mine.yaml --dry-run  |  "
+    "bamboo inject --scenario kill-middle-stage --repeat 5 --json  |  "
+    "bamboo inject --scenario kill-middle-stage --run latest"
+)
+# Of several runs, the first of these that occurs is the exit code of all.
+_WORST_FIRST = ("failed", "invalid", "passed")
+
+
+def inject(
+    scenario: Annotated[
+        str, typer.Option("--scenario", metavar="NAME|FILE", help="A scenario of the library, or a file.")
+    ],
+    run: Annotated[
+        str,
+        typer.Option("--run", metavar="RUN", help="Strike a job that is running, named as its folder is, or latest."),
+    ] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of what is random (default: the job's seed).", min=0)
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", help="How many times to run it.", min=1)] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would strike whom, and when.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
+    etcd: Endpoints = "",
+    etcd_plain_http: PlainHttp = False,
+) -> None:
+    """Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it."""
+    from engine.files.scenario_file import load_scenario
+    from engine.runtime.faults.registry import kinds
+
+    changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
+    loaded = load_scenario(scenario, kinds(), seed, changed)
+    if dry_run:
+        _print_plan(loaded, as_json)
+        return
+    if run:
+        from bamboo_cli.attach import attach
+        from engine.files.run_folder import find_run
+
+        cases = [attach(loaded, find_run(Path(loaded.scenario.job.results), run))]
+        _print_case(loaded, cases[0], as_json)
+    else:
+        cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http)
+    raise typer.Exit(_print_all(loaded, cases, as_json))
+
+
+def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[Case]:
+    from bamboo_cli.case import run_case
+
+    store = etcd_settings(etcd, plain_http)
+    cases: list[Case] = []
+    for _ in range(repeat):
+        cases.append(run_case(loaded, store))
+        _print_case(loaded, cases[-1], as_json)
+        if cases[-1].exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            break
+    return cases
+
+
+def _print_plan(loaded: Loaded, as_json: bool) -> None:
+    from engine.core.expansion import describe
+    from engine.core.fault import to_plain
+
+    lines = describe(loaded.faults, loaded.scenario.job)
+    if as_json:
+        faults = [to_plain(fault) | {"text": line} for fault, line in zip(loaded.faults, lines, strict=True)]
+        typer.echo(json.dumps({"scenario": loaded.scenario.name, "seed": loaded.seed, "faults": faults}))
+        return
+    for line in lines:
+        typer.echo(line)
+
+
+def _print_case(loaded: Loaded, case: Case, as_json: bool) -> None:
+    """Prints the verdict with one line per check; to stderr when stdout is for JSON."""
+    typer.echo(f"{loaded.scenario.name}: {case.verdict}", err=as_json)
+    width = max(len(each.name) for each in case.checks)
+    for each in case.checks:
+        typer.echo(f"  {each.result:<7}  {each.name:<{width}}  {each.text}", err=as_json)
+    for recovery in case.recoveries:
+        typer.echo(f"  {recovery}", err=as_json)
+    typer.echo(f"{case.folder}", err=as_json)
+
+
+def _print_all(loaded: Loaded, cases: Sequence[Case], as_json: bool) -> int:
+    """Prints what came of all runs together; returns the exit code."""
+    from bamboo_cli.case import pauses_ms
+
+    worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict), not each.exit_code))
+    pauses = pauses_ms(cases)
+    if len(cases) > 1:
+        passed = sum(each.verdict == "passed" for each in cases)
+        parts = [f"{passed} of {len(cases)} passed", *(f"{name} {pause:.1f} ms" for name, pause in pauses.items())]
+        typer.echo("; pause ".join(parts[:2]) + "".join(f", {each}" for each in parts[2:]), err=as_json)
+    if as_json:
+        found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict}
+        found |= {"exit_code": int(worst.exit_code), "pause_ms": pauses, "runs": [each.as_dict() for each in cases]}
+        typer.echo(json.dumps(found))
+    return int(worst.exit_code)

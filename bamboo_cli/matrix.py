@@ -1,0 +1,214 @@
+"""`bamboo matrix`: runs every cell of a matrix of scenarios, and says what came of each in the forms that CI reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
+
+if TYPE_CHECKING:
+    from engine.core.cell_result import CellResult
+    from engine.files.matrix_file import Matrix, Planned
+
+EPILOG = (
+    "Examples:  bamboo matrix matrix-smoke  |  bamboo matrix mine.yaml --jobs 2 --junit cells.xml  |  "
+    "bamboo matrix matrix-full --shard 3/8  |  bamboo matrix matrix-full --resume  |  "
+    "bamboo matrix mine.yaml --format github --shards 8  |  bamboo matrix mine.yaml --cell kill/B --shrink"
+)
+_DEFAULT_RESULTS = Path("results")
+_PANEL = "Which cells"
+
+
+def matrix(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="a matrix or scenario file, or a name from the library")],
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="K/N", help="Only part K of N.", rich_help_panel=_PANEL)
+    ] = "",
+    cell: Annotated[
+        str, typer.Option("--cell", metavar="TEXT", help="Only cells with this in their name.", rich_help_panel=_PANEL)
+    ] = "",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the newest run: what passed is not run.", rich_help_panel=_PANEL),
+    ] = False,
+    times: Annotated[
+        list[Path] | None,
+        typer.Option("--times", help="Earlier results.jsonl by which shards are balanced.", rich_help_panel=_PANEL),
+    ] = None,
+    form: Annotated[
+        Literal["text", "list", "github"],
+        typer.Option("--format", help="text: run; list: only print cells; github: only print a workflow matrix."),
+    ] = "text",
+    num_shards: Annotated[int, typer.Option("--shards", help="Shards of --format github.", min=1)] = 8,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of every job.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Cells side by side; 0: one per core.", min=0)] = 0,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds after which a cell has hung.", min=1.0)] = 120.0,
+    shrink: Annotated[bool, typer.Option("--shrink", help="Shrink the first cell that fails.")] = False,
+    budget: Annotated[int, typer.Option("--shrink-tries", help="Runs that shrinking may take.", min=1)] = 40,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the grid as HTML.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the run folders of cells that passed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    results: Annotated[Path, typer.Option(help="Folder that receives matrices/TIME-NAME-HEX/.")] = _DEFAULT_RESULTS,
+) -> None:
+    """Run every cell of a matrix of scenarios. Exit with 1 when any failed, with 6 when any proved nothing."""
+    from engine.files.matrix_file import read_matrix
+    from engine.files.matrix_results import usual_seconds
+    from engine.runtime.faults.registry import kinds
+
+    found = read_matrix(file, kinds(), settings or ())
+    seconds = usual_seconds(_existing(times or ()))
+    if form == "github":
+        from engine.core.shards import workflow_matrix
+
+        names = [each.cell.name for each in _chosen(found, "", cell, seconds)]
+        typer.echo(json.dumps(workflow_matrix(found.name, names, num_shards, seconds)))
+        return
+    chosen = _chosen(found, shard, cell, seconds)
+    if form == "list":
+        for each in chosen:
+            typer.echo(each.cell.name)
+        return
+    from bamboo_cli.matrix_run import MatrixRun, end_by_exception, usual_jobs
+    from engine.files.matrix_results import new_folder, newest_folder
+
+    folder = (
+        newest_folder(results, found.name)
+        if resume
+        else new_folder(results, found.name.lower(), datetime.now(), secrets.token_hex(2))
+    )
+    end_by_exception()
+    run = MatrixRun(folder, tuple(settings or ()), limit, keep)
+    done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
+    _write(found, done, junit, page)
+    _print(found, chosen, done, folder, shrunk, as_json)
+    raise typer.Exit(_code(done))
+
+
+def _code(done: Sequence[CellResult]) -> int:
+    from engine.core.cell_result import matrix_exit_code
+
+    return int(matrix_exit_code(done))
+
+
+def _existing(paths: Sequence[Path]) -> Sequence[Path]:
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise UserError(Problem("--times", "a file that is there", repr(str(path))) for path in missing)
+    return paths
+
+
+def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[Planned]:
+    """Returns the cells that were asked for; shards are made of all that `cell` leaves."""
+    from engine.core.shards import parse_part, shards
+
+    names = [each.cell.name for each in found.cells if cell in each.cell.name]
+    if not names:
+        hint = nearest(cell, [each.cell.name for each in found.cells])
+        raise NothingMatchedError(f"no cell of {found.name} has {cell!r} in its name" + (f" ({hint})" if hint else ""))
+    if shard:
+        part = parse_part(shard)
+        names = shards(names, part.count, seconds)[part.index - 1]
+    wanted = set(names)
+    return [each for each in found.cells if each.cell.name in wanted]
+
+
+def _run(
+    found: Matrix, chosen: Sequence[Planned], run: Any, jobs: int, seconds: Mapping[str, float], budget: int
+) -> tuple[list[CellResult], dict[str, Any] | None]:
+    """Returns the results of the chosen cells in their order, old ones too, and what shrinking found."""
+    from bamboo_cli.matrix_run import LANE
+    from engine.core.cell_result import key_of
+    from engine.core.shards import estimated
+    from engine.files.matrix_results import read_results
+    from engine.runtime.lanes import Lanes
+
+    before = read_results(run.folder)
+    keys = {each.cell.name: key_of(each.cell.values, run.settings) for each in chosen}
+    done = {name: before[name] for name, key in keys.items() if name in before and before[name].result == "passed"}
+    done = {name: each for name, each in done.items() if each.key == keys[name]}
+    left = [each for each in chosen if each.cell.name not in done]
+    if done:
+        typer.echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
+    if found.absent:
+        typer.echo(f"{len(found.absent)} combinations are no cells: the stage has no such action", err=True)
+    expected_s = estimated(
+        [each.cell.name for each in left], {**seconds, **{name: each.seconds for name, each in before.items()}}
+    )
+    shrunk = None
+    with Lanes(LANE, min(jobs, max(1, len(left))), run.folder) as lanes:
+        done |= {each.cell: each for each in run.run(lanes, left, expected_s)}
+        first = next((each for each in left if done[each.cell.name].result == "failed"), None)
+        if budget and first is not None:
+            path, what = run.shrink(lanes, first.loaded.scenario, done[first.cell.name], budget)
+            shrunk = {"cell": first.cell.name, "file": str(path), "tries": what.num_tries, "minimal": what.is_minimal}
+    return [done[each.cell.name] for each in chosen], shrunk
+
+
+def _write(found: Matrix, done: Sequence[CellResult], junit: Path | None, page: Path | None) -> None:
+    """Writes JUnit, the page and what GitHub shows, as far as somebody wants them."""
+    from engine.report.cell_grid import grid_html, grid_of
+    from engine.report.github_text import error_commands, step_summary
+    from engine.report.junit import junit_xml
+
+    if junit is not None:
+        _write_file(junit, junit_xml(found.name, done))
+    if page is not None:
+        cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
+        _write_file(page, grid_html(grid_of(cells, {each.cell: each for each in done})) + "\n")
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as stream:
+            stream.write(step_summary(found.name, done))
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in error_commands(str(found.path), done):
+            typer.echo(line, err=True)  # the runner reads both streams
+
+
+def _write_file(path: Path, text: str) -> None:
+    from engine.files.atomic_write import write_atomically
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {str(path.parent)!r}: {error.strerror}") from error
+    write_atomically(path, text)
+
+
+def _print(
+    found: Matrix,
+    chosen: Sequence[Planned],
+    done: Sequence[CellResult],
+    folder: Path,
+    shrunk: dict[str, Any] | None,
+    as_json: bool,
+) -> None:
+    from engine.core.cell_result import counted
+    from engine.report.cell_grid import grid_of, grid_text
+
+    if as_json:
+        cells = [each.to_plain() for each in done]
+        values = {"matrix": found.name, "exit_code": _code(done), "folder": str(folder), "shrunk": shrunk}
+        typer.echo(json.dumps(values | {"cells": cells}))
+        return
+    grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
+    typer.echo(grid_text(grid, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    for each in done:
+        if each.result != "passed":
+            kind = f" ({each.failure})" if each.failure else ""
+            typer.echo(f"{each.result}{kind}: {each.cell}: {each.text}")
+            typer.echo(f"  again: bamboo matrix {found.path} --cell {each.cell}")
+    if shrunk is not None:
+        typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
+    typer.echo(f"{found.name}: {counted(done)}; {sum(each.seconds for each in done):.1f} s of cases")
+    typer.echo(str(folder))

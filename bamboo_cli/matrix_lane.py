@@ -1,0 +1,85 @@
+"""A lane of `bamboo matrix`: runs the cells that it is given one after another, with one fork server for all.
+
+Started as ``python -m bamboo_cli.matrix_lane FD``; the descriptor is one end of a link (`engine/runtime/link.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.core.cell_result import CellResult, judged
+from engine.core.errors import BambooError, ExitCode
+
+if TYPE_CHECKING:
+    from engine.files.scenario_file import Loaded
+    from engine.runtime.children import ForkServer
+
+
+def run_cell(task: dict[str, Any], server: ForkServer | None) -> CellResult:
+    """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
+    from engine.files.scenario_file import load_document
+    from engine.files.strict_yaml import read_yaml
+    from engine.runtime.faults.registry import kinds
+
+    started_s = time.monotonic()
+    results = Path(task["results"])
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{task['file']}.yaml"
+    path.write_text(scenario_text(task["scenario"]), encoding="utf-8")
+    do, seed, run = "", 0, ""
+    try:
+        loaded = load_document(path, read_yaml(path), kinds(), None, [*task["settings"], f"results={results}"])
+        do, seed = loaded.faults[0].do if loaded.faults else "", loaded.seed
+        result, failure, text, run = _checked(loaded, server, keep=task["keep"])
+    except BambooError as error:
+        result, failure, text = "invalid", "", f"could not be run: {error}"
+    path.unlink(missing_ok=True)
+    seconds = round(time.monotonic() - started_s, 3)
+    return CellResult(task["cell"], result, failure, text, do, seconds, seed, run)
+
+
+def _checked(loaded: Loaded, server: ForkServer | None, *, keep: bool) -> tuple[Any, Any, str, str]:
+    from bamboo_cli.case import run_case
+    from engine.core.precision import precision
+    from engine.files.events_file import read_events
+    from engine.files.run_folder import RunFolder
+
+    case = run_case(loaded, None, server=server)
+    if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        sys.exit(int(case.exit_code))
+    events = list(read_events(RunFolder(case.folder).events))
+    checks = (*case.checks, precision(loaded.scenario.job, loaded.faults, events))
+    if not keep and all(each.result == "passed" for each in checks):
+        shutil.rmtree(case.folder, ignore_errors=True)
+    return *judged(checks), case.folder.name
+
+
+def scenario_text(values: dict[str, Any]) -> str:
+    """Returns plain values of a scenario as a YAML file."""
+    import yaml
+
+    return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100, allow_unicode=False))
+
+
+def main(fd: int) -> None:
+    """Answers cases until the other end is gone."""
+    from engine.runtime.children import ForkServer
+    from engine.runtime.leftovers import mark_processes
+    from engine.runtime.link import Link
+
+    link = Link.from_fd(fd)
+    mark_processes()
+    with ForkServer() as server:
+        while (message := link.receive()) is not None:
+            result = run_cell(message["task"], server)
+            print(json.dumps(result.to_plain()), flush=True)
+            link.send("done", result=result.to_plain())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,138 @@
+"""Runs the cells of a matrix in lanes, keeps what comes of each, and shrinks one that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from engine.core.cell_result import CellResult, key_of
+
+if TYPE_CHECKING:
+    from engine.core.scenario import Scenario
+    from engine.core.shrink import Shrunk
+    from engine.files.matrix_file import Planned
+    from engine.runtime.lanes import Lanes
+
+LANE = "bamboo_cli.matrix_lane"
+
+
+@dataclass(slots=True)
+class MatrixRun:
+    """One run of some cells; everything that it writes goes to `folder`."""
+
+    folder: Path
+    settings: tuple[str, ...]
+    limit_s: float
+    keep: bool = False
+
+    def task(self, name: str, scenario: dict[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns what a lane is told to run a scenario."""
+        return {
+            "cell": name,
+            "file": name.replace("/", "-"),
+            "scenario": scenario,
+            "settings": list(settings),
+            "results": str(self.folder / "runs"),
+            "keep": self.keep,
+        }
+
+    def run(self, lanes: Lanes, cells: Sequence[Planned], expected_s: Mapping[str, float]) -> list[CellResult]:
+        """Runs cells and appends each result to the folder; returns them as they came, telling progress on stderr."""
+        from engine.files.matrix_results import append_result
+
+        by_name = {each.cell.name: each for each in cells}
+        left_s = sum(expected_s[name] for name in by_name)
+        started_s, expected_done_s = time.monotonic(), 0.0
+        results: list[CellResult] = []
+
+        def take(task: dict[str, Any], answer: dict[str, Any]) -> None:
+            nonlocal left_s, expected_done_s
+            planned = by_name[task["cell"]]
+            result = self._result(planned, answer)
+            append_result(self.folder, result)
+            results.append(result)
+            taken_s = expected_s[task["cell"]]
+            left_s, expected_done_s = left_s - taken_s, expected_done_s + taken_s
+            still_s = left_s * (time.monotonic() - started_s) / max(expected_done_s, 1e-9)
+            _tell(f"[{len(results)}/{len(cells)}]", result, still_s)
+
+        tasks = [self.task(each.cell.name, each.cell.values, self.settings) for each in cells]
+        lanes.run(tasks, self.limit_s, take)
+        return results
+
+    def _result(self, planned: Planned, answer: dict[str, Any]) -> CellResult:
+        from engine.core.cell_result import from_plain
+
+        labels = dict(planned.cell.labels)
+        key = key_of(planned.cell.values, self.settings)
+        if "result" in answer:
+            return replace(from_plain(answer["result"]), labels=labels, line=planned.line, key=key)
+        loaded = planned.loaded
+        do = loaded.faults[0].do if loaded.faults else ""
+        if answer["ended"] == "hang":
+            text = f"no end within {self.limit_s:g} s"
+            return CellResult(
+                planned.cell.name, "failed", "hang", text, do, self.limit_s, loaded.seed, "", labels, planned.line, key
+            )
+        text = f"the lane ended with code {answer['ended']}; its log is in {self.folder}"
+        return CellResult(planned.cell.name, "invalid", "", text, do, 0.0, loaded.seed, "", labels, planned.line, key)
+
+    def shrink(self, lanes: Lanes, scenario: Scenario, failed: CellResult, budget: int) -> tuple[Path, Shrunk]:
+        """Returns the file of the smallest scenario that fails like this cell, and how it was found."""
+        from bamboo_cli.matrix_lane import scenario_text
+        from engine.core.scenario_plain import scenario_plain
+        from engine.core.shrink import shrink
+        from engine.files.atomic_write import write_atomically
+        from engine.runtime.faults.registry import kinds
+
+        def fails(smaller: Scenario) -> bool:
+            found: list[dict[str, Any]] = []
+            tasks = [self.task(f"shrink/{failed.cell}", scenario_plain(smaller))]
+            lanes.run(tasks, self.limit_s, lambda task, answer: found.append(answer))
+            result = found[0].get("result", {"result": "failed", "failure": found[0].get("ended")})
+            same = (result["result"], result["failure"]) == (failed.result, failed.failure)
+            job = smaller.job
+            size = f"{len(smaller.faults)} faults, {job.pipelines} x {job.stages} stages, {job.steps} steps"
+            typer.echo(f"shrink: {size}, {job.microbatches} microbatches: {'fails' if same else 'does not'}", err=True)
+            return same
+
+        ending = {kind.name for kind in kinds().values() if kind.ends}
+        shrunk = shrink(scenario, fails, ending, budget)
+        path = self.folder / f"shrunk-{failed.cell.replace('/', '-')}.yaml"
+        replay = f"bamboo matrix {path}"
+        head = (
+            f"# The smallest scenario found that fails as {failed.cell} does: {failed.failure}.\n# Run it: {replay}\n"
+        )
+        write_atomically(path, head + scenario_text(scenario_plain(shrunk.scenario)))
+        return path, shrunk
+
+
+def end_by_exception() -> None:
+    """Has Ctrl-C and SIGTERM end the program by way of every `finally`, so that the lanes end as they should."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def usual_jobs() -> int:
+    """Returns how many lanes there are unless the user says: a case waits more than it computes."""
+    return max(1, min(len(os.sched_getaffinity(0)), 8))
+
+
+def _tell(number: str, result: CellResult, left_s: float) -> None:
+    colours = {"passed": typer.colors.GREEN, "failed": typer.colors.RED, "invalid": typer.colors.YELLOW}
+    word = typer.style(f"{result.result:<7}", fg=colours[result.result])
+    why = "" if result.result == "passed" else f"\n    {result.text}"
+    typer.echo(f"{number} {word} {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left){why}", err=True)

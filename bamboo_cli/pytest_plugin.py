@@ -1,0 +1,56 @@
+"""A pytest plugin: the fixture `bamboo_scenario` runs a scenario as a test.
+
+Rule: every pytest start imports this, so it imports pytest only; torch is loaded by the process that runs the scenario,
+and that only when a test asks for it.
+
+    def test_we_survive(bamboo_scenario):
+        bamboo_scenario("scenarios/first.yaml", "stages=4")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from engine.core.cell_result import CellResult
+    from engine.runtime.lanes import Lanes
+
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="session")
+def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
+    """One process that stays warm for all scenarios of a session."""
+    from bamboo_cli.matrix_run import LANE
+    from engine.runtime.lanes import Lanes
+
+    with Lanes(LANE, 1, tmp_path_factory.mktemp("bamboo-lane")) as lanes:
+        yield lanes
+
+
+@pytest.fixture
+def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellResult]:
+    """Runs a scenario, by path or by name of the library, with ``FIELD=VALUE`` for its job; fails when it does.
+
+    Its run folder is below ``tmp_path``. Returns what came of it.
+    """
+    from bamboo_cli.matrix_run import MatrixRun
+    from engine.files.matrix_file import read_matrix
+    from engine.runtime.faults.registry import kinds
+
+    def run(scenario: str | Path, *settings: str, limit_s: float = LIMIT_S) -> CellResult:
+        found = read_matrix(str(scenario), kinds(), settings)
+        results = MatrixRun(tmp_path, settings, limit_s, keep=True).run(
+            bamboo_lane, found.cells, {each.cell.name: 1.0 for each in found.cells}
+        )
+        worst = next((each for each in results if each.result != "passed"), results[0])
+        if worst.result != "passed":
+            kind = f" ({worst.failure})" if worst.failure else ""
+            pytest.fail(f"{worst.cell}: {worst.result}{kind}: {worst.text}", pytrace=False)
+        return worst
+
+    return run

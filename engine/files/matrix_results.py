@@ -1,0 +1,100 @@
+"""The results of a matrix run: ``results.jsonl`` in its folder, one cell per line, appended as they come.
+
+Rules: a line is in the kernel's hands before the next cell is given out. The last line of a cell counts. A line that
+was cut off, by the end of whoever wrote it, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+from engine.core.cell_result import CellResult, from_plain
+from engine.core.errors import NothingMatchedError, StorageError
+
+RESULTS = "results.jsonl"
+_FOLDER = "matrices"
+
+
+def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
+    """Makes the folder of a new run of a matrix.
+
+    Raises:
+        StorageError: `results` cannot hold it.
+    """
+    folder = results / _FOLDER / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {str(folder)!r}: {error.strerror} (try --results)") from error
+    return folder
+
+
+def newest_folder(results: Path, name: str) -> Path:
+    """Returns the folder of the newest run of a matrix.
+
+    Raises:
+        NothingMatchedError: there is none.
+    """
+    pattern = f"[0-9]*-[0-9]*-{name}-" + "[0-9a-f]" * 4
+    found = sorted((results / _FOLDER).glob(pattern))
+    if not found:
+        raise NothingMatchedError(f"no run of the matrix {name!r} in {str(results)!r} to resume")
+    return found[-1]
+
+
+def append_result(folder: Path, result: CellResult) -> None:
+    """Adds one result.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    line = (json.dumps(result.to_plain(), separators=(",", ":")) + "\n").encode()
+    try:
+        fd = os.open(folder / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            # What was cut off stays a line of its own.
+            os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageError(f"cannot write {str(folder / RESULTS)!r}: {error.strerror}") from error
+
+
+def read_results(path: Path) -> dict[str, CellResult]:
+    """Returns the last result of every cell; none where there is no such file. `path` is a folder or the file.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    path = path / RESULTS if path.is_dir() else path
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    found = {}
+    for line in lines:
+        try:
+            result = from_plain(json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found[result.cell] = result
+    return found
+
+
+def usual_seconds(paths: Iterable[Path]) -> dict[str, float]:
+    """Returns the median time of each cell over some files of results.
+
+    Raises:
+        StorageError: one cannot be read.
+    """
+    times: dict[str, list[float]] = {}
+    for path in paths:
+        for result in read_results(path).values():
+            times.setdefault(result.cell, []).append(result.seconds)
+    return {cell: median(each) for cell, each in times.items()}

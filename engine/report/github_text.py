@@ -1,0 +1,60 @@
+"""What GitHub Actions shows of a matrix: the summary of a step, and annotations at lines of the matrix file.
+
+Rules: a summary stays below the megabyte that GitHub takes, says so where it was cut, and is cut at the end of a row,
+failed cells first. Text from elsewhere cannot end a table's cell or begin a command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.core.cell_result import CellResult, counted
+
+MAX_BYTES = 1_000_000
+_ORDER = {"failed": 0, "invalid": 1, "passed": 2}
+
+
+def step_summary(matrix: str, results: Sequence[CellResult], max_bytes: int = MAX_BYTES) -> str:
+    """Returns the summary as Markdown, of at most `max_bytes` bytes in UTF-8."""
+    head = f"### bamboo matrix {_cell(matrix)}: {counted(results)}\n\n"
+    head += "| cell | result | why | seconds | run |\n|---|---|---|---:|---|\n"
+    rows = sorted(results, key=lambda each: _ORDER[each.result])
+    text, size = [head], len(head.encode())
+    for number, each in enumerate(rows):
+        row = f"| {_cell(each.cell)} | {_cell(_word(each))} | {_cell(_why(each))} | {each.seconds:.2f} "
+        row += f"| {_cell(each.run)} |\n"
+        rest = f"\ntruncated: {len(rows) - number} more cells are not shown\n"
+        if size + len(row.encode()) + len(rest.encode()) > max_bytes:
+            return "".join([*text, rest])
+        text.append(row)
+        size += len(row.encode())
+    return "".join(text)
+
+
+def error_commands(file: str, results: Sequence[CellResult]) -> Iterator[str]:
+    """Yields a command that marks the line of its case for every cell that did not pass."""
+    for each in results:
+        if each.result != "passed":
+            title = _property(f"{each.cell} {_word(each)}")
+            yield f"::error file={_property(file)},line={max(1, each.line)},title={title}::{_data(each.text)}"
+
+
+def _word(result: CellResult) -> str:
+    return f"{result.result} ({result.failure})" if result.failure else result.result
+
+
+def _why(result: CellResult) -> str:
+    return "" if result.result == "passed" else result.text[:500]
+
+
+def _cell(text: str) -> str:
+    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return " ".join(plain.split())
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,46 @@
+"""JUnit XML of a matrix, as CI servers read it: one suite, one test case per cell.
+
+Rules: a failed cell is a failure with its type, one that proved nothing an error, one that did not run is not there.
+Characters that XML cannot hold are shown as question marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from xml.etree import ElementTree as ET
+
+from engine.core.cell_result import CellResult
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_xml(matrix: str, results: Sequence[CellResult]) -> str:
+    """Returns the whole document."""
+    failed = sum(each.result == "failed" for each in results)
+    invalid = sum(each.result == "invalid" for each in results)
+    counts = {"tests": str(len(results)), "failures": str(failed), "errors": str(invalid), "skipped": "0"}
+    time = f"{sum(each.seconds for each in results):.3f}"
+    suites = ET.Element("testsuites", {"name": "bamboo", **counts, "time": time})
+    suite = ET.SubElement(suites, "testsuite", {"name": matrix, **counts, "time": time})
+    for each in results:
+        _case(suite, each)
+    ET.indent(suites)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"
+
+
+def _case(suite: ET.Element, result: CellResult) -> None:
+    attributes = {"classname": f"bamboo.{_clean(result.do)}", "name": _clean(result.cell)}
+    case = ET.SubElement(suite, "testcase", attributes | {"time": f"{result.seconds:.3f}"})
+    properties = ET.SubElement(case, "properties")
+    for name, value in (("seed", str(result.seed)), ("run", result.run)):
+        ET.SubElement(properties, "property", {"name": name, "value": _clean(value)})
+    if result.result != "passed":
+        tag = "failure" if result.result == "failed" else "error"
+        kind = result.failure if result.result == "failed" else "invalid"
+        text = _clean(result.text)
+        ET.SubElement(case, tag, {"type": kind, "message": text.partition("\n")[0]}).text = text
+
+
+def _clean(text: str) -> str:
+    return _NOT_XML.sub("?", text)

@@ -1,0 +1,88 @@
+"""`bamboo validate` and `bamboo schema`: what they print, what they exit with, and that the library passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from bamboo_cli.schema import schema
+from bamboo_cli.validate import validate
+from engine.files.scenario_file import library, load_scenario, scenario_names
+from engine.files.scenario_schema import json_schema
+from engine.runtime.faults.registry import kinds
+
+APP = typer.Typer()
+APP.command()(validate)
+APP.command()(schema)
+
+GOOD = "version: 1\nname: x\nabout: z\nfaults:\n  - {at: {step: 1, stage: 1}, do: kill}\n"
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(APP, [*arguments])
+
+
+def test_a_good_file_and_a_bad_one(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(GOOD)
+    bad.write_text(GOOD.replace("kill", "kil"))
+    result = call("validate", str(good))
+    assert (result.exit_code, result.stdout) == (0, f"{good}: valid: 1 fault, expects recovered\n")
+    result = call("validate", str(bad), str(good))
+    assert result.exit_code == 2
+    assert f"bamboo: {bad}:5:35: faults.0.do: expected one of" in result.stderr
+    assert f"{good}: valid" in result.stdout
+
+
+def test_json_has_every_file_with_its_problems(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(GOOD.replace("stage: 1", "stage: 7"))
+    result = call("validate", "--json", "kill-middle-stage", str(bad), "no-such-name")
+    assert (result.exit_code, result.stderr) == (2, "")
+    said = json.loads(result.stdout)
+    assert said["exit_code"] == 2
+    first, second, third = said["files"]
+    assert first["valid"] and first["faults"] == ["kill before 2B2 of step 3"]
+    assert not second["valid"]
+    assert second["problems"][0] | {"source": ""} == {
+        "field": "faults.0.at.stage",
+        "expected": "a stage from 0 to 3",
+        "found": "7",
+        "hint": "the job has 4",
+        "source": "",
+        "line": 5,
+        "column": 27,
+    }
+    assert third["error"].startswith("no scenario is called 'no-such-name'")
+
+
+def test_a_seed_chooses_the_random_faults(tmp_path: Path) -> None:
+    path = tmp_path / "random.yaml"
+    path.write_text(GOOD.replace("at: {step: 1, stage: 1}", "every: {mtbf: 5 steps, count: 3}"))
+    drawn = [
+        json.loads(call("validate", "--json", "--seed", seed, str(path)).stdout)["files"][0]["faults"]
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_every_scenario_of_the_library_is_valid(name: str) -> None:
+    loaded = load_scenario(name, kinds())
+    assert loaded.faults
+    assert loaded.scenario.expect.leftovers == "none"
+    assert loaded.scenario.expect.trajectory == "identical"
+
+
+def test_the_schema_in_the_library_is_the_one_that_is_printed(tmp_path: Path) -> None:
+    """Whoever adds a kind of fault writes it anew: bamboo schema --output scenarios/scenario.schema.json."""
+    printed = json.loads(call("schema").stdout)
+    assert printed == json_schema(kinds()) == json.loads((library() / "scenario.schema.json").read_text())
+    path = tmp_path / "job.json"
+    assert call("schema", "job", "--output", str(path)).exit_code == 0
+    assert json.loads(path.read_text()) == json.loads(call("schema", "job").stdout)
+    assert call("schema", "nonsense").exit_code == 2

@@ -1,0 +1,201 @@
+"""Expectations against made-up runs: what passes, what fails, what proves nothing; and the exit code of a case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.core.errors import ExitCode
+from engine.core.expectations import Check, Observed, check, exit_code, verdict
+from engine.core.fault import Fault, Owner
+from engine.core.job import Job
+from engine.core.scenario import Expect, Limits
+from engine.core.trajectory import Row
+from tests.core.scenario_cases import KINDS, at
+
+JOB = Job(stages=2, microbatches=1, steps=2)
+FAULT = Fault("first", at(1, "1B0"), (Owner(0, 1),))
+ROWS = [Row(step, layer, "state", "buffers", 0.5) for step in range(2) for layer in range(2)]
+Event = dict[str, Any]
+
+
+def did(worker: int, step: int, end_ns: int, *actions: str) -> list[Event]:
+    return [
+        {"event": "action", "worker": worker, "step": step, "action": action, "start_ns": end_ns, "end_ns": end_ns}
+        for action in actions
+    ]
+
+
+def of_agent(event: str, at_ns: int, **fields: Any) -> Event:
+    return {"event": event, "worker": -1, "at_ns": at_ns, **fields}
+
+
+def epoch(number: int, at_ns: int, owners: list[int], *verdict: list[Any]) -> Event:
+    fields = {"epoch": number, "owners": owners, "verdict": list(verdict), "reason": "x"}
+    return of_agent("epoch", at_ns, members=[0, 1], **fields)
+
+
+STRUCK = of_agent("fault", 1_000_000, fault="first", of=1, do="kill")
+CONFIRMED = of_agent("confirmed", 1_000_002, fault="first", how="exit: -9")
+EXIT = of_agent("exit", 2_000_000, of=1, code=-9, expected=False, seen_ns=2_000_000)
+VERDICT = epoch(2, 3_000_000, [0, 0], [1, "was ended by SIGKILL"])
+EVENTS: list[Event] = [
+    {"event": "job", "stages": 2},
+    *(of_agent("started", 0, of=worker, slots=[[0, worker]]) for worker in range(2)),
+    epoch(1, 1, [0, 1]),
+    of_agent("go", 2, epoch=1),
+    *did(0, 0, 10, "0F0", "0B0"),
+    *did(1, 0, 10, "1F0", "1B0"),
+    of_agent("commit", 100, step=0),
+    *did(0, 1, 200, "0F0"),
+    *did(1, 1, 200, "1F0"),
+    STRUCK,
+    EXIT,
+    CONFIRMED,
+    VERDICT,
+    of_agent("plan", 4_000_000, epoch=2, committed=0),
+    of_agent("go", 5_000_000, epoch=2),
+    *did(0, 1, 6_000_000, "1F0", "1B0", "0B0"),
+    of_agent("commit", 9_000_000, step=1),
+]
+SEEN = Observed(0, "", EVENTS, ROWS, ROWS, ())
+ALL = Expect("recovered", "identical", 0, "exactly-once", "exact", "none", Limits(10**9, 10**9, {"detect": 10**8}))
+
+
+def checked(expect: Expect = ALL, seen: Observed = SEEN, faults: tuple[Fault, ...] = (FAULT,)) -> dict[str, Check]:
+    return {each.name: each for each in check(expect, JOB, faults, KINDS, seen)}
+
+
+def without(*events: Event) -> list[Event]:
+    return [event for event in EVENTS if event not in events]
+
+
+def test_a_case_in_which_everything_is_as_expected() -> None:
+    found = checked()
+    assert {name: each.result for name, each in found.items()} == dict.fromkeys(found, "passed")
+    assert list(found) == [
+        *("faults", "outcome", "trajectory", "steps_lost", "samples", "culprit", "leftovers"),
+        *("recovery.p95", "recovery.max", "recovery.phases.detect"),
+    ]
+    assert found["recovery.phases.detect"].text == "1.0 ms, 100ms at most"
+    assert found["trajectory"].text == "identical in 2 steps, up to step 1"
+    assert found["culprit"].text == "put out: 1"
+    assert verdict(tuple(found.values())) == "passed"
+    assert exit_code(tuple(found.values()), SEEN) == ExitCode.OK
+
+
+def test_what_is_not_expected_is_not_looked_at() -> None:
+    assert list(checked(Expect())) == ["faults", "outcome"]
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "result", "text"),
+    [
+        (
+            "faults",
+            {"events": without(STRUCK, CONFIRMED)},
+            "invalid",
+            "first did not strike (kill before 1B0 of step 1)",
+        ),
+        ("faults", {"events": without(CONFIRMED)}, "invalid", "first struck, but nobody saw what it does (kill)"),
+        ("outcome", {"exit_code": 3, "error": "why\nmore"}, "failed", "not recovered, not recovered: why"),
+        ("outcome", {"exit_code": 80}, "failed", "state-lost, not recovered"),
+        ("outcome", {"exit_code": 130}, "invalid", "the run ended with exit code 130"),
+        ("trajectory", {"twin": None}, "invalid", "there is no twin to compare with"),
+        ("trajectory", {"rows": ROWS[:2]}, "invalid", "compared up to step 0, committed up to 1"),
+        ("trajectory", {"rows": []}, "invalid", "compared up to step -1, committed up to 1"),
+        (
+            "trajectory",
+            {"rows": [*ROWS[:3], replace(ROWS[3], state="other")]},
+            "failed",
+            "step 1, layer 1: state differs, other in this run and state in its twin",
+        ),
+        ("samples", {"events": [*did(0, 1, 7, "1B0"), *EVENTS]}, "failed", "step 1: worker 0 counted the backward"),
+        (
+            "culprit",
+            {"events": [*EVENTS, epoch(3, 9_900_000, [0, 0], [0, "was silent"])]},
+            "failed",
+            "worker 0 was put out, and should not have been",
+        ),
+        ("culprit", {"events": without(EXIT, VERDICT)}, "failed", "worker 1 was struck, and no verdict names it"),
+        ("leftovers", {"leftovers": None}, "invalid", "nobody looked"),
+        ("leftovers", {"leftovers": ["pid 7", "port 8"]}, "failed", "pid 7, and 1 more"),
+    ],
+)
+def test_what_else_may_come_of_it(name: str, seen: dict[str, Any], result: str, text: str) -> None:
+    found = checked(seen=replace(SEEN, **seen))[name]
+    assert found.result == result
+    assert found.text.startswith(text)
+
+
+def test_limits_of_time() -> None:
+    found = checked(Expect(recovery=Limits(1, 10**9, {"detect": 999_999, "plan": 10**9})))
+    assert found["recovery.p95"].result == "failed"
+    assert found["recovery.p95"].text.startswith("5.0 ms, 0.001us at most")
+    assert (found["recovery.max"].result, found["recovery.phases.detect"].result) == ("passed", "failed")
+    none = checked(Expect(recovery=Limits(1)), replace(SEEN, events=EVENTS[:8]))
+    assert none["recovery"].result == "invalid"
+
+
+def test_a_phase_that_did_not_happen_proves_nothing() -> None:
+    assert checked(Expect(recovery=Limits(phases_ns={"fence": 1})))["recovery.phases.fence"].result == "invalid"
+
+
+def test_all_victims_must_be_struck() -> None:
+    both = replace(FAULT, victims=(Owner(0, 0), Owner(0, 1)))
+    assert checked(faults=(both,))["faults"].text == "first struck 1 of 2"
+
+
+def test_whoever_left_with_notice_or_ended_when_the_run_halted_has_been_named() -> None:
+    expect = Expect(culprit="exact")
+    left = [*without(EXIT, VERDICT), of_agent("notice", 2_000_000, of=1, grace_s=60.0)]
+    assert checked(expect, replace(SEEN, events=left))["culprit"].result == "passed"
+    halted = [*without(VERDICT, EXIT), {**EXIT, "expected": True}]
+    assert checked(expect, replace(SEEN, events=halted, exit_code=80))["culprit"].result == "passed"
+    assert checked(expect, replace(SEEN, events=halted))["culprit"].result == "failed"
+
+
+def test_whoever_is_struck_with_what_ends_nobody_may_stay_or_go() -> None:
+    stop = replace(FAULT, do="stop")
+    assert checked(Expect(culprit="exact"), faults=(stop,))["culprit"].result == "passed"
+    stays = replace(SEEN, events=without(EXIT, VERDICT))
+    assert checked(Expect(culprit="exact"), stays, (stop,))["culprit"].text == "put out: nobody"
+    assert checked(Expect(culprit="nobody"), stays, (stop,))["culprit"].result == "passed"
+    assert checked(Expect(culprit="nobody"), faults=(stop,))["culprit"].result == "failed"
+
+
+@pytest.mark.parametrize(
+    ("expected", "code", "result", "exits"),
+    [
+        ("recovered", 0, "passed", 0),
+        ("state-lost", 80, "passed", 0),
+        ("resumable", 75, "passed", 0),
+        ("noticed", 1, "passed", 0),
+        ("noticed", 70, "passed", 0),
+        ("recovered", 3, "failed", 3),
+        ("recovered", 70, "failed", 3),
+        ("recovered", 80, "failed", 80),
+        ("state-lost", 0, "failed", 1),
+        ("recovered", 130, "invalid", 130),
+        ("recovered", 4, "invalid", 4),
+    ],
+)
+def test_the_exit_code_of_a_case(expected: Any, code: int, result: str, exits: int) -> None:
+    seen = replace(SEEN, exit_code=code)
+    checks = check(Expect(expected), JOB, (FAULT,), KINDS, seen)
+    assert checks[1].result == result
+    assert exit_code(checks, seen) == exits
+
+
+def test_failed_counts_more_than_invalid_and_invalid_is_never_passed() -> None:
+    missed = replace(SEEN, events=without(CONFIRMED))
+    checks = check(Expect(), JOB, (FAULT,), KINDS, missed)
+    assert (verdict(checks), exit_code(checks, missed)) == ("invalid", ExitCode.INVALID_CASE)
+    failed = replace(missed, exit_code=80)
+    checks = check(Expect(), JOB, (FAULT,), KINDS, failed)
+    assert (verdict(checks), exit_code(checks, failed)) == ("failed", ExitCode.STATE_LOST)
+    left = replace(SEEN, leftovers=["pid 7"])
+    checks = check(Expect(leftovers="none"), JOB, (FAULT,), KINDS, left)
+    assert (verdict(checks), exit_code(checks, left)) == ("failed", ExitCode.EXPECTATION_FAILED)

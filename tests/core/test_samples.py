@@ -1,0 +1,91 @@
+"""Every sample counted once: by the worker whose gradient was committed, whatever others did before they died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.core.job import Job
+from engine.core.samples import miscounted
+
+JOB = Job(stages=2, pipelines=1, microbatches=2, steps=2)
+Event = dict[str, Any]
+
+
+def did(worker: int, step: int, *actions: str, from_ns: int = 0) -> list[Event]:
+    return [
+        {"event": "action", "worker": worker, "step": step, "action": action, "end_ns": from_ns + number}
+        for number, action in enumerate(actions)
+    ]
+
+
+def whole(worker: int, step: int, stage: int, from_ns: int = 0) -> list[Event]:
+    """Everything that the owner of a stage does in a step."""
+    actions = [f"{stage}{op}{microbatch}" for op in "FB" for microbatch in range(2)]
+    return did(worker, step, *actions, f"{stage}LOG", f"{stage}STEP", from_ns=from_ns)
+
+
+def commit(step: int) -> Event:
+    return {"event": "commit", "step": step}
+
+
+def out(worker: int, at_ns: int) -> Event:
+    return {"event": "epoch", "verdict": [[worker, "died"]], "at_ns": at_ns}
+
+
+def steps(*events: Event) -> Iterator[Event]:
+    """Stage 0 as it should be, and stage 1 as given, in step 0."""
+    yield from whole(0, 0, 0)
+    yield from events
+    yield commit(0)
+
+
+def test_a_step_without_failures_counts_everything_once() -> None:
+    assert miscounted(steps(*whole(1, 0, 1)), JOB) == []
+
+
+def test_what_was_not_committed_is_not_looked_at() -> None:
+    assert miscounted([*steps(*whole(1, 0, 1)), *did(0, 1, "0F0", "0F0")], JOB) == []
+
+
+def test_the_owner_before_does_not_count() -> None:
+    assert miscounted(steps(*did(1, 0, "1F0", "1B0"), out(1, 10), *whole(0, 0, 1, from_ns=20)), JOB) == []
+
+
+def test_the_dead_count_where_their_gradient_had_been_logged() -> None:
+    assert miscounted(steps(*whole(1, 0, 1), out(1, 10), *did(0, 0, "1LOG", "1STEP", from_ns=20)), JOB) == []
+
+
+def test_forwards_of_the_shadow_before_it_took_over_count_once() -> None:
+    eager = did(0, 0, "1F0", from_ns=1)
+    heir = did(0, 0, "1f0", "1B0", "1F1", "1B1", from_ns=20)
+    assert miscounted(steps(*did(1, 0, "1F0"), *eager, out(1, 10), *heir), JOB) == []
+
+
+def test_backwards_for_the_input_only_do_not_count() -> None:
+    extra = did(0, 0, "1I0", "1I0", from_ns=50)
+    assert miscounted(steps(*whole(0, 0, 1), *extra), JOB) == []
+
+
+def test_twice_and_never_are_found() -> None:
+    assert miscounted(steps(*whole(1, 0, 1), *did(1, 0, "1B0", from_ns=30)), JOB) == [
+        "step 0: worker 1 counted the backward of microbatch 0 of stage 1 2 times"
+    ]
+    assert miscounted(steps(*did(1, 0, "1F0", "1F1", "1F1", "1B0")), JOB) == [
+        "step 0: worker 1 counted the forward of microbatch 1 of stage 1 2 times",
+        "step 0: worker 1 counted the backward of microbatch 1 of stage 1 0 times",
+    ]
+    assert miscounted(steps(), JOB) == ["step 0: nobody ran a backward of stage 1"]
+
+
+def test_an_heir_that_goes_on_where_the_dead_were_is_found() -> None:
+    """The accumulator of the dead is gone: whoever only adds the rest commits half a gradient."""
+    rest = did(0, 0, "1F1", "1B1", from_ns=20)
+    found = miscounted(steps(*did(1, 0, "1F0", "1B0"), out(1, 10), *rest), JOB)
+    assert "step 0: worker 0 counted the backward of microbatch 0 of stage 1 0 times" in found
+
+
+def test_a_zombie_counts_nothing_after_its_verdict() -> None:
+    zombie = did(1, 0, "1B0", "1B1", from_ns=90)
+    assert miscounted(steps(out(1, 10), *whole(0, 0, 1, from_ns=20), *zombie), JOB) == []
+    assert miscounted(steps(*whole(0, 0, 1, from_ns=20), *zombie), JOB) != []

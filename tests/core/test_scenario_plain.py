@@ -1,0 +1,43 @@
+"""What is written of a scenario is read as the same scenario: every scenario of the library, and one of each part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.core.fault import After
+from engine.core.scenario import Every, Expect, Limits, Scenario
+from engine.core.scenario_plain import scenario_plain
+from engine.files.scenario_file import library, load_document, load_scenario
+from engine.files.strict_yaml import read_text
+from engine.runtime.faults.registry import kinds
+from tests.core.scenario_cases import at, scenario, wanted
+
+
+def again(written: Scenario) -> Scenario:
+    return load_document(Path("x.yaml"), read_text(json.dumps(scenario_plain(written)), "x.yaml"), kinds()).scenario
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(library().glob("*.yaml")) if not path.stem.startswith("matrix-")],
+    ids=lambda p: p.stem,
+)
+def test_the_library(path: Path) -> None:
+    found = load_scenario(str(path), kinds()).scenario
+    assert again(found) == found
+
+
+def test_every_part() -> None:
+    limits = Limits(p95_ns=5_000_000_000, max_ns=7_500_000_000, phases_ns={"detect": 250_000_000})
+    expect = Expect(trajectory="identical", steps_lost=1, samples="exactly-once", culprit="exact", recovery=limits)
+    found = scenario(
+        wanted("one", at(2, "1B2@1", "during")),
+        wanted("two", After("one", "replay", 3_000_000), "kill", role="recoverer"),
+        wanted("three", Every(2.5, 2), "kill", role="random"),
+        wanted("four", at(3, "2LOG"), "kill", pipeline=0, stage=2, count=2, adjacent=True),
+        expect=expect,
+    )
+    assert again(found) == found

@@ -1,0 +1,223 @@
+"""Every kind of fault against a real job: it shows, and what comes of it is what its kind promises."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.action import parse_action
+from engine.core.errors import ExitCode
+from engine.core.fault import After, At, Fault, Owner, Phase, Role, Victim, Worker, slot_owner
+from engine.core.job import Job
+from engine.runtime.faults.registry import kinds
+from engine.runtime.session import Ending, run_session
+from tests.e2e.launcher import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 6, "validate_every": 0}
+TWO_SHADOWS: dict[str, Any] = {"stages": 4, "redundancy_level": 2}
+
+
+class Struck:
+    """A run with faults, and what it left."""
+
+    def __init__(self, ending: Ending, folder: Path):
+        self.ending = ending
+        self.rows = ending.view.account.rows
+        self.known = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.known if event["event"] == kind]
+
+    @property
+    def confirmed(self) -> list[str]:
+        return sorted(event["fault"] for event in self.events("confirmed"))
+
+    @property
+    def out(self) -> list[int]:
+        """The workers that verdicts name, in order."""
+        return [worker for event in self.events("epoch") for worker, _ in event["verdict"]]
+
+    @property
+    def codes(self) -> dict[int, int]:
+        return {event["of"]: event["code"] for event in self.events("exit")}
+
+
+Strike = Callable[..., Struck]
+
+
+@pytest.fixture(name="strike")
+def _strike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Strike:
+    """Returns a function that runs a small job with faults."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def strike(*faults: Fault, options: dict[str, Any] | None = None, **fields: Any) -> Struck:
+        job = Job(**{**SMALL, **fields})
+        ending = run_session(job, tmp_path / "events.jsonl", tmp_path, faults=faults, **(options or {}))
+        return Struck(ending, tmp_path)
+
+    return strike
+
+
+@pytest.fixture(name="faultless", scope="module")
+def _faultless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Returns a function that gives the trajectory of a job with no fault."""
+    known: dict[str, Any] = {}
+
+    def faultless(**fields: Any) -> Any:
+        name = repr(sorted(fields.items()))
+        if name not in known:
+            folder = tmp_path_factory.mktemp("faultless")
+            job = Job(**{**SMALL, **fields, "redundancy": "none", "redundancy_level": 1})
+            known[name] = run_session(job, folder / "events.jsonl", folder).view.account.rows
+        return known[name]
+
+    return faultless
+
+
+def at(text: str, do: str = "kill", when: Any = "before", step: int = 2, **parameters: Any) -> Fault:
+    action = parse_action(text)
+    return Fault("first", At(step, action, when), (slot_owner(action),), do, parameters)
+
+
+def check(struck: Struck, rows: Any, *out: int) -> None:
+    """Checks that the faults showed, who was put out, and that nothing else came of it."""
+    assert struck.ending.error is None
+    assert struck.ending.exit_code == ExitCode.OK
+    assert struck.events("unconfirmed") == []
+    assert struck.out == list(out)
+    assert struck.rows == rows
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (at("1B2"), -signal.SIGKILL),
+        (at("1B2", when="during"), -signal.SIGKILL),
+        (at("1B2", "exit", code=0), 0),
+        (at("1F2", "exit", "during", code=7), 7),
+        (at("1F2", "raise"), ExitCode.NOT_RECOVERED),
+        (at("1LOG", "raise", "after"), ExitCode.NOT_RECOVERED),
+        (at("1B1", "abort", "during"), -signal.SIGABRT),
+        (at("1RECV_F3", "segfault"), -signal.SIGSEGV),
+        (at("1B2", "oom"), ExitCode.NOT_RECOVERED),
+    ],
+    ids=lambda each: str(each) if isinstance(each, Fault) else "",
+)
+def test_what_ends_a_worker_is_survived(strike: Strike, faultless: Callable[..., Any], fault: Fault, code: int) -> None:
+    struck = strike(fault)
+    check(struck, faultless(), 1)
+    assert struck.codes[1] == code
+    assert kinds()[fault.do].ends
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        at("1B2", "noop"),
+        at("1F1", "slow", factor=5.0),
+        at("1F1", "slow", factor=3.0, for_ns=20_000_000),
+        at("1B2", "stop", for_ns=300_000_000),
+        at("1B2", "hang", for_ns=300_000_000),
+        at("1B2", "hang", for_ns=300_000_000, gil="held"),
+    ],
+    ids=str,
+)
+def test_what_ends_nobody_changes_nothing(strike: Strike, faultless: Callable[..., Any], fault: Fault) -> None:
+    check(strike(fault), faultless())
+    assert not kinds()[fault.do].ends
+
+
+@pytest.mark.parametrize("fault", [at("1B2", "stop"), at("1B2", "hang", gil="held")], ids=str)
+def test_whoever_falls_silent_is_given_up(strike: Strike, faultless: Callable[..., Any], fault: Fault) -> None:
+    struck = strike(fault, options={"silence_s": 1.0})
+    check(struck, faultless(), 1)
+    assert "has been silent for" in struck.events("epoch")[-1]["reason"]
+    assert struck.codes[1] == -signal.SIGKILL
+
+
+def test_whoever_wakes_after_the_verdict_does_nothing_more(strike: Strike, faultless: Callable[..., Any]) -> None:
+    struck = strike(at("1B2", "stop", for_ns=1_400_000_000), options={"silence_s": 1.0})
+    check(struck, faultless(), 1)
+    assert struck.codes[1] in (-signal.SIGKILL, ExitCode.FENCED)
+
+
+def test_whoever_is_warned_hands_over_and_leaves(strike: Strike, faultless: Callable[..., Any]) -> None:
+    struck = strike(at("1B2", "terminate", grace_ns=20_000_000_000))
+    check(struck, faultless(), 1)
+    assert struck.codes[1] == ExitCode.LEFT_WITH_NOTICE
+    (notice,) = struck.events("notice")
+    assert notice["grace_s"] == 20
+
+
+def test_whoever_is_warned_too_late_is_killed(strike: Strike, faultless: Callable[..., Any]) -> None:
+    slow = {"model": "timed", "model_args": {"forward_ms": 40}}
+    struck = strike(at("1B2", "terminate", grace_ns=30_000_000), **slow)
+    check(struck, faultless(**slow), 1)
+    assert struck.codes[1] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    [
+        (at("1B2", "nan"), ExitCode.EXPECTATION_FAILED, "the gradient norm is nan at step 2"),
+        (at("1F2", "nan", into="activation"), ExitCode.EXPECTATION_FAILED, "the loss is nan at step 2"),
+        (
+            Fault("first", At(2, parse_action("1F2")), (Role("shadow"),), "flip-bit"),
+            ExitCode.INTERNAL,
+            "step 2: layer 1 differs between worker",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_noticed(strike: Strike, fault: Fault, code: int, text: str) -> None:
+    struck = strike(fault)
+    assert struck.confirmed == ["first"]
+    assert struck.ending.exit_code == code
+    assert text in str(struck.ending.error)
+
+
+def test_a_bit_that_flips_where_nobody_can_compare_shows_in_the_weights(
+    strike: Strike, faultless: Callable[..., Any]
+) -> None:
+    struck = strike(at("1F2", "flip-bit", bit=20), redundancy="none")
+    assert (struck.confirmed, struck.ending.exit_code) == (["first"], 0)
+    assert struck.rows != faultless()
+
+
+@pytest.mark.parametrize(
+    "phase", ["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
+)
+def test_the_recoverer_may_die_in_any_phase(strike: Strike, faultless: Callable[..., Any], phase: Phase) -> None:
+    second = Fault("second", After("first", phase), (Role("recoverer"),))
+    struck = strike(at("1B2"), second, **TWO_SHADOWS)
+    check(struck, faultless(**TWO_SHADOWS), 1, 0)
+    assert struck.confirmed == ["first", "second"]
+
+
+@pytest.mark.parametrize("victim", [Role("neighbour"), Worker(2), Owner(0, 2)], ids=str)
+def test_a_second_fault_follows_with_a_delay(strike: Strike, faultless: Callable[..., Any], victim: Victim) -> None:
+    second = Fault("second", After("first", None, 20_000_000), (victim,))
+    struck = strike(at("1B2", "noop"), second, steps=40)
+    check(struck, faultless(steps=40), 2)
+
+
+def test_two_at_once_are_survived_with_two_shadows(strike: Strike, faultless: Callable[..., Any]) -> None:
+    both = Fault("first", At(2, parse_action("1B2")), (Owner(0, 1), Owner(0, 2)))
+    struck = strike(both, **TWO_SHADOWS)
+    check(struck, faultless(**TWO_SHADOWS), *struck.out)
+    assert sorted(struck.out) == [1, 2]
+
+
+def test_a_phase_that_never_comes_is_told(strike: Strike) -> None:
+    struck = strike(at("1B2", "noop"), Fault("second", After("first", "plan"), (Worker(0),)))
+    assert struck.ending.exit_code == 0
+    assert [(event["fault"], event["how"]) for event in struck.events("unconfirmed")] == [
+        ("second", "it did not strike")
+    ]

@@ -1,0 +1,235 @@
+"""Scenario files: read strictly, every mistake at its line and column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import NothingMatchedError, UserError
+from engine.core.fault import After, Owner, Role
+from engine.core.scenario import Every, Expect, Limits, Target
+from engine.files.scenario_file import Loaded, find_scenario, library, load_scenario
+from engine.files.scenario_schema import ACTIONS
+from tests.core.scenario_cases import KINDS, at
+
+WHOLE = """\
+version: 1
+name: kill-middle-stage
+about: one sentence
+job: {model: gpt, stages: 4, pipelines: 2, microbatches: 8, steps: 12, redundancy: eager, seed: 7}
+faults:
+  - id: first
+    at: {step: 5, pipeline: 0, stage: 2, action: B, microbatch: 3, when: before}
+    do: kill
+  - after: {fault: first, phase: replay}
+    target: {role: recoverer}
+    do: stop
+    for: 100ms
+  - id: many
+    every: {mtbf: 2.5 steps, count: 5}
+    target: {role: random}
+    do: kill
+expect:
+  outcome: recovered
+  trajectory: identical
+  steps_lost: 0
+  samples: exactly-once
+  culprit: exact
+  leftovers: none
+  recovery: {p95: 1s, max: 2m, phases: {detect: 50ms}}
+"""
+HEAD = "version: 1\nname: x\nabout: z\n"
+
+
+def load(folder: Path, text: str, **more: Any) -> Loaded:
+    path = folder / "case.yaml"
+    path.write_text(text)
+    return load_scenario(str(path), KINDS, **more)
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(folder, text)
+    return [str(each).removeprefix(f"{folder}/") for each in caught.value.problems]
+
+
+def fault(text: str) -> str:
+    """Returns a file with one fault, the text of which stands in line 5 from column 5."""
+    return f"{HEAD}faults:\n  - {text}\n"
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    loaded = load(tmp_path, WHOLE)
+    case = loaded.scenario
+    assert (case.name, case.about) == ("kill-middle-stage", "one sentence")
+    assert (case.job.stages, case.job.redundancy, case.job.lr) == (4, "eager", 2e-3)
+    first, second, many = case.faults
+    assert (first.id, first.trigger, first.target, first.do) == ("first", at(5, "2B3"), Target(), "kill")
+    assert (second.id, second.trigger) == ("fault-2", After("first", "replay"))
+    assert (second.target, second.parameters) == (Target(role="recoverer"), {"for_ns": 100_000_000})
+    assert many.trigger == Every(2.5, 5)
+    limits = Limits(10**9, 120 * 10**9, {"detect": 50_000_000})
+    assert case.expect == Expect("recovered", "identical", 0, "exactly-once", "exact", "none", limits)
+    assert loaded.seed == 7
+    assert loaded.faults[0].victims == (Owner(0, 2),)
+    assert loaded.faults[1].victims == (Role("recoverer"),)
+
+
+def test_the_seed_and_the_job_may_be_others(tmp_path: Path) -> None:
+    assert load(tmp_path, WHOLE, seed=1).faults != load(tmp_path, WHOLE).faults
+    assert load(tmp_path, WHOLE, settings=["model=mlp"]).scenario.job.model == "mlp"
+    with pytest.raises(UserError, match=r"--set stages=two: job.stages: expected a whole number, found"):
+        load(tmp_path, WHOLE, settings=["stages=two"])
+
+
+def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
+    case = load(tmp_path, fault("{at: {step: 1, stage: 1}, do: terminate}")).scenario
+    (only,) = case.faults
+    assert (only.id, only.trigger) == ("fault-1", at(1, "1B4"))
+    assert only.parameters == {"grace_ns": 60_000_000_000}
+    assert case.expect == Expect()
+    case = load(tmp_path, fault("{at: {step: 1, stage: 1, action: STEP, when: after}, do: kill}")).scenario
+    assert case.faults[0].trigger == at(1, "1STEP", "after")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ["case.yaml:1:1: expected a scenario, found an empty file"]),
+        ("- 1\n", ["case.yaml:1:1: expected a mapping with version, name, about, job, faults, expect, found a list"]),
+        (
+            "version: 2\nnmae: x\nabout: 5\nfaults: []\n",
+            [
+                "case.yaml:1:1: name: expected a value, found nothing (its name)",
+                "case.yaml:1:10: version: expected 1, found 2",
+                "case.yaml:2:1: nmae: expected a field that is known here, found 'nmae' (did you mean 'name'?)",
+                "case.yaml:3:8: about: expected one sentence, found 5",
+                "case.yaml:4:9: faults: expected a list of at least one, found an empty list",
+            ],
+        ),
+        (
+            f"{HEAD}job: {{stages: four, pipelnes: 2}}\nfaults: {{}}\n",
+            [
+                "case.yaml:4:15: job.stages: expected a whole number, found 'four'",
+                "case.yaml:4:21: job.pipelnes: expected a field of the job (did you mean 'pipelines'?)",
+                "case.yaml:5:9: faults: expected a list of at least one, found a mapping",
+            ],
+        ),
+        (f"{HEAD}job: 3\nfaults:\n", ["case.yaml:4:6: job: expected a mapping, found 3", "case.yaml:5:8: faults: "]),
+        (fault("kill"), ["case.yaml:5:5: faults.0: expected a mapping with id, at, after, every, target, do, "]),
+        (
+            fault("{do: kill}"),
+            ["case.yaml:5:5: faults.0: expected one of at, after, every, found none of them"],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, every: {mtbf: 2 steps, count: 1}, do: kill}"),
+            ["case.yaml:5:5: faults.0: expected one of at, after, every, found at and every"],
+        ),
+        (
+            fault("{at: {step: yes, stage: 0}, do: kil}"),
+            [
+                "case.yaml:5:17: faults.0.at.step: expected a value that reads only one way, found 'yes'",
+                "case.yaml:5:37: faults.0.do: expected one of kill, stop, terminate, exit, slow, gil, say, "
+                "found 'kil' (did you mean 'kill'?)",
+            ],
+        ),
+        (
+            fault("{at: {stage: 0, action: Bee, when: befor}, do: kill}"),
+            [
+                "case.yaml:5:10: faults.0.at.step: expected a value, found nothing (the step, from 0)",
+                f"case.yaml:5:29: faults.0.at.action: expected one of {', '.join(ACTIONS)}, found 'Bee'",
+                "case.yaml:5:40: faults.0.at.when: expected one of before, during, after, found 'befor' "
+                "(did you mean 'before'?)",
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0, action: CHECKPOINT}, do: kill}"),
+            [
+                "case.yaml:5:38: faults.0.at.action: expected an action that a step has, found 'CHECKPOINT' "
+                "(checkpoints are not built yet)"
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0, action: LOG, microbatch: 1}, do: kill}"),
+            [
+                "case.yaml:5:43: faults.0.at.microbatch: expected no microbatch beside LOG, found 1 "
+                "(LOG concerns the whole stage)"
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, do: stop, for: 100, grace: 1s}"),
+            [
+                "case.yaml:5:46: faults.0.for: expected a duration such as 250ms, 5s or 2m, found 100",
+                "case.yaml:5:51: faults.0.grace: expected a parameter of stop, found 'grace' (it has for)",
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, do: slow}"),
+            ["case.yaml:5:5: faults.0.factor: expected a number > 0, found nothing (slow needs it: how slow)"],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, do: gil, gil: hold}"),
+            ["case.yaml:5:45: faults.0.gil: expected one of held, no, found 'hold' (did you mean 'held'?)"],
+        ),
+        (
+            fault("{after: {fault: x}, do: kill}"),
+            ["case.yaml:5:13: faults.0.after: expected phase or delay, found none of them"],
+        ),
+        (
+            fault("{every: {mtbf: 20, count: 0}, do: kill}"),
+            [
+                "case.yaml:5:20: faults.0.every.mtbf: expected a number of steps such as 20 steps, found 20",
+                "case.yaml:5:31: faults.0.every.count: expected a whole number >= 1, found 0",
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, do: kill}") + "expect:\n  outcome: recoverd\n  recovery: {p95: 1 s}\n",
+            [
+                "case.yaml:7:12: expect.outcome: expected one of recovered, resumable, state-lost, noticed, "
+                "found 'recoverd' (did you mean 'recovered'?)",
+                "case.yaml:8:19: expect.recovery.p95: expected a duration such as 250ms, 5s or 2m, found '1 s'",
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 9}, do: kill}"),
+            ["case.yaml:5:27: faults.0.at.stage: expected a stage from 0 to 3, found 9 (the job has 4)"],
+        ),
+        (
+            fault("{after: {fault: frst, delay: 1s}, do: kill}"),
+            ["case.yaml:5:21: faults.0.after.fault: expected the id of another fault, found 'frst' (there is no"],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, target: {count: 3, adjacent: false}, do: kill}"),
+            ["case.yaml:5:47: faults.0.target.count: expected a grid with room for 3 victims that are not adjacent"],
+        ),
+        (
+            fault("{every: {mtbf: 999999 steps, count: 1}, do: kill}"),
+            ["case.yaml:5:13: faults.0.every: expected a fault in the 80 steps of the job, found none"],
+        ),
+        (f"{HEAD}faults:\n  - *x\n", ["case.yaml:5:5: faults.0: expected no alias, found '*x' (write the value out)"]),
+    ],
+)
+def test_every_mistake_is_told_at_its_place(tmp_path: Path, text: str, expected: list[str]) -> None:
+    found = problems(tmp_path, text)
+    assert len(found) == len(expected), found
+    for one, other in zip(found, expected, strict=True):
+        assert one.startswith(other), one
+
+
+def test_nothing_outside_the_file_changes_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BAMBOO_STAGES", "2")
+    (tmp_path / "bamboo.yaml").write_text("stages: 3\n")
+    assert load(tmp_path, fault("{at: {step: 1, stage: 3}, do: kill}")).scenario.job.stages == 4
+
+
+def test_a_path_is_a_path_and_a_bare_name_is_of_the_library(tmp_path: Path) -> None:
+    assert find_scenario("x.yaml") == Path("x.yaml")
+    assert find_scenario(f"{tmp_path}/x") == tmp_path / "x"
+    assert find_scenario("kill-middle-stage") == library() / "kill-middle-stage.yaml"
+    with pytest.raises(NothingMatchedError, match="did you mean 'kill-middle-stage'"):
+        find_scenario("kill-midle-stage")
+    with pytest.raises(UserError, match=r"x.yaml: expected a file that can be read"):
+        load_scenario(f"{tmp_path}/x.yaml", KINDS)

@@ -1,0 +1,98 @@
+"""The schema of scenario files, which allows what is read and nothing else; and the library that comes with them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.errors import UserError
+from engine.files.scenario_file import library, load_scenario, scenario_names
+from engine.files.scenario_schema import job_file_schema, json_schema
+from engine.files.strict_yaml import read_text
+from tests.core.scenario_cases import KINDS
+from tests.files.test_scenario_file import WHOLE
+
+
+def test_the_schema_knows_every_field_and_allows_no_other() -> None:
+    schema = json_schema(KINDS)
+    assert schema["required"] == ["version", "name", "about", "faults"]
+    assert schema["additionalProperties"] is False
+    item = schema["properties"]["faults"]["items"]
+    assert item["oneOf"] == [{"required": [name]} for name in ("at", "after", "every")]
+    assert {"for", "grace", "code", "factor", "gil", "text"} < item["properties"].keys()
+    assert item["properties"]["do"]["enum"] == list(KINDS)
+    assert schema["properties"]["job"]["properties"]["redundancy"]["enum"] == ["none", "lazy", "eager", "reroute"]
+    assert job_file_schema()["properties"]["version"] == {"const": 1}
+    assert json.loads(json.dumps(schema)) == schema
+
+
+PLAIN_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
+
+
+def accepts(schema: dict[str, Any], value: Any) -> bool:
+    """Says whether a JSON schema allows a value, as far as ours go."""
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    if schema["type"] == "object":
+        return isinstance(value, dict) and accepts_mapping(schema, value)
+    if schema["type"] == "array":
+        return isinstance(value, list) and bool(value) and all(accepts(schema["items"], each) for each in value)
+    return type(value) in PLAIN_TYPES[schema["type"]] and value >= schema.get("minimum", value)
+
+
+def accepts_mapping(schema: dict[str, Any], value: dict[str, Any]) -> bool:
+    known, rules = schema.get("properties"), {"oneOf": {1}, "anyOf": {1, 2}}
+    if known is None:
+        return True
+    there = {rule: sum(each["required"][0] in value for each in schema.get(rule, ())) for rule in rules}
+    return (
+        all(name in value for name in schema.get("required", ()))
+        and all(name in known and accepts(known[name], each) for name, each in value.items())
+        and all(there[rule] in good for rule, good in rules.items() if rule in schema)
+    )
+
+
+def test_file_and_schema_agree(tmp_path: Path) -> None:
+    """What is read has no problem with the schema, and what the schema forbids is not read."""
+    schema = json_schema(KINDS)
+    assert accepts(schema, read_text(WHOLE, "").value)
+    for old, new in (
+        ("name: kill-middle-stage", "nmae: x"),
+        ("version: 1", "version: 2"),
+        ("action: B", "action: X"),
+        ("do: stop", "do: stpo"),
+        ("count: 5", "count: 0"),
+        ("about: one sentence\n", ""),
+        ("seed: 7", "sed: 7"),
+        ("outcome: recovered", "outcome: fine"),
+        ("{fault: first, phase: replay}", "{fault: first}"),
+    ):
+        text = WHOLE.replace(old, new)
+        assert text != WHOLE
+        assert not accepts(schema, read_text(text, "").value), new
+        path = tmp_path / "case.yaml"
+        path.write_text(text)
+        with pytest.raises(UserError):
+            load_scenario(str(path), KINDS)
+
+
+def test_the_library_is_not_empty_and_says_why() -> None:
+    for name in scenario_names():
+        lines = (library() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        assert lines[0] == "# yaml-language-server: $schema=scenario.schema.json"
+        assert len([line for line in lines[1:8] if line.startswith("# ")]) >= 2, name
+        assert f"name: {name}" in lines
+    assert len(scenario_names()) >= 25
+
+
+def test_a_wheel_has_the_whole_library() -> None:
+    setuptools = tomllib.loads((library().parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {"engine.scenarios": library().name}
+    patterns = setuptools["package-data"]["engine.scenarios"]
+    left_out = [path.name for path in library().iterdir() if not any(fnmatch(path.name, each) for each in patterns)]
+    assert left_out == []

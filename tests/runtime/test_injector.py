@@ -1,0 +1,383 @@
+"""The injector: who is struck when, what is recorded before, and what counts as a sign that it has taken effect."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.action import Action, Op
+from engine.core.fault import After, At, Fault, Owner, Role, Victim, Worker, slot_owner
+from engine.core.job import Job
+from engine.core.membership_effects import Commit, Effect, PublishEpoch, StartTraining
+from engine.core.membership_state import Options, Phase, State, begin
+from engine.runtime.children import Child
+from engine.runtime.injector import Injector
+from engine.runtime.link import Link, Message
+from engine.runtime.process_state import process_state
+from engine.runtime.progress_board import ProgressBoard
+from engine.runtime.recorder import Recorder, open_events
+from engine.runtime.roster import Member
+
+JOB = Job(stages=3, microbatches=4, steps=8)
+ACTION = Action(1, Op.B, 2)
+# Signals that a worker takes in a thread of its own, and that end nobody.
+DEAF = ("sh", "-c", "trap '' TERM; while :; do sleep 0.01; done")
+
+
+def kill(name: str = "first", **fields: Any) -> Fault:
+    return Fault(name, At(3, ACTION), (slot_owner(ACTION),), **fields)
+
+
+def after(cause: str, phase: Any, *victims: Victim, delay_ns: int = 0, **fields: Any) -> Fault:
+    return Fault("second", After(cause, phase, delay_ns), victims or (Role("recoverer"),), **fields)
+
+
+class Crew:
+    """Three processes that do nothing, as members of a run; the test is their mouth, and decides their ownership."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.members: dict[int, Member] = {}
+        self.links: dict[int, Link] = {}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        for worker in range(3):
+            self.start(worker, "sleep", "60")
+        fd = open_events(folder / "events.jsonl")
+        self.recorder = Recorder(fd, -1)
+        self.board = ProgressBoard.create(3)
+        first = begin(Options(stages=3, redundant=True), (0, 1, 2), ((2,), (0,), (1,)), 7, 0)
+        self.state: State = first._replace(phase=Phase.RUNNING, epoch=1, committed=2)
+
+    def start(self, worker: int, *command: str) -> None:
+        """Lets a worker be another process."""
+        if worker in self.processes:
+            self.end(worker)
+        process = subprocess.Popen(command)
+        near, self.links[worker] = Link.pair(blocking=False)
+        child = Child(f"crew-{worker}", process.pid, os.pidfd_open(process.pid))
+        self.processes[worker] = process
+        self.members[worker] = Member(worker, ((0, worker),), child, near, self.folder / "log")
+
+    def injector(self, *faults: Fault) -> Injector:
+        return Injector(JOB, faults, self.members, self.recorder, self.board, lambda: self.state)
+
+    def ended(self, injector: Injector, worker: int) -> int:
+        """Waits for the end of a worker and tells the injector, as the agent does; returns its code."""
+        code = self.processes[worker].wait(10)
+        self.members[worker].exit_code = code
+        injector.exit_seen(worker, code)
+        return code
+
+    def moves_on(self, *out: int) -> None:
+        """Makes the next epoch, in which the shadows of those who are out own their slots."""
+        owners = tuple(
+            self.state.shadows[slot][0] if each in out else each for slot, each in enumerate(self.state.owners)
+        )
+        members = tuple(each for each in self.state.members if each not in out)
+        self.state = self.state._replace(epoch=self.state.epoch + 1, owners=owners, members=members)
+
+    def told(self, worker: int) -> list[Message]:
+        """Returns what a worker has been told so far."""
+        found = []
+        while select.select([self.links[worker]], [], [], 0)[0]:
+            message = self.links[worker].receive()
+            assert message is not None
+            found.append(message)
+        return found
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def until(self, injector: Injector, condition: Callable[[], object]) -> None:
+        """Lets the injector look at the clock until a condition holds."""
+        until_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < until_s
+            injector.look_at_clock()
+            time.sleep(0.001)
+
+    def end(self, worker: int) -> None:
+        self.processes[worker].kill()
+        self.processes[worker].wait(10)
+        self.links[worker].close()
+        self.members[worker].release()
+
+    def close(self) -> None:
+        for worker in self.processes:
+            self.end(worker)
+        os.close(self.recorder.fd)
+        self.board.close()
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    """Three idle processes, which are killed at the end."""
+    made = Crew(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_fault_is_recorded_strikes_once_and_is_confirmed_by_the_exit(crew: Crew) -> None:
+    injector = crew.injector(kill())
+    injector.hear(1, {"kind": "strike", "fault": "first"})
+    (event,) = crew.events("fault")
+    wanted = {"fault": "first", "do": "kill", "of": 1, "step": 3, "action": "1B2", "when": "before", "slot": [0, 1]}
+    assert wanted.items() <= event.items()
+    assert crew.events("confirmed") == []
+    assert crew.ended(injector, 1) == -signal.SIGKILL
+    assert [each["fault"] for each in crew.events("confirmed")] == ["first"]
+    assert [[each["kind"], each["fault"]] for each in crew.told(0)] == [["fired", "first"]]
+    injector.hear(0, {"kind": "strike", "fault": "first"})  # the heir comes by
+    assert len(crew.events("fault")) == 1
+    assert crew.told(0) == []
+    injector.close()
+    assert crew.events("unconfirmed") == []
+
+
+def test_another_end_than_the_one_asked_for_confirms_nothing(crew: Crew) -> None:
+    injector = crew.injector(kill(do="abort"))
+    injector.strike("first")
+    crew.processes[1].kill()
+    crew.ended(injector, 1)
+    injector.close()
+    (event,) = crew.events("unconfirmed")
+    assert event["how"] == "no sign of it was seen of worker 1"
+
+
+def test_all_victims_are_struck_and_each_must_show_it(crew: Crew) -> None:
+    injector = crew.injector(Fault("first", At(3, ACTION), (Owner(0, 1), Worker(2))))
+    injector.strike("first")
+    assert [each["of"] for each in crew.events("fault")] == [1, 2]
+    crew.ended(injector, 1)
+    assert crew.events("confirmed") == []
+    crew.ended(injector, 2)
+    assert len(crew.events("confirmed")) == 1
+
+
+def test_a_fault_whose_moment_never_comes_is_said_to_have_missed(crew: Crew) -> None:
+    injector = crew.injector(kill(), after("first", "plan"))
+    injector.close()
+    assert {each["fault"]: each["how"] for each in crew.events("unconfirmed")} == {
+        "first": "it did not strike",
+        "second": "it did not strike",
+    }
+
+
+@pytest.mark.parametrize(
+    ("victim", "worker", "slot"),
+    [
+        (Owner(0, 2), 2, [0, 2]),
+        (Worker(0), 0, [0, 0]),
+        (Role("shadow"), 0, [0, 1]),
+        (Role("neighbour"), 2, [0, 2]),
+        (Role("recoverer"), 1, [0, 1]),  # nobody is dead: the owner
+    ],
+    ids=str,
+)
+def test_victims_of_a_moment_are_those_of_its_slot(crew: Crew, victim: Victim, worker: int, slot: list[int]) -> None:
+    injector = crew.injector(Fault("first", At(3, ACTION), (victim,), "noop"))
+    injector.strike("first")
+    assert [(each["of"], each["slot"]) for each in crew.events("fault")] == [(worker, slot)]
+    (order, _) = crew.told(worker)
+    assert (order["kind"], order["do"], order["slot"]) == ("inflict", "noop", slot)
+
+
+def test_the_neighbour_of_the_last_stage_is_the_first(crew: Crew) -> None:
+    last = Action(2, Op.F, 0)
+    injector = crew.injector(Fault("first", At(3, last), (Role("neighbour"),), "noop"))
+    injector.strike("first")
+    assert [each["of"] for each in crew.events("fault")] == [0]
+
+
+def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
+    crew.state = crew.state._replace(shadows=((), (), ()))
+    injector = crew.injector(Fault("first", At(3, ACTION), (Role("shadow"),)))
+    injector.strike("first")
+    injector.close()
+    assert crew.events("fault") == []
+    assert [each["how"] for each in crew.events("unconfirmed")] == ["nobody was there to be struck"]
+    assert crew.told(1)[-1]["kind"] == "fired"  # whoever stands at the moment goes on
+
+
+def effect(kind: type[Effect], epoch: int) -> Effect:
+    """Returns what the agent does at the beginning of a phase."""
+    if kind is PublishEpoch:
+        return PublishEpoch(epoch, (0, 2), (0, 0, 2), ((1, "died"),), "died")
+    if kind is Commit:
+        return Commit(epoch, 1 + epoch, "step")
+    return kind(epoch)
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"), [("agree", PublishEpoch), ("replay", StartTraining), ("heal", Commit)], ids=str
+)
+def test_a_phase_is_that_of_the_recovery_from_the_other_fault(crew: Crew, phase: str, kind: type[Effect]) -> None:
+    injector = crew.injector(kill(), after("first", phase))
+    injector.has_begun(effect(kind, 1))  # before the other has struck
+    injector.strike("first")
+    injector.has_begun(effect(kind, 1))  # an order of the epoch in which it struck, repeated
+    assert len(crew.events("fault")) == 1
+    crew.ended(injector, 1)
+    crew.moves_on(1)
+    injector.has_begun(effect(kind, 2))
+    assert [(each["fault"], each["of"]) for each in crew.events("fault")] == [("first", 1), ("second", 0)]
+    injector.has_begun(effect(kind, 2))
+    assert len(crew.events("fault")) == 2
+
+
+def test_nothing_is_healed_yet_when_the_last_commit_is_told_again(crew: Crew) -> None:
+    injector = crew.injector(kill(), after("first", "heal"))
+    injector.has_begun(Commit(1, 2, "step"))
+    injector.strike("first")
+    crew.ended(injector, 1)
+    crew.moves_on(1)
+    injector.has_begun(Commit(2, 2, "step"))
+    assert len(crew.events("fault")) == 1
+    injector.has_begun(Commit(2, 3, "step"))
+    assert len(crew.events("fault")) == 2
+
+
+def test_before_the_verdict_the_recoverer_is_whoever_is_going_to_be(crew: Crew) -> None:
+    injector = crew.injector(kill(), after("first", "detect"))
+    injector.strike("first")
+    crew.ended(injector, 1)
+    assert [each["of"] for each in crew.events("fault")] == [1, 0]
+
+
+def test_whoever_is_given_up_while_he_lives_is_detected_with_the_verdict(crew: Crew) -> None:
+    injector = crew.injector(kill(do="noop"), after("first", "detect"))
+    injector.strike("first")
+    crew.moves_on(1)
+    injector.has_begun(effect(PublishEpoch, 2))
+    assert [each["of"] for each in crew.events("fault")] == [1, 0]
+
+
+@pytest.mark.parametrize("phase", ["fence", "regroup"])
+def test_phases_that_the_workers_know_of_are_told_by_them(crew: Crew, phase: str) -> None:
+    injector = crew.injector(kill(), after("first", phase))
+    injector.strike("first")
+    crew.moves_on(1)
+    injector.hear(0, {"kind": "mark", "phase": "plan", "epoch": 2})
+    assert len(crew.events("fault")) == 1
+    injector.hear(0, {"kind": "mark", "phase": phase, "epoch": 2})
+    assert len(crew.events("fault")) == 2
+
+
+def test_a_delay_counts_from_the_strike(crew: Crew) -> None:
+    injector = crew.injector(kill(do="noop"), after("first", None, Worker(2), delay_ns=30_000_000))
+    injector.strike("first")
+    assert len(crew.events("fault")) == 1
+    assert injector.due_ns < float("inf")
+    crew.until(injector, lambda: len(crew.events("fault")) == 2)
+    first, second = crew.events("fault")
+    assert second["of"] == 2
+    assert second["at_ns"] - first["at_ns"] >= 30_000_000
+
+
+def test_a_process_that_is_stopped_shows_it_and_is_woken(crew: Crew) -> None:
+    injector = crew.injector(kill(do="stop", parameters={"for_ns": 50_000_000}))
+    injector.strike("first")
+    crew.until(injector, lambda: crew.events("confirmed"))
+    (event,) = crew.events("confirmed")
+    assert event["how"] == "state: T"
+    crew.until(injector, lambda: process_state(crew.members[1].child) == "S")
+
+
+def test_who_does_not_leave_in_time_is_killed(crew: Crew) -> None:
+    crew.start(1, *DEAF)
+    injector = crew.injector(kill(do="terminate", parameters={"grace_ns": 200_000_000}))
+    crew.until(injector, lambda: _ignores_sigterm(crew.processes[1].pid))
+    injector.strike("first")
+    assert injector.grace_ns(1) == 200_000_000
+    assert injector.grace_ns(0) is None
+    injector.sees(1, "notice", "0.2 s")
+    assert len(crew.events("confirmed")) == 1
+    crew.until(injector, lambda: crew.processes[1].poll() is not None)
+    assert crew.processes[1].returncode == -signal.SIGKILL
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_nobody_is_signalled_who_has_ended(crew: Crew) -> None:
+    injector = crew.injector(
+        kill(do="terminate", parameters={"grace_ns": 1_000_000}),
+        Fault("late", At(4, ACTION), (Worker(1),)),
+    )
+    injector.strike("first")
+    assert crew.ended(injector, 1) == -signal.SIGTERM
+    crew.members[1].release()  # its descriptor may be anybody's now
+    time.sleep(0.005)
+    injector.look_at_clock()
+    injector.strike("late")
+    injector.close()
+    assert [each["fault"] for each in crew.events("unconfirmed")] == ["late"]
+
+
+def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> None:
+    injector = crew.injector(kill(), after("first", "merged"))
+    crew.board.write(1, 3, 99, "1B2")
+    injector.strike("first")
+    crew.ended(injector, 1)
+    crew.moves_on(1)
+    crew.told(0)
+    injector.begins(effect(StartTraining, 2))
+    (order,) = crew.told(0)
+    moments = [(each["id"], each["moment"]) for each in order["faults"]]
+    assert moments == [
+        ("second", {"step": 3, "action": "1B2", "when": "after"}),
+        ("second", {"step": 3, "action": "1COMMIT", "when": "before"}),
+    ]
+    injector.hear(0, {"kind": "strike", "fault": "second"})
+    assert [each["of"] for each in crew.events("fault")] == [1, 0]
+
+
+def test_where_nothing_was_lost_merged_is_at_once(crew: Crew) -> None:
+    injector = crew.injector(kill(), after("first", "merged"))
+    crew.board.write(1, 2, 99, "1STEP")
+    injector.strike("first")
+    crew.ended(injector, 1)
+    crew.moves_on(1)
+    injector.begins(effect(StartTraining, 2))
+    assert [each["of"] for each in crew.events("fault")] == [1, 0]
+
+
+def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
+    injector = crew.injector()
+    injector.add([kill()])
+    assert injector.known == {"first"}
+    for worker in range(3):
+        (order,) = crew.told(worker)
+        assert [each["id"] for each in order["faults"]] == ["first"]
+    injector.strike("first")
+    crew.ended(injector, 1)
+    assert len(crew.events("confirmed")) == 1
+
+
+def test_a_word_about_one_fault_confirms_no_other(crew: Crew) -> None:
+    injector = crew.injector(kill(do="noop"), Fault("other", At(3, ACTION), (Worker(1),), "noop"))
+    injector.strike("first")
+    injector.strike("other")
+    injector.hear(1, {"kind": "suffered", "fault": "other", "how": "nothing was done"})
+    assert [each["fault"] for each in crew.events("confirmed")] == ["other"]
+
+
+def test_the_state_of_a_process_that_has_ended_is_unknown(crew: Crew) -> None:
+    child = crew.members[0].child
+    assert process_state(child) in ("R", "S")
+    crew.processes[0].kill()
+    assert select.select([child.pidfd], [], [], 10)[0]
+    assert process_state(child) is None
