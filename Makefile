@@ -17,8 +17,12 @@ TEST_STAMP := .venv/installed-test-$(SET)
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
 	.venv/bin/bamboo run
 
+# What only computes runs side by side; what starts processes and watches clocks runs alone.
+ALONE := tests/runtime tests/cli tests/e2e
+
 test: $(TEST_STAMP)
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses 2 $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(ALONE)
 
 check: $(TEST_STAMP)
 	.venv/bin/ruff format --check .

@@ -147,7 +147,7 @@ def matrix(quick: Quick = False, as_json: AsJson = False, case: Case = "", resul
 
     _end_by_exception()
     folder = bench_folder(results)
-    rows = bench_matrix(folder, case or ("kill/F/first" if quick else ""), 1 if quick else 5)
+    rows = bench_matrix(folder, case or ("kill/F" if quick else ""), 1 if quick else 5)
     typer.echo(f"{60 / rows[0].ours:.0f} cases per minute", err=True)
     _show("matrix", rows, as_json, folder)
 

@@ -5,17 +5,39 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from bamboo_cli.matrix_options import (
+    DEFAULT_RESULTS,
+    AsJson,
+    Budget,
+    CellText,
+    File,
+    Form,
+    Jobs,
+    Junit,
+    Keep,
+    Limit,
+    NumShards,
+    Page,
+    Results,
+    Resume,
+    Settings,
+    Shard,
+    Shrink,
+    Times,
+)
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
 
 if TYPE_CHECKING:
+    from bamboo_cli.matrix_run import MatrixRun
     from engine.core.cell_result import CellResult
     from engine.files.matrix_file import Matrix, Planned
 
@@ -24,43 +46,26 @@ EPILOG = (
     "bamboo matrix matrix-full --shard 3/8  |  bamboo matrix matrix-full --resume  |  "
     "bamboo matrix mine.yaml --format github --shards 8  |  bamboo matrix mine.yaml --cell kill/B --shrink"
 )
-_DEFAULT_RESULTS = Path("results")
-_PANEL = "Which cells"
 
 
 def matrix(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="a matrix or scenario file, or a name from the library")],
-    shard: Annotated[
-        str, typer.Option("--shard", metavar="K/N", help="Only part K of N.", rich_help_panel=_PANEL)
-    ] = "",
-    cell: Annotated[
-        str, typer.Option("--cell", metavar="TEXT", help="Only cells with this in their name.", rich_help_panel=_PANEL)
-    ] = "",
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with the newest run: what passed is not run.", rich_help_panel=_PANEL),
-    ] = False,
-    times: Annotated[
-        list[Path] | None,
-        typer.Option("--times", help="Earlier results.jsonl by which shards are balanced.", rich_help_panel=_PANEL),
-    ] = None,
-    form: Annotated[
-        Literal["text", "list", "github"],
-        typer.Option("--format", help="text: run; list: only print cells; github: only print a workflow matrix."),
-    ] = "text",
-    num_shards: Annotated[int, typer.Option("--shards", help="Shards of --format github.", min=1)] = 8,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of every job.")
-    ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Cells side by side; 0: one per core.", min=0)] = 0,
-    limit: Annotated[float, typer.Option("--limit", help="Seconds after which a cell has hung.", min=1.0)] = 120.0,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Shrink the first cell that fails.")] = False,
-    budget: Annotated[int, typer.Option("--shrink-tries", help="Runs that shrinking may take.", min=1)] = 40,
-    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
-    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the grid as HTML.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the run folders of cells that passed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    results: Annotated[Path, typer.Option(help="Folder that receives matrices/TIME-NAME-HEX/.")] = _DEFAULT_RESULTS,
+    file: File,
+    shard: Shard = "",
+    cell: CellText = "",
+    resume: Resume = False,
+    times: Times = None,
+    form: Form = "text",
+    num_shards: NumShards = 8,
+    settings: Settings = None,
+    jobs: Jobs = 0,
+    limit: Limit = 120.0,
+    shrink: Shrink = False,
+    budget: Budget = 40,
+    junit: Junit = None,
+    page: Page = None,
+    keep: Keep = False,
+    as_json: AsJson = False,
+    results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 when any failed, with 6 when any proved nothing."""
     from engine.files.matrix_file import read_matrix
@@ -69,31 +74,38 @@ def matrix(
 
     found = read_matrix(file, kinds(), settings or ())
     seconds = usual_seconds(_existing(times or ()))
-    if form == "github":
-        from engine.core.shards import workflow_matrix
-
-        names = [each.cell.name for each in _chosen(found, "", cell, seconds)]
-        typer.echo(json.dumps(workflow_matrix(found.name, names, num_shards, seconds)))
-        return
     chosen = _chosen(found, shard, cell, seconds)
-    if form == "list":
-        for each in chosen:
-            typer.echo(each.cell.name)
+    if form != "text":
+        _print_cells(found, chosen, form, num_shards, seconds)
         return
     from bamboo_cli.matrix_run import MatrixRun, end_by_exception, usual_jobs
-    from engine.files.matrix_results import new_folder, newest_folder
 
-    folder = (
-        newest_folder(results, found.name)
-        if resume
-        else new_folder(results, found.name.lower(), datetime.now(), secrets.token_hex(2))
-    )
     end_by_exception()
-    run = MatrixRun(folder, tuple(settings or ()), limit, keep)
+    run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
     done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
     _write(found, done, junit, page)
-    _print(found, chosen, done, folder, shrunk, as_json)
+    _print(found, chosen, done, run, shrunk, as_json)
     raise typer.Exit(_code(done))
+
+
+def _print_cells(
+    found: Matrix, chosen: Sequence[Planned], form: str, num_shards: int, seconds: Mapping[str, float]
+) -> None:
+    """Prints the names of the cells, or a workflow matrix that runs them."""
+    from engine.core.shards import workflow_matrix
+
+    names = [each.cell.name for each in chosen]
+    if form == "github":
+        typer.echo(json.dumps(workflow_matrix(found.name, names, num_shards, seconds)))
+        return
+    for name in names:
+        typer.echo(name)
+
+
+def _folder(results: Path, name: str, *, resume: bool) -> Path:
+    from engine.files.matrix_results import new_folder, newest_folder
+
+    return newest_folder(results, name) if resume else new_folder(results, name, datetime.now(), secrets.token_hex(2))
 
 
 def _code(done: Sequence[CellResult]) -> int:
@@ -125,7 +137,7 @@ def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) 
 
 
 def _run(
-    found: Matrix, chosen: Sequence[Planned], run: Any, jobs: int, seconds: Mapping[str, float], budget: int
+    found: Matrix, chosen: Sequence[Planned], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
     """Returns the results of the chosen cells in their order, old ones too, and what shrinking found."""
     from bamboo_cli.matrix_run import LANE
@@ -189,7 +201,7 @@ def _print(
     found: Matrix,
     chosen: Sequence[Planned],
     done: Sequence[CellResult],
-    folder: Path,
+    run: MatrixRun,
     shrunk: dict[str, Any] | None,
     as_json: bool,
 ) -> None:
@@ -198,17 +210,18 @@ def _print(
 
     if as_json:
         cells = [each.to_plain() for each in done]
-        values = {"matrix": found.name, "exit_code": _code(done), "folder": str(folder), "shrunk": shrunk}
+        values = {"matrix": found.name, "exit_code": _code(done), "folder": str(run.folder), "shrunk": shrunk}
         typer.echo(json.dumps(values | {"cells": cells}))
         return
     grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
     typer.echo(grid_text(grid, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    changed = [part for setting in run.settings for part in ("--set", setting)]
     for each in done:
         if each.result != "passed":
             kind = f" ({each.failure})" if each.failure else ""
             typer.echo(f"{each.result}{kind}: {each.cell}: {each.text}")
-            typer.echo(f"  again: bamboo matrix {found.path} --cell {each.cell}")
+            typer.echo(f"  again: {shlex.join(['bamboo', 'matrix', str(found.path), '--cell', each.cell, *changed])}")
     if shrunk is not None:
         typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
     typer.echo(f"{found.name}: {counted(done)}; {sum(each.seconds for each in done):.1f} s of cases")
-    typer.echo(str(folder))
+    typer.echo(str(run.folder))

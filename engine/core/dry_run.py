@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
@@ -36,12 +36,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a program would do: its spans in order of start, its length, idle share and stashed residuals."""
+    """What a program would do: its spans in order of start, its length, idle share and stashed residuals.
+
+    `waits` is how long each worker waits between its first compute action and its last.
+    """
 
     spans: tuple[Span, ...]
     makespan: float
     bubble: float
     peak_stash: dict[int, int]
+    waits: dict[int, float] = field(default_factory=dict)
 
 
 def unit_costs(action: Action) -> float:
@@ -67,21 +71,27 @@ def dry_run(program: Program, ownership: Ownership, cost: Cost = unit_costs, hel
     bubble = 1.0 - busy / (makespan * len(program)) if makespan else 0.0
     stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
     peaks = {worker: peak_stash(actions, stashed[worker]) for worker, actions in program.items()}
-    return DryRun(spans, makespan, bubble, peaks)
+    return DryRun(spans, makespan, bubble, peaks, {worker: _waits(line) for worker, line in walk.spans.items()})
+
+
+def _waits(spans: list[Span]) -> float:
+    compute = [(start, end) for start, end, _, action in spans if action.op in COMPUTE_OPS]
+    return compute[-1][1] - compute[0][0] - sum(end - start for start, end in compute) if compute else 0.0
 
 
 def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
     """Returns the most residuals that a worker holds at once, of `stashed` at the start.
 
-    A forward makes one, the backward of its slot frees it. Those of redundant forwards have no backward there: they
-    stay to the end.
+    A forward makes one, the backward of its slot frees it: the part for the weights where the two are split. Those of
+    redundant forwards have no backward there: they stay to the end.
     """
     peak = stashed
-    for action in actions:
-        if action.op in FORWARD_OPS:
+    in_parts = {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
+    for stage, op, microbatch, pipeline in actions:
+        if op in FORWARD_OPS:
             stashed += 1
             peak = max(peak, stashed)
-        elif action.op in (Op.B, Op.I):
+        elif op in (Op.B, Op.W) or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
             stashed -= 1
     return peak
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from engine.core.errors import Problem, nearest
 from engine.core.lr_schedule import LR_SCHEDULES
 from engine.core.ownership import Redundancy
-from engine.core.schedule import SCHEDULES
+from engine.core.schedules.choice import PlacementChoice, check_schedule
 
 Scalar = str | int | float | bool
 Args = dict[str, Scalar]
@@ -49,7 +49,13 @@ class Job:
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
     microbatch_size: int = _field(4, "samples in one microbatch")
     steps: int = _field(80, "optimizer steps")
-    schedule: str = _field("1f1b", "pipeline schedule")
+    schedule: str = _field(
+        "1f1b", "pipeline schedule: a name, FILE.csv with compute lists, or package.module:generator (trusted code)"
+    )
+    stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
+    placement: PlacementChoice = _field(
+        "auto", "which stages stand on one worker: loop, v (there and back), or what the schedule wants"
+    )
     optimizer: OptimizerName = _field("adamw", "optimizer")
     optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
     lr: float = _field(2e-3, "peak learning rate")
@@ -79,6 +85,7 @@ FIELD_HELP = {each.name: str(each.metadata["help"]) for each in fields(Job)}
 
 _AT_LEAST = {
     "stages": 1,
+    "stages_per_worker": 1,
     "pipelines": 1,
     "microbatches": 1,
     "microbatch_size": 1,
@@ -118,7 +125,7 @@ def check_job(job: Job) -> list[Problem]:
         problems.append(
             Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
         )
-    problems += _unknown("schedule", job.schedule, SCHEDULES)
+    problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)
     problems += _check_redundancy(job)
@@ -138,7 +145,7 @@ def _check_redundancy(job: Job) -> list[Problem]:
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
         return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
-    most = max(1, job.stages * job.pipelines - 1)
+    most = max(1, job.stages // max(1, job.stages_per_worker) * job.pipelines - 1)
     if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
         expected = f"a whole number <= {most}"
         hint = f"{most + 1} workers, and a shadow is another one than the owner"

@@ -1,7 +1,8 @@
 """The memory model: how many bytes of tensors a worker holds at most in a step, from its program and its stages' sizes.
 
 Rules, each a line of `peak_bytes`: a replica, owned or shadowed, has weights and two moments of AdamW. A forward adds
-its residual, and its input where that came from another worker. A backward frees both, but what was made for others
+its residual, and its input where that came from another worker. A backward (of two parts, that for the weights) frees
+both, but what was made for others
 (output forward, gradient of the input back) stays until the commit; the first one adds the accumulator. A redundant
 forward is never freed before the commit. A shadow receives one gradient more, the log's. What a layer needs only while
 it computes is not in the model, nor is what the process has besides tensors: the same with and without redundancy.
@@ -38,11 +39,13 @@ def peak_bytes(actions: Sequence[Action], worker: int, ownership: Ownership, siz
         received = gradient if stage > 0 and ownership.owner(pipeline, stage - 1) != worker else 0
         if op is Op.F:
             held += size.residual + received
-        elif op is Op.B:
-            is_last = stage == ownership.grid.stages - 1
-            held += gradient + (size.weights if microbatch == 0 else 0)
-            peak = max(peak, held)
-            held -= size.residual + received - (0 if is_last else size.output)
+        elif op in (Op.B, Op.I, Op.W):
+            held += gradient if op is not Op.W else 0
+            if op is not Op.I:
+                held += size.weights if microbatch == 0 else 0
+                peak = max(peak, held)
+                is_last = stage == ownership.grid.stages - 1
+                held -= size.residual + received - (0 if is_last else size.output)
         elif op is Op.LOG and not is_owner:
             held += size.weights
         peak = max(peak, held)

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engine.core.schedules.placement import Placement, worker_of
+
 Slot = tuple[int, int]  # (pipeline, stage)
 Redundancy = Literal["none", "lazy", "eager", "reroute"]
 
@@ -72,9 +74,16 @@ class Ownership:
         return tuple(sorted({*self.owners, *(worker for line in self.shadows for worker in line)}))
 
 
+def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop") -> Ownership:
+    """Returns the ownership of a fresh job: each pipeline has stages / V workers, numbered pipeline by pipeline."""
+    num_workers = grid.stages // stages_per_worker
+    placed = [worker_of(stage, num_workers, placement) for stage in range(grid.stages)]
+    return Ownership(grid, tuple(d * num_workers + each for d in range(grid.pipelines) for each in placed))
+
+
 def one_slot_each(grid: Grid) -> Ownership:
-    """Returns the ownership of a fresh job: worker ``pipeline * P + stage`` owns that slot."""
-    return Ownership(grid, tuple(range(grid.pipelines * grid.stages)))
+    """Returns the ownership in which worker ``pipeline * P + stage`` owns that slot."""
+    return fresh(grid)
 
 
 def with_shadows(

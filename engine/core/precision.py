@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.expectations import Check
-from engine.core.fault import At, Fault
+from engine.core.fault import At, Fault, slot_owner
 from engine.core.job import Job
 from engine.core.planned import planned
 
@@ -30,8 +30,9 @@ def precision(job: Job, faults: Sequence[Fault], events: Sequence[Event]) -> Che
         fault = by_id.get(event["fault"])
         if fault is None or not isinstance(fault.moment, At):
             continue
-        if event["slot"] != [fault.moment.action.pipeline, fault.moment.action.stage]:
-            continue  # a second victim was anywhere
+        victim = slot_owner(fault.moment.action)
+        if victim not in fault.victims or event["slot"] != [victim.pipeline, victim.stage]:
+            continue  # somebody who was anywhere, while the owner was there
         number += 1
         wrong += _misses(job, fault, fault.moment, event, events)
     text = wrong[0] if wrong else f"{number} struck where the scenario says"

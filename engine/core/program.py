@@ -5,17 +5,16 @@ Each pass maps a program to a program. The order of passes is `build_program`, a
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from io import StringIO
+from collections.abc import Collection, Mapping
 
-from engine.core.action import Action, Op, parse_action
+from engine.core.action import Action, Op
 from engine.core.end_of_step import with_end_of_step
-from engine.core.errors import ScheduleError
 from engine.core.list_schedule import merged_compute
 from engine.core.ownership import Ownership, Redundancy, Slot
 from engine.core.redundant import with_redundant_forwards
-from engine.core.schedule import SCHEDULES, ComputeLists
+from engine.core.schedules.compute import ComputeLists
+from engine.core.schedules.registry import SCHEDULES
+from engine.core.schedules.text import is_text, lists_from_csv, rows_from_csv, rows_to_csv
 from engine.core.transfer_pass import with_transfers
 
 Program = Mapping[int, tuple[Action, ...]]
@@ -29,14 +28,12 @@ def build_program(
 ) -> Program:
     """Returns the whole program of one step, for every worker that owns or shadows something.
 
-    `schedule` orders a grid in which every owner has one slot; beyond, a list scheduler does. `healing` are the
-    shadows, as (worker, slot), that get the state of their slot during this step.
+    `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages that it would in
+    a fresh job; beyond, a list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of
+    their slot during this step.
     """
-    grid = ownership.grid
-    if len({*ownership.owners}) == len(ownership.owners):
-        program = on_owners(SCHEDULES[schedule](grid.stages, grid.microbatches), ownership)
-    else:
-        program = merged_compute(ownership)
+    lists = _lists(schedule, ownership)
+    program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
     if redundancy == "eager":
         program = with_redundant_forwards(program, ownership, healing=healing)
     program = with_transfers(program, ownership)
@@ -57,13 +54,40 @@ def build_validation(ownership: Ownership) -> Program:
     return _for_all_workers(program, ownership)
 
 
+def _lists(schedule: str, ownership: Ownership) -> ComputeLists | None:
+    """Returns the compute lists of each pipeline; None when the stages do not stand on workers as in a fresh job."""
+    grid, teams = ownership.grid, []
+    for pipeline in range(grid.pipelines):
+        first = pipeline * grid.stages
+        teams.append(tuple(dict.fromkeys(ownership.owners[first : first + grid.stages])))
+    num_workers = len(teams[0])
+    if len({worker for team in teams for worker in team}) != grid.pipelines * num_workers:
+        return None
+    if is_text(schedule):
+        lists = lists_from_csv(schedule)
+    else:
+        stages_per_worker, rest = divmod(grid.stages, num_workers)
+        known = SCHEDULES[schedule]
+        if rest or not known.takes(stages_per_worker) or grid.microbatches < known.least_microbatches(num_workers):
+            return None
+        lists = known(num_workers, grid.microbatches, stages_per_worker)
+    for line in lists:
+        stages = {action.stage for action in line}
+        for pipeline in range(grid.pipelines):
+            if len({ownership.owner(pipeline, stage) for stage in stages}) != 1:
+                return None
+    return lists if len(lists) == num_workers else None
+
+
 def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
-    """Gives every pipeline the same compute lists, each to the owner of its slot; a worker owns one slot here."""
+    """Gives every pipeline the same compute lists, each to the owner of its stages."""
     program: dict[int, tuple[Action, ...]] = {}
-    for pipeline, stage in ownership.grid.slots():
-        worker = ownership.owner(pipeline, stage)
-        assert worker not in program, f"worker {worker} owns two slots of a fresh job"
-        program[worker] = tuple(Action(stage, op, each, pipeline) for _, op, each, _ in lists[stage])
+    for pipeline in range(ownership.grid.pipelines):
+        for line in lists:
+            worker = ownership.owner(pipeline, line[0].stage)
+            assert worker not in program, f"worker {worker} owns the stages of two lists"
+            mine = line if pipeline == 0 else tuple(Action(stage, op, each, pipeline) for stage, op, each, _ in line)
+            program[worker] = mine
     return dict(sorted(program.items()))
 
 
@@ -73,28 +97,9 @@ def _for_all_workers(program: Program, ownership: Ownership) -> Program:
 
 def to_csv(program: Program) -> str:
     """Returns the program as CSV: row n is worker n, a cell is an action, as torch's pipelining writes it."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for worker in range(max(program, default=-1) + 1):
-        writer.writerow([str(action) for action in program.get(worker, ())])
-    return text.getvalue()
+    return rows_to_csv(program.get(worker, ()) for worker in range(max(program, default=-1) + 1))
 
 
 def from_csv(text: str) -> Program:
     """Returns the program that `text` holds; empty cells are skipped. Raises ScheduleError with worker and position."""
-    program: dict[int, tuple[Action, ...]] = {}
-    try:
-        for worker, row in enumerate(csv.reader(StringIO(text))):
-            program[worker] = tuple(_parse_row(worker, row))
-    except csv.Error as error:
-        raise ScheduleError(f"worker {len(program)}: expected actions as CSV: {error}") from error
-    return program
-
-
-def _parse_row(worker: int, row: Sequence[str]) -> Iterator[Action]:
-    for position, cell in enumerate(row):
-        if cell.strip():
-            try:
-                yield parse_action(cell)
-            except ScheduleError as error:
-                raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
+    return dict(enumerate(rows_from_csv(text)))

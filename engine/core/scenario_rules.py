@@ -29,7 +29,7 @@ def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]
             problems += _at(f"{place}.at", trigger, scenario, program, ownership, ending)
         elif isinstance(trigger, After):
             problems += _after(f"{place}.after", wanted, trigger, scenario)
-        problems += _target(f"{place}.target", wanted, scenario.job)
+        problems += _target(f"{place}.target", wanted, scenario.job, len(ownership.workers()))
     return problems
 
 
@@ -128,12 +128,12 @@ def _after(place: str, wanted: Wanted, after: After, scenario: Scenario) -> list
     return []
 
 
-def _target(place: str, wanted: Wanted, job: Job) -> Iterator[Problem]:
+def _target(place: str, wanted: Wanted, job: Job, num_workers: int) -> Iterator[Problem]:
     target, trigger = wanted.target, wanted.trigger
     for name, value, limit in (
         ("pipeline", target.pipeline, job.pipelines),
         ("stage", target.stage, job.stages),
-        ("worker", target.worker, job.stages * job.pipelines),
+        ("worker", target.worker, num_workers),
     ):
         if value is not None and not 0 <= value < limit:
             yield Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")

@@ -19,7 +19,7 @@ from engine.core.program import Program
 from engine.core.requires import Held, Value, carried, makes, needs
 
 _Whole = Mapping[int, Mapping[Action, None]]  # worker -> its actions of a step, in no useful order
-_AT_THE_OWNER_ALONE = frozenset({Op.F, Op.B, *SEND_OPS, *RECEIVE_OPS, Op.REDUCE_GRAD})
+_AT_THE_OWNER_ALONE = frozenset({Op.F, Op.B, Op.I, Op.W, *SEND_OPS, *RECEIVE_OPS, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def verify(program: Program, ownership: Ownership, healing: Collection[tuple[int
 
     `healing` are the shadows, as (worker, slot), that get the state of their slot during the step.
     """
-    whole = _whole_step(ownership, healing)
+    whole = _whole_step(program, ownership, healing)
     violations = _wrong_actions(program, ownership, whole, healing)
     if violations:
         return tuple(violations)
@@ -66,8 +66,11 @@ def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
     return Violation(worker, position, action, str(error))
 
 
-def _whole_step(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> _Whole:
-    """Returns every action that a step must have, by the worker that must run it."""
+def _whole_step(program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> _Whole:
+    """Returns every action that a step must have, by the worker that must run it.
+
+    Of a backward it has the whole, or both parts where the owner has one of them and not the whole.
+    """
     whole: dict[int, dict[Action, None]] = {worker: {} for worker in ownership.workers()}
     for pipeline, stage in ownership.grid.slots():
         owner = ownership.owner(pipeline, stage)
@@ -82,7 +85,19 @@ def _whole_step(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> 
     for worker, (pipeline, stage) in sorted(healing):
         for each in (worker, ownership.owner(pipeline, stage)):
             whole[each][Action(stage, Op.HEAL, pipeline=pipeline)] = None
+    for worker, actions in program.items():
+        _split(whole.get(worker, {}), actions)
     return whole
+
+
+def _split(mine: dict[Action, None], actions: tuple[Action, ...]) -> None:
+    present = frozenset(actions)
+    for action in actions:
+        if action.op in (Op.I, Op.W):
+            back = action._replace(op=Op.B)
+            if back in mine and back not in present:
+                del mine[back]
+                mine |= {back._replace(op=op): None for op in (Op.I, Op.W)}
 
 
 def _per_microbatch(pipeline: int, stage: int, ownership: Ownership) -> Iterator[Op]:
@@ -116,7 +131,7 @@ def _why_unknown(action: Action, worker: int, ownership: Ownership, healing: Col
     grid = ownership.grid
     if not _is_inside(action, grid):
         return f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
-    if op in (Op.REDO_F, Op.I, Op.W):
+    if op is Op.REDO_F:
         return "no part of a whole step"
     owner = ownership.owner(pipeline, stage)
     shadows = ownership.shadows_of(pipeline, stage)
@@ -124,9 +139,17 @@ def _why_unknown(action: Action, worker: int, ownership: Ownership, healing: Col
         return "has no whole replica of its slot yet" if (worker, (pipeline, stage)) in healing else ""
     if worker != owner and (worker not in shadows or op in _AT_THE_OWNER_ALONE):
         return f"belongs to worker {owner}, the owner of its slot"
-    if op is Op.REDUCE_GRAD:
-        return "the worker reduces this stage with the first of its pipelines"
-    return "heals nobody" if op is Op.HEAL else "there is no other worker at the other end"
+    return _WHY_NOT_AT_THE_OWNER.get(op, "there is no other worker at the other end")
+
+
+_IN_ANOTHER_FORM = "stands beside a backward of this microbatch in another form"
+_WHY_NOT_AT_THE_OWNER = {
+    Op.B: _IN_ANOTHER_FORM,
+    Op.I: _IN_ANOTHER_FORM,
+    Op.W: _IN_ANOTHER_FORM,
+    Op.REDUCE_GRAD: "the worker reduces this stage with the first of its pipelines",
+    Op.HEAL: "heals nobody",
+}
 
 
 def _is_inside(action: Action, grid: Grid) -> bool:

@@ -1,6 +1,6 @@
 """The matrix benchmark: what a real fault case takes in `bamboo matrix`, beside the same case as a command of its own.
 
-Rule: both run the case, its checks and whatever they start; the matrix shares what can be shared, a warm fork server and
+Rule: both run the case, its checks and whatever they start; the matrix shares what it can, a warm fork server and
 the twin. The goal is 20 cases per minute on two cores.
 """
 

@@ -18,7 +18,7 @@ from torch import distributed
 from engine.core.bench_rows import Stamps
 from engine.core.job import Job
 from engine.core.program import on_owners
-from engine.core.schedule import SCHEDULES
+from engine.core.schedules.registry import SCHEDULES
 from engine.core.transfer_pass import with_transfers
 from engine.models import timed
 from engine.models.catalogue import build_model, open_data

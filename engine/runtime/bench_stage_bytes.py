@@ -19,8 +19,9 @@ from engine.core.job import Job
 from engine.core.partition import partition
 from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Tensors
+from engine.runtime.residual import Residual
 from engine.runtime.segment import Segment
-from engine.runtime.stage import Residual, Stage
+from engine.runtime.stage import Stage
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from engine.core.job import Job
 from engine.core.partition import partition
 from engine.models.catalogue import build_model, open_data
 from engine.runtime.bench_torch_side import LOOPBACK_INTERFACE, TorchPipeline
-from engine.runtime.stage import build_layer
+from engine.runtime.build_layer import build_layer
 
 
 def main() -> None:

@@ -181,7 +181,8 @@ class Executor:
     def inventory(self) -> Inventory:
         """Returns what this worker holds of the open step."""
         stages = {slot: self.around.replicas.stages[slot] for slot in self.around.replicas.whole()}
-        residuals = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
+        kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
+        kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
         return Inventory(
             self.around.worker,
             self.step,
@@ -189,7 +190,7 @@ class Executor:
             {slot: stage.counted for slot, stage in stages.items()},
             {slot: stage.added for slot, stage in stages.items()},
             tuple(slot for slot in stages if slot in self.end.logged),
-            tuple(sorted([*self.holdings.values(), *residuals])),
+            tuple(sorted([*self.holdings.values(), *kept])),
         )
 
     def _forward(self, action: Action, step: int) -> None:
@@ -220,7 +221,7 @@ class Executor:
             self.holdings.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), made)
 
     def _backward_weights(self, action: Action, step: int) -> None:
-        raise InvariantError(f"{action}: a backward in two parts is not built yet")
+        self.around.replicas.stages[action.pipeline, action.stage].backward_weights(action.microbatch)
 
     def _load(self, action: Action) -> Batch:
         around = self.around

@@ -49,21 +49,17 @@ class Lane:
             self.link.send("case", task=task)
 
     def close(self) -> int:
-        """Ends it, at once if it has nothing to do, and returns its exit code, negative for a signal."""
+        """Waits until it has ended, at once if it has nothing to do; returns its exit code, negative for a signal."""
         self.link.close()
-        return self._wait()
-
-    def end(self) -> int:
-        """Ends it whatever it does; the case that it runs may clean up."""
-        self._process.send_signal(signal.SIGTERM)
-        return self.close()
-
-    def _wait(self) -> int:
         try:
             return self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+    def interrupt(self) -> None:
+        """Asks it to end whatever it does; the case that it runs may clean up."""
+        self._process.send_signal(signal.SIGTERM)
 
 
 class Lanes:
@@ -80,9 +76,11 @@ class Lanes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for lane in self._lanes:
-            if lane is not None:
-                lane.close() if kind is None else lane.end()
+        lanes = [lane for lane in self._lanes if lane is not None]
+        for lane in lanes if kind is not None else ():
+            lane.interrupt()
+        for lane in lanes:
+            lane.close()
 
     def run(self, tasks: Iterable[Message], limit_s: float, take: Callable[[Message, Message], None]) -> None:
         """Runs every task, in order as far as there are lanes; `take` is called with each and its answer.
@@ -118,14 +116,16 @@ class Lanes:
         answers: list[tuple[int, Message]] = []
         for number in ready:
             answer = self._lane(number).link.receive()
-            answers.append((number, {"ended": self._drop(number)} if answer is None else answer))
+            answers.append((number, {"ended": self._drop(number).close()} if answer is None else answer))
         late = [number for number, (_, at_s) in running.items() if number not in ready and at_s <= time.monotonic()]
         for number in late:
-            self._drop(number)
+            lane = self._drop(number)
+            lane.interrupt()
+            lane.close()
             answers.append((number, dict(_GONE)))
         return answers
 
-    def _drop(self, number: int) -> int:
+    def _drop(self, number: int) -> Lane:
         lane = self._lane(number)
         self._lanes[number] = None
-        return lane.end()
+        return lane

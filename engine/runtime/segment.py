@@ -22,17 +22,27 @@ class Segment:
     inputs: Tensors
     outputs: Tensors
 
-    def backward(self, gradients: Tensors, only_inputs: bool = False) -> Tensors:
+    def backward(self, gradients: Tensors, only_inputs: bool = False, keep_graph: bool = False) -> Tensors:
         """Runs the backward; returns the gradients of the inputs that need one, and adds to those of the parameters.
 
         With `only_inputs` no parameter is touched. A missing gradient counts as zeros, so that what is sent does not
-        depend on use.
+        depend on use. With `keep_graph` a backward for the weights may follow.
         """
-        outputs = tuple(output for output in self.outputs if output.requires_grad)
         needed = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
         # To the engine, no inputs at all means: every leaf there is.
-        if outputs and (needed or not only_inputs):
-            # What torch.autograd.backward calls; the wrapper would import sympy to compare shapes: 0.3 s per worker.
-            inputs = needed if only_inputs else ()
-            _engine_run_backward(outputs, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+        if needed or not only_inputs:
+            self._run(gradients, needed if only_inputs else (), keep_graph)
         return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in needed)
+
+    def backward_weights(self, gradients: Tensors, parameters: Tensors) -> None:
+        """Adds to the gradients of the parameters what the whole backward would add; touches no input."""
+        if parameters:
+            self._run(gradients, parameters, keep_graph=False)
+
+    def _run(self, gradients: Tensors, leaves: Tensors, keep_graph: bool) -> None:
+        outputs = tuple(output for output in self.outputs if output.requires_grad)
+        if outputs:
+            # What torch.autograd.backward calls; the wrapper would import sympy to compare shapes: 0.3 s per worker.
+            _engine_run_backward(
+                outputs, gradients, keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
+            )

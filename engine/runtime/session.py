@@ -13,7 +13,8 @@ from engine.core.errors import BambooError, CoordinatorUnavailableError, Environ
 from engine.core.fault import Fault, to_plain
 from engine.core.job import Job
 from engine.core.membership_state import Options, State, begin
-from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
+from engine.core.ownership import Ownership, with_shadows
+from engine.core.planned import fresh_ownership
 from engine.runtime.account import Account
 from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer
@@ -76,6 +77,7 @@ def run_session(
     ranks: tuple[int, ...] | None = None,
     grace_s: float = 120.0,
     silence_s: float = 5.0,
+    hang_s: float = 30.0,
     faults: Sequence[Fault] = (),
     server: ForkServer | None = None,
 ) -> Ending:
@@ -83,27 +85,24 @@ def run_session(
 
     Without `etcd` a private one is started for this run. `ownership` gives slots to other workers than the usual
     ones, `ranks` orders the workers in the process group: neither may change a bit of the result. A worker that gives
-    notice will be gone after `grace_s`; one whom others can replace is given up when it is silent for `silence_s`.
-    `faults` strike workers. A fork `server` that runs already saves its start.
-    Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training has begun.
+    notice will be gone after `grace_s`; one whom others can replace is given up when it is silent for `silence_s`, or
+    inside one action for `hang_s` and ten times as long as in any of late. `faults` strike workers. A fork `server`
+    that runs already saves its start. Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training.
     """
     _refuse_backend(job)
     started_at_ns = now_ns()
-    ownership = _shadowed(job, ownership or one_slot_each(Grid(job.stages, job.microbatches, job.pipelines)))
-    first = first_state(job, ownership, silence_s)
+    ownership = _shadowed(job, ownership or fresh_ownership(job))
+    first = first_state(job, ownership, silence_s, hang_s)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        events_fd = open_events(events)
-        stack.callback(os.close, events_fd)
-        recorder = Recorder(events_fd, AGENT)
-        recorder.event("job", **asdict(job))
+        recorder = _recording(stack, events, job)
         server = server or stack.enter_context(ForkServer())
         node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
         stack.callback(board.close)
         store = RendezvousStore(server, logs)
         stack.callback(store.close)
-        members = start_members(server, ownership, events_fd, board, logs)
+        members = start_members(server, ownership, recorder.fd, board, logs)
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
         tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
@@ -114,6 +113,15 @@ def run_session(
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
         return ending
+
+
+def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
+    """Opens the events file of a run; its first record is the job."""
+    events_fd = open_events(events)
+    stack.callback(os.close, events_fd)
+    recorder = Recorder(events_fd, AGENT)
+    recorder.event("job", **asdict(job))
+    return recorder
 
 
 def _shadowed(job: Job, ownership: Ownership) -> Ownership:
@@ -154,7 +162,7 @@ def _welcome(
     )
 
 
-def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0) -> State:
+def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: float = 30.0) -> State:
     """Returns the protocol's state before anybody has joined."""
     # Building a model and opening its data may take their time, and nobody can take over before training begins.
     patience_ns = _PATIENCE_S * 1_000_000_000
@@ -163,6 +171,7 @@ def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0) -> State
         redundant=job.redundancy != "none",
         form_ns=patience_ns,
         silence_ns=round(silence_s * 1e9),
+        hang_ns=round(hang_s * 1e9),
     )
     if job.redundancy == "none" and job.pipelines == 1:
         # A single action of a slow layer may take its time too: giving up on the slow only ends the run. A broken pair

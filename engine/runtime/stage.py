@@ -13,37 +13,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from engine.core.errors import DivergedError
 from engine.core.job import Job
-from engine.core.random_key import layer_key, weights_key
+from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.runtime.buffers import BufferHistory, Buffers, copy_buffers, lending, modules_of
+from engine.runtime.buffers import BufferHistory, copy_buffers, lending, modules_of
+from engine.runtime.build_layer import build_layer
 from engine.runtime.holdings import retains
 from engine.runtime.optimizer import LayerOptimizer, trainable
+from engine.runtime.residual import Checkpoint, Pending, Residual
 from engine.runtime.segment import Segment, cut_off
 from engine.runtime.tensor_spec import Border, border_of, check_border
-
-
-@dataclass(slots=True)
-class _Checkpoint:
-    """What it takes to redo the forward of a group of layers: its inputs, and its buffers as they were before."""
-
-    inputs: Tensors
-    buffers: Buffers
-
-
-@dataclass(slots=True)
-class Residual:
-    """What a stage keeps of one microbatch: per group of layers either all segments, or what it takes to redo it."""
-
-    groups: list[list[Segment] | _Checkpoint]
-    outputs: Tensors
-    loss: Segment | None = None
 
 
 class Stage:
@@ -57,6 +41,7 @@ class Stage:
         self.is_last = last == len(model.layers)
         self.optimizers = {index: LayerOptimizer(job, layer) for index, layer in self.layers.items()}
         self.residuals: dict[int, Residual] = {}
+        self.pending: dict[int, Pending] = {}
         self.losses: dict[int, float] = {}  # of the microbatches that are counted
         self.counted = 0  # forwards that the buffers have seen in this step
         self.added = 0  # backwards that the gradients have seen in this step
@@ -87,7 +72,7 @@ class Stage:
 
     def forget_step(self) -> None:
         """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
-        self.residuals, self.losses, self.keys = {}, {}, {}
+        self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
         self.counted = self.added = 0
         self._history = None
         self._without_accumulator = self._trained()
@@ -126,7 +111,7 @@ class Stage:
         for group in self._groups():
             checkpoint = None
             if self.job.activation_checkpoint:
-                checkpoint = _Checkpoint(residual.outputs, copy_buffers(self._modules(group)))
+                checkpoint = Checkpoint(residual.outputs, copy_buffers(self._modules(group)))
             segments = self._run(group, step, microbatch, residual.outputs)
             residual.outputs = segments[-1].outputs
             residual.groups.append(checkpoint or segments)
@@ -136,7 +121,7 @@ class Stage:
             cut = cut_off(residual.outputs)
             residual.loss = Segment(cut, (self.model.loss(_in_float32(cut), targets),))
         self.residuals[microbatch] = residual
-        self.peak_stash = max(self.peak_stash, len(self.residuals))
+        self.peak_stash = max(self.peak_stash, len(self.residuals) + len(self.pending))
         return residual
 
     def backward(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
@@ -152,17 +137,36 @@ class Stage:
         return made
 
     def backward_input(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
-        """Runs a backward for the gradients of the inputs only; frees the residual, leaves no other trace."""
-        return self._backward(step, microbatch, gradients, only_inputs=True)
+        """Runs a backward for the gradients of the inputs only; frees the residual.
 
-    def _backward(self, step: int, microbatch: int, gradients: Tensors, only_inputs: bool = False) -> Tensors:
+        It leaves what the one for the weights takes; nothing where that is in already.
+        """
+        pending: Pending = []
+        made = self._backward(step, microbatch, gradients, pending)
+        if microbatch >= self.added:
+            self.pending[microbatch] = pending
+        return made
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Runs the next backward for the weights only: adds the same bits as the whole backward would."""
+        assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
+        for index, segment, gradients in self.pending.pop(microbatch):
+            segment.backward_weights(gradients, tuple(parameter for _, parameter in trainable(self.layers[index])))
+            if self._without_accumulator:
+                self._own_accumulators(gradients)
+        self.added += 1
+
+    def _backward(self, step: int, microbatch: int, gradients: Tensors, pending: Pending | None = None) -> Tensors:
+        """Runs a backward; with `pending` for the inputs only, and adds to it what is left to do for the weights."""
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
         for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
-            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, _Checkpoint) else kept
-            for segment in reversed(segments):
-                gradients = segment.backward(gradients, only_inputs)
+            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
+            for index, segment in zip(reversed(group), reversed(segments), strict=True):
+                if pending is not None:
+                    pending.append((index, segment, gradients))
+                gradients = segment.backward(gradients, pending is not None, pending is not None)
         return gradients
 
     def _own_accumulators(self, handed: Tensors) -> None:
@@ -237,7 +241,7 @@ class Stage:
             raise
         return tuple(output.contiguous() for output in outputs)
 
-    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: _Checkpoint) -> list[Segment]:
+    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
         """Runs forwards again that have counted already: pure, with the same bits."""
         with lending(self._modules(group), kept.buffers):
             return self._run(group, step, microbatch, kept.inputs)
@@ -263,24 +267,6 @@ class Stage:
 
     def _modules(self, group: Sequence[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)
-
-
-def build_layer(job: Job, model: Model, index: int) -> nn.Module:
-    """Builds one layer with the weights of its own key; a later use of a tied parameter starts as the first."""
-    torch.default_generator.manual_seed(weights_key(job.seed, index))
-    layer = model.layers[index].build()
-    for module in layer.modules():
-        # The input of a layer is a leaf for autograd, which nothing may overwrite; out of place gives the same bits.
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
-    for tie in model.ties:
-        (first, first_name), *later = tie.uses
-        for use, name in later:
-            if use == index:
-                source = build_layer(job, model, first)
-                with torch.no_grad():
-                    layer.get_parameter(name).copy_(source.get_parameter(first_name))
-    return layer
 
 
 def _in_float32(tensors: Tensors) -> Tensors:

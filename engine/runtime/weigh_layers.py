@@ -8,7 +8,8 @@ from statistics import median
 from engine.core.job import Job
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
-from engine.runtime.stage import Stage, build_layer
+from engine.runtime.build_layer import build_layer
+from engine.runtime.stage import Stage
 
 _ROUNDS = 3
 

@@ -113,6 +113,11 @@ class Machine:
             case Op.B:
                 fed = action.stage == self.grid.stages - 1 or _value("gradient", action, 1) in held
                 legal = fed and _value("residual", action) in held and self.added[slot] == action.microbatch
+            case Op.I:
+                fed = action.stage == self.grid.stages - 1 or _value("gradient", action, 1) in held
+                legal = fed and _value("residual", action) in held
+            case Op.W:
+                legal = _value("pending", action) in held and self.added[slot] == action.microbatch
             case Op.SEND_F | Op.SEND_B:
                 legal = _value(TRANSFERS[action.op][0], action) in held
             case Op.HEAL if owns:
@@ -156,6 +161,10 @@ class Machine:
                 self.counted[worker, slot] += 1
             case Op.B:
                 self.held[worker].add(_value("gradient", action))
+                self.added[slot] += 1
+            case Op.I:
+                self.held[worker] |= {_value("gradient", action), _value("pending", action)}
+            case Op.W:
                 self.added[slot] += 1
             case Op.SEND_F | Op.SEND_B:
                 transfer = (_value(TRANSFERS[action.op][0], action), end)

@@ -38,7 +38,7 @@ def actions_of_step(ownership: Ownership, healing: Collection[Replica] = ()) -> 
     actions: dict[int, list[Action]] = {worker: [] for worker in ownership.workers()}
     for pipeline, stage in grid.slots():
         worker = ownership.owner(pipeline, stage)
-        ops = [Op.F, Op.B]
+        ops = [Op.F, Op.I, Op.W] if (pipeline + stage + grid.microbatches) % 3 == 0 else [Op.F, Op.B]
         for op, (_, to) in TRANSFERS.items():
             if 0 <= stage + to < grid.stages and ownership.owner(pipeline, stage + to) != worker:
                 ops.append(op)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from engine.core.inventory import Inventory
-from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program import Program, build_program
 from engine.core.recovery import Plan, PlanInput, make_plan
+from engine.core.schedules.registry import SCHEDULES
 from tests.core.provenance import Machine, State
 
 ANY_ORDER = 1
@@ -26,10 +27,12 @@ class Job:
     redundancy: Redundancy = "lazy"
     level: int = 1
     retain: bool = True
+    stages_per_worker: int = 1
 
     def ownership(self) -> Ownership:
         """Returns who owns and shadows what before anything has failed."""
-        return self.healed(one_slot_each(self.grid), range(self.grid.pipelines * self.grid.stages))
+        whole = fresh(self.grid, self.stages_per_worker, SCHEDULES[self.schedule].placement)
+        return self.healed(whole, whole.workers())
 
     def healed(self, ownership: Ownership, members: Collection[int]) -> Ownership:
         """Returns the ownership with as many shadows as the policy wants."""

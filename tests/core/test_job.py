@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.job import FIELD_HELP, PARTITION_FORMS, Job, check_job
 from engine.core.lr_schedule import LR_SCHEDULES
-from engine.core.schedule import SCHEDULES
+from engine.core.schedules.registry import SCHEDULES
 
 
 def problems_of(**values: Any) -> list[str]:
@@ -27,6 +27,7 @@ def test_defaults_are_allowed_and_every_field_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "least"),
     [
+        ("stages_per_worker", 1),
         *((name, 1) for name in ("stages", "pipelines", "microbatches", "microbatch_size", "steps", "threads")),
         ("redundancy_level", 1),
         ("validation_microbatches", 1),
@@ -69,7 +70,10 @@ def test_unknown_names_come_with_the_nearest_known_one() -> None:
 
 @pytest.mark.parametrize("name", [*SCHEDULES, *LR_SCHEDULES])
 def test_known_names_are_allowed(name: str) -> None:
-    assert problems_of(**{"schedule" if name in SCHEDULES else "lr_schedule": name}) == []
+    if name in LR_SCHEDULES:
+        assert problems_of(lr_schedule=name) == []
+    else:
+        assert problems_of(schedule=name, stages_per_worker=SCHEDULES[name].stages_per_worker[0]) == []
 
 
 @pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "3", "1,20,3"])

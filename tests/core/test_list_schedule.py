@@ -8,7 +8,7 @@ from engine.core.action import Action, Op
 from engine.core.dry_run import dry_run
 from engine.core.list_schedule import merged_compute, starts
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.schedule import one_f_one_b
+from engine.core.schedules.registry import SCHEDULES
 from engine.core.transfer_pass import with_transfers
 from tests.core.drawing import drawn_program, plain
 
@@ -35,7 +35,7 @@ def test_two_stages_on_one_worker() -> None:
 @pytest.mark.parametrize("microbatches", [1, 4, 8, 16])
 def test_one_slot_each_is_one_forward_one_backward(stages: int, microbatches: int) -> None:
     program = merged_compute(one_slot_each(Grid(stages, microbatches)))
-    assert tuple(program.values()) == one_f_one_b(stages, microbatches)
+    assert tuple(program.values()) == SCHEDULES["1f1b"](stages, microbatches)
 
 
 @pytest.mark.parametrize("stages", range(2, 9))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.fault import At, Fault, Owner, When
+from engine.core.fault import At, Fault, Owner, Role, When
 from engine.core.job import Job
 from engine.core.planned import planned
 from engine.core.precision import precision
@@ -80,6 +80,12 @@ def test_after_a_recovery_only_the_named_action_is_looked_at() -> None:
     strike = {"event": "fault", "fault": "f", "of": 2, "slot": [0, 1], "at_ns": 3}
     assert precision(JOB, [fault], [epoch, done, strike]).result == "passed"
     assert precision(JOB, [fault], [epoch, done | {"action": "1B0"}, strike]).result == "failed"
+
+
+def test_whoever_is_not_the_owner_may_be_anywhere() -> None:
+    fault = Fault("f", at(1, "1B0"), (Role("shadow"),))
+    strike = {"event": "fault", "fault": "f", "of": 0, "slot": [0, 1], "at_ns": 3}
+    assert precision(JOB, [fault], [strike]).text == "0 struck where the scenario says"
 
 
 def test_a_second_victim_may_be_anywhere() -> None:

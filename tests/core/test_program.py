@@ -10,7 +10,7 @@ from engine.core.action import Op, parse_action
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
 from engine.core.program import build_program, build_validation, from_csv, on_owners, to_csv
-from engine.core.schedule import SCHEDULES, one_f_one_b
+from engine.core.schedules.registry import SCHEDULES
 from engine.core.transfer_pass import with_transfers
 from engine.core.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
@@ -176,8 +176,8 @@ def test_validation_of_any_ownership_executes(seed: int) -> None:
 
 
 def test_a_schedule_gives_one_slot_to_each_worker() -> None:
-    with pytest.raises(AssertionError, match="worker 7 owns two slots"):
-        on_owners(one_f_one_b(2, 1), Ownership(Grid(2, 1), (7, 7)))
+    with pytest.raises(AssertionError, match="worker 7 owns the stages of two lists"):
+        on_owners(SCHEDULES["1f1b"](2, 1), Ownership(Grid(2, 1), (7, 7)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -190,7 +190,7 @@ def test_csv_round_trip(schedule: str, grid: Grid) -> None:
 
 
 def test_csv_is_one_worker_a_row_one_action_a_cell() -> None:
-    program = on_owners(one_f_one_b(2, 2), one_slot_each(Grid(2, 2)))
+    program = on_owners(SCHEDULES["1f1b"](2, 2), one_slot_each(Grid(2, 2)))
     assert to_csv(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.core.fault import After
 from engine.core.scenario import Every, Expect, Limits, Scenario
 from engine.core.scenario_plain import scenario_plain
-from engine.files.scenario_file import library, load_document, load_scenario
+from engine.files.scenario_file import load_document, load_scenario, scenario_names
 from engine.files.strict_yaml import read_text
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted
@@ -20,13 +20,9 @@ def again(written: Scenario) -> Scenario:
     return load_document(Path("x.yaml"), read_text(json.dumps(scenario_plain(written)), "x.yaml"), kinds()).scenario
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(library().glob("*.yaml")) if not path.stem.startswith("matrix-")],
-    ids=lambda p: p.stem,
-)
-def test_the_library(path: Path) -> None:
-    found = load_scenario(str(path), kinds()).scenario
+@pytest.mark.parametrize("name", scenario_names())
+def test_the_library(name: str) -> None:
+    found = load_scenario(name, kinds()).scenario
     assert again(found) == found
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.dry_run import peak_stash
-from engine.core.schedule import SCHEDULES, gpipe, one_f_one_b
+from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn, plain
 
 SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in (*range(1, 34), 63, 64)]
@@ -38,7 +38,7 @@ SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_
     ],
 )
 def test_1f1b(shape: tuple[int, int], drawing: str) -> None:
-    assert drawn(one_f_one_b(*shape)) == plain(drawing)
+    assert drawn(SCHEDULES["1f1b"](*shape)) == plain(drawing)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_1f1b(shape: tuple[int, int], drawing: str) -> None:
     ],
 )
 def test_gpipe(shape: tuple[int, int], drawing: str) -> None:
-    assert drawn(gpipe(*shape)) == plain(drawing)
+    assert drawn(SCHEDULES["gpipe"](*shape)) == plain(drawing)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_each_microbatch_goes_forward_then_back_once_and_in_order(name: str) -> None:
     for num_stages, num_microbatches in SHAPES:
         for stage, actions in enumerate(SCHEDULES[name](num_stages, num_microbatches)):
@@ -73,7 +73,7 @@ def test_each_microbatch_goes_forward_then_back_once_and_in_order(name: str) -> 
 
 def test_peak_stash_of_every_stage() -> None:
     for num_stages, num_microbatches in SHAPES:
-        early = [peak_stash(actions) for actions in one_f_one_b(num_stages, num_microbatches)]
+        early = [peak_stash(actions) for actions in SCHEDULES["1f1b"](num_stages, num_microbatches)]
         assert early == [min(num_stages - stage, num_microbatches) for stage in range(num_stages)]
-        late = [peak_stash(actions) for actions in gpipe(num_stages, num_microbatches)]
+        late = [peak_stash(actions) for actions in SCHEDULES["gpipe"](num_stages, num_microbatches)]
         assert late == [num_microbatches] * num_stages

@@ -10,7 +10,7 @@ from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.program import Program, build_program
 from engine.core.requires import carried, makes, needs
-from engine.core.schedule import SCHEDULES
+from engine.core.schedules.registry import SCHEDULES
 from engine.core.verify import Violation, verify
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
@@ -323,8 +323,16 @@ def test_exactly_what_executes_is_accepted(case: Case, moves: list[tuple[int, in
             "worker 0, position 0: 0SEND_F1: there is no other worker at the other end",
         ),
         (one_slot_each(Grid(2, 2)), "0f0", "worker 0, position 0: 0f0: no part of a whole step"),
-        (one_slot_each(Grid(2, 2)), "0I0", "worker 0, position 0: 0I0: no part of a whole step"),
-        (one_slot_each(Grid(2, 2)), "0W1", "worker 0, position 0: 0W1: no part of a whole step"),
+        (
+            one_slot_each(Grid(2, 2)),
+            "0I0",
+            "worker 0, position 0: 0I0: stands beside a backward of this microbatch in another form",
+        ),
+        (
+            one_slot_each(Grid(2, 2)),
+            "0W1",
+            "worker 0, position 0: 0W1: stands beside a backward of this microbatch in another form",
+        ),
         (one_slot_each(Grid(2, 2)), "0HEAL", "worker 0, position 0: 0HEAL: heals nobody"),
         (SHADOWED, "1HEAL", "worker 0, position 0: 1HEAL: heals nobody"),
         (SHADOWED, "1B0", "worker 0, position 0: 1B0: belongs to worker 1, the owner of its slot"),

@@ -132,3 +132,10 @@ def test_an_interrupted_benchmark_of_the_store_leaves_nothing(launch: Launch) ->
     assert "Traceback" not in done.stderr
     assert launcher.leftovers() == []
     assert list((launcher.folder / "results" / "bench").iterdir()) == []
+
+
+def test_matrix(launch: Launch) -> None:
+    rows = rows_of(launch, "matrix")
+    assert [row["metric"] for row in rows] == ["s per case, beside one alone", "s in its lane, beside one alone"]
+    assert {row["n"] for row in rows} == {6}
+    assert [row["goal"] for row in rows] == [3.0, None]

@@ -157,7 +157,7 @@ def test_whoever_is_warned_hands_over_and_leaves(strike: Strike, faultless: Call
 
 
 def test_whoever_is_warned_too_late_is_killed(strike: Strike, faultless: Callable[..., Any]) -> None:
-    slow = {"model": "timed", "model_args": {"forward_ms": 40}}
+    slow = {"model": "timed", "model_args": {"forward_ms": 40}, "steps": 4}
     struck = strike(at("1B2", "terminate", grace_ns=30_000_000), **slow)
     check(struck, faultless(**slow), 1)
     assert struck.codes[1] == -signal.SIGKILL

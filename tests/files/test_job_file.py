@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.errors import UserError
 from engine.core.job import Job
-from engine.core.schedule import SCHEDULES
+from engine.core.schedules.registry import SCHEDULES
 from engine.files.job_file import resolve_job
 from engine.files.resolved_job import Resolved, explain
 

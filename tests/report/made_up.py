@@ -137,7 +137,9 @@ class MadeUpRun:
         yield self._epoch([[worker, "was ended by SIGKILL"]], "an exit was seen")
         for phase in ("fence", "inventory", "regroup"):
             self.now_ms += PHASES_MS[phase]
-            yield from ({**agent("mark", self.now_ms, phase=phase, epoch=self.epoch), "worker": each} for each in members)
+            yield from (
+                {**agent("mark", self.now_ms, phase=phase, epoch=self.epoch), "worker": each} for each in members
+            )
         yield agent("plan", self.now_ms + 1, epoch=self.epoch)
         self.now_ms += PHASES_MS["plan"]
         yield agent("go", self.now_ms, epoch=self.epoch)

@@ -15,8 +15,9 @@ from engine.core.errors import DivergedError, UserError
 from engine.core.job import Job
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import LayerSpec, Model, Tensors, Tie, as_tensors
+from engine.runtime.build_layer import build_layer
 from engine.runtime.log import squared_norm
-from engine.runtime.stage import Stage, build_layer
+from engine.runtime.stage import Stage
 from engine.runtime.tensor_spec import TensorSpec
 
 M = 3
@@ -155,8 +156,13 @@ def inputs_of(microbatch: int) -> Tensors:
 TARGETS = (torch.full((4, 1), 0.5),)
 
 
-def trained_by(stages: Sequence[Stage]) -> tuple[dict[str, Tensor | None], dict[str, Tensor], list[float]]:
-    """Runs all microbatches through a chain of stages; returns gradients, buffers and losses."""
+def trained_by(
+    stages: Sequence[Stage], parts: str = "whole"
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor], list[float]]:
+    """Runs all microbatches through a chain of stages; returns gradients, buffers and losses.
+
+    Backwards are `whole`, in two parts whose second ones come `late`, or of either form in turn (`mixed`).
+    """
     handed_back: dict[int, Tensors] = {}
     for microbatch in range(M):
         tensors = inputs_of(microbatch)
@@ -166,9 +172,17 @@ def trained_by(stages: Sequence[Stage]) -> tuple[dict[str, Tensor | None], dict[
     for microbatch in range(M):
         gradients: Tensors = ()
         for stage in reversed(stages):
-            gradients = stage.backward(STEP, microbatch, gradients)
+            whole = parts == "whole" or (parts == "mixed" and microbatch == 1)
+            if whole:
+                for late in range(stage.added, microbatch):
+                    stage.backward_weights(late)
+            gradients = (stage.backward if whole else stage.backward_input)(STEP, microbatch, gradients)
         handed_back[microbatch] = gradients
     assert set(handed_back.values()) == {()}, "the model's input needs no gradient"
+    for stage in stages:
+        for late in range(stage.added, M):
+            stage.backward_weights(late)
+        assert stage.pending == {}
     return *tensors_of([layer for stage in stages for layer in stage.layers.values()]), list(stages[-1].losses.values())
 
 
@@ -209,10 +223,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("checkpoint", [0, 1, 2, 3])
 @pytest.mark.parametrize("starts", [(0,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("name", MODELS)
-def test_same_bits_as_plain_autograd(name: str, starts: tuple[int, ...], checkpoint: int) -> None:
+@pytest.mark.parametrize("parts", ["whole", "late", "mixed"])
+def test_same_bits_as_plain_autograd(name: str, starts: tuple[int, ...], checkpoint: int, parts: str) -> None:
     model = model_of(MODELS[name])
     job = job_of(seed=3, activation_checkpoint=checkpoint)
-    gradients, buffers, losses = trained_by(chain(job, model, starts))
+    gradients, buffers, losses = trained_by(chain(job, model, starts), parts)
     plain_gradients, plain_buffers, plain_losses = trained_plainly(model, 3)
     assert losses == plain_losses
     assert gradients.keys() == plain_gradients.keys()

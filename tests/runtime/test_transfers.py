@@ -13,7 +13,7 @@ from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program import Program, build_program, build_validation
 from engine.core.requires import Kind, Value, carried
 from engine.core.routes import routes_of
-from engine.core.schedule import SCHEDULES
+from engine.core.schedules.registry import SCHEDULES
 from engine.models.layers import Tensors
 from engine.runtime.tensor_spec import Border, TensorSpec
 from engine.runtime.transfers import Purpose, Receive, Receiver, carrier_key, receives_of, transfer_key

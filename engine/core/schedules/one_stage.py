@@ -1,27 +1,21 @@
-"""Schedules: rules that make the compute actions of one pipeline, one stage per worker.
-
-A generator maps (stages P, microbatches M) to one list of actions per stage. It knows nothing of transfers,
-reduction or commit: passes add those. Backwards come in microbatch order, so that gradients are always added in
-the same order, whatever the schedule.
-"""
+"""Schedules of one stage per worker: GPipe and 1F1B."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from engine.core.action import Action, Op
+from engine.core.schedules.compute import ComputeLists
 
-ComputeLists = tuple[tuple[Action, ...], ...]
 
-
-def gpipe(num_stages: int, num_microbatches: int) -> ComputeLists:
+def gpipe(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
-    return tuple(_warm_up_then_pairs(stage, num_microbatches, num_microbatches) for stage in range(num_stages))
+    assert stages_per_worker == 1
+    return tuple(_warm_up_then_pairs(stage, num_microbatches, num_microbatches) for stage in range(num_workers))
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> ComputeLists:
+def one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """1F1B: stage s holds residuals of at most P - s microbatches (Narayanan et al., PipeDream-Flush, ICML 2021)."""
-    return tuple(_warm_up_then_pairs(stage, num_stages - stage - 1, num_microbatches) for stage in range(num_stages))
+    assert stages_per_worker == 1
+    return tuple(_warm_up_then_pairs(stage, num_workers - stage - 1, num_microbatches) for stage in range(num_workers))
 
 
 def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -33,6 +27,3 @@ def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> 
     first_left = num_microbatches - num_warm_up
     actions += [Action(stage, Op.B, microbatch) for microbatch in range(first_left, num_microbatches)]
     return tuple(actions)
-
-
-SCHEDULES: dict[str, Callable[[int, int], ComputeLists]] = {"1f1b": one_f_one_b, "gpipe": gpipe}

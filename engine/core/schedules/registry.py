@@ -1,0 +1,45 @@
+"""The schedules that there are, and what each takes; a schedule of one's own is the CSV text of its compute lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.schedules.compute import ComputeLists, Generator
+from engine.core.schedules.dual_pipe_v import dual_pipe_v
+from engine.core.schedules.interleaved import interleaved, interleaved_flexible, looped_bfs
+from engine.core.schedules.one_stage import gpipe, one_f_one_b
+from engine.core.schedules.placement import Placement
+from engine.core.schedules.zero_bubble import zb1p, zbv
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A generator, and what it can be asked for. With one stage per worker both placements are the same."""
+
+    generate: Generator
+    placement: Placement = "loop"
+    stages_per_worker: tuple[int, int] = (1, 1)  # least and most
+    least_microbatches: Callable[[int], int] = lambda num_workers: 1
+
+    def takes(self, stages_per_worker: int) -> bool:
+        """Says whether a worker may have so many stages."""
+        least, most = self.stages_per_worker
+        return least <= stages_per_worker <= most
+
+    def __call__(self, num_workers: int, num_microbatches: int, stages_per_worker: int = 1) -> ComputeLists:
+        """Returns the compute lists of one pipeline of `num_workers` workers."""
+        return self.generate(num_workers, stages_per_worker, num_microbatches)
+
+
+_ANY = 4096
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": Schedule(one_f_one_b),
+    "gpipe": Schedule(gpipe),
+    "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
+    "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
+    "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),
+    "zb1p": Schedule(zb1p),
+    "zbv": Schedule(zbv, "v", (2, 2)),
+    "dualpipev": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers),
+}

@@ -1,0 +1,104 @@
+"""Compute lists as CSV: row n is worker n, a cell is an action, as torch's pipelining writes and reads it.
+
+Rules for what is read: an empty cell is an idle step and is skipped, a pair that torch would overlap stands for its two
+parts in a row, an action that computes nothing is refused with worker and position. Of every stage the microbatches of
+the forwards, and of the backwards, are put in order at the places that they take: so what is computed does not depend
+on the schedule. Whether the result can run is for the verification to say.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
+
+from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
+from engine.core.errors import ScheduleError
+from engine.core.schedules.compute import ComputeLists
+
+_OVERLAPPED = ("OVERLAP_F_B", "OVERLAP_B_F")
+
+
+def is_text(schedule: str) -> bool:
+    """Says whether a schedule is given as CSV, not by name."""
+    return "," in schedule or "\n" in schedule
+
+
+def rows_to_csv(rows: Iterable[Sequence[Action]]) -> str:
+    """Returns actions as CSV."""
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows([str(action) for action in row] for row in rows)
+    return text.getvalue()
+
+
+def rows_from_csv(text: str) -> list[tuple[Action, ...]]:
+    """Returns the actions of each row; raises ScheduleError with worker and position."""
+    rows: list[tuple[Action, ...]] = []
+    try:
+        for worker, row in enumerate(csv.reader(StringIO(text))):
+            rows.append(tuple(_parse_row(worker, row)))
+    except csv.Error as error:
+        raise ScheduleError(f"worker {len(rows)}: expected actions as CSV: {error}") from error
+    return rows
+
+
+def lists_from_csv(text: str) -> ComputeLists:
+    """Returns the compute lists that `text` holds, microbatches in order; raises ScheduleError."""
+    rows = rows_from_csv(text)
+    for worker, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action.op not in COMPUTE_OPS or action.op is Op.REDO_F or action.pipeline:
+                expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
+                raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, found {action}")
+    return tuple(_in_order(row) for row in rows)
+
+
+def stages_on(lists: ComputeLists) -> dict[int, int]:
+    """Returns the number of the worker of each stage; raises ScheduleError where a stage is on two."""
+    found: dict[int, int] = {}
+    for worker, row in enumerate(lists):
+        for stage in sorted({action.stage for action in row}):
+            if found.setdefault(stage, worker) != worker:
+                raise ScheduleError(f"worker {worker}: stage {stage} is on worker {found[stage]} too")
+    return found
+
+
+def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Puts the microbatches of each stage in order: of its forwards, of its backwards, of those for the weights."""
+    queues: dict[tuple[int, Op], list[int]] = {}
+    line = [(each, (each.stage, Op.B if each.op is Op.I else each.op)) for each in row]
+    for action, key in line:
+        if action.op is not Op.W:
+            queues.setdefault(key, []).append(action.microbatch)
+    rest = {key: iter(sorted(microbatches)) for key, microbatches in queues.items()}
+    in_parts: dict[int, list[int]] = {}
+    ordered = []
+    for action, key in line:
+        microbatch = action.microbatch
+        if action.op is not Op.W:
+            microbatch = next(rest[key])
+            if action.op is Op.I:
+                in_parts.setdefault(action.stage, []).append(microbatch)
+        ordered.append(action._replace(microbatch=microbatch))
+    weights = {stage: iter(microbatches) for stage, microbatches in in_parts.items()}
+    return tuple(
+        each._replace(microbatch=next(weights.get(each.stage, iter(())), each.microbatch)) if each.op is Op.W else each
+        for each in ordered
+    )
+
+
+def _parse_row(worker: int, row: Sequence[str]) -> Iterator[Action]:
+    for position, cell in enumerate(row):
+        for text in _parts(cell.strip()):
+            try:
+                yield parse_action(text)
+            except ScheduleError as error:
+                raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
+
+
+def _parts(cell: str) -> list[str]:
+    """Returns the texts of a cell's actions: none, one, or the two of a pair such as (2F0;1B3)OVERLAP_F_B."""
+    pair, end, op = cell.removeprefix("(").partition(")")
+    if cell.startswith("(") and end and op in _OVERLAPPED:
+        return pair.split(";")
+    return [cell] if cell else []

@@ -1,0 +1,28 @@
+"""What a stage keeps of a microbatch between its forward and its backward, and between the two parts of a backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.models.layers import Tensors
+from engine.runtime.buffers import Buffers
+from engine.runtime.segment import Segment
+
+Pending = list[tuple[int, Segment, Tensors]]  # of a backward for the weights: layer, segment, gradients of its outputs
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What it takes to redo the forward of a group of layers: its inputs, and its buffers as they were before."""
+
+    inputs: Tensors
+    buffers: Buffers
+
+
+@dataclass(slots=True)
+class Residual:
+    """What a stage keeps of one microbatch: per group of layers either all segments, or what it takes to redo it."""
+
+    groups: list[list[Segment] | Checkpoint]
+    outputs: Tensors
+    loss: Segment | None = None

@@ -1,0 +1,117 @@
+"""The dry run of every schedule meets the formulas of the literature exactly: waiting time, memory, length.
+
+P workers, M microbatches, V stages per worker. Forward 1, backward 2, each part of it 1; what a worker waits is counted
+between its first and its last action, and the most of all workers is taken, as the literature does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.core.action import Op
+from engine.core.dry_run import dry_run, peak_stash, unit_costs
+from engine.core.ownership import Grid, fresh
+from engine.core.program import on_owners
+from engine.core.schedules.placement import worker_of
+from engine.core.schedules.registry import SCHEDULES, Schedule
+from engine.core.transfer_pass import with_transfers
+from tests.core.passing_time import passed
+
+FORWARD, BACKWARD = 1, 2
+
+
+def late(num_workers: int, num_microbatches: int) -> int:
+    """How many microbatches are missing to fill all workers at once."""
+    return max(0, num_workers - num_microbatches)
+
+
+def fills_and_drains(p: int, v: int, m: int) -> int:
+    """(P-1)(F+B); every further turn of fewer than P microbatches waits for the rest of the way round."""
+    return (p - 1 + (v - 1) * late(p, m)) * (FORWARD + BACKWARD)
+
+
+WAITS: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": fills_and_drains,
+    "1f1b": fills_and_drains,
+    "interleaved": fills_and_drains,
+    "interleaved-flexible": fills_and_drains,
+    "looped-bfs": fills_and_drains,
+    "zb1p": lambda p, v, m: p - 1 + late(p, m),  # (P-1)(F+B-2W)
+    "zbv": lambda p, v, m: 2 * late(2 * p - 1, m),  # none
+    "dualpipev": lambda p, v, m: p - 1,
+}
+
+
+def megatron_stash(p: int, v: int, m: int, worker: int) -> int:
+    """The warm-up of rounds of P microbatches, and the forward that comes before the first backward."""
+    return min(v * m, (v - 1) * p + 2 * (p - 1 - worker) + 1) if v > 1 else min(m, p - worker)
+
+
+STASH: dict[str, Callable[[int, int, int, int], int]] = {
+    "gpipe": lambda p, v, m, worker: m,
+    "1f1b": lambda p, v, m, worker: min(m, p - worker),
+    "looped-bfs": lambda p, v, m, worker: v * m,
+    "zb1p": lambda p, v, m, worker: min(m, p),
+    "interleaved": megatron_stash,
+    "interleaved-flexible": megatron_stash,
+}
+
+
+def shapes(schedule: Schedule, microbatches: range = range(1, 65)) -> Iterator[tuple[int, int, int]]:
+    least, most = schedule.stages_per_worker
+    for p in range(2, 17):
+        for v in range(least, min(4, most) + 1):
+            yield from ((p, v, m) for m in microbatches if m >= schedule.least_microbatches(p))
+
+
+@pytest.mark.timeout(300)  # twenty million actions in all; 10 s each on an idle machine
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_waiting_and_memory_are_what_the_literature_says(name: str) -> None:
+    schedule = SCHEDULES[name]
+    for p, v, m in shapes(schedule):
+        if name == "interleaved-flexible" and (v == 1 or m % p == 0):
+            continue  # the same as interleaved
+        lists = schedule(p, m, v)
+        waits, length = passed(lists, unit_costs)
+        assert max(waits) == WAITS[name](p, v, m), (p, v, m)
+        if name in STASH and (v == 1 or m % p == 0):  # a longer round needs a longer warm-up
+            assert [peak_stash(line) for line in lists] == [STASH[name](p, v, m, worker) for worker in range(p)]
+        if name in ("gpipe", "1f1b", "interleaved", "interleaved-flexible", "looped-bfs"):
+            assert length == v * m * (FORWARD + BACKWARD) + WAITS[name](p, v, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_dry_run_says_the_same(name: str) -> None:
+    schedule = SCHEDULES[name]
+    for p, v, m in [each for each in shapes(schedule) if each[0] in (2, 3, 5, 8) and each[2] in (1, 2, 3, 8, 17, 20)]:
+        ownership = fresh(Grid(p * v, m), v, schedule.placement)
+        lists = schedule(p, m, v)
+        run = dry_run(with_transfers(on_owners(lists, ownership), ownership), ownership)
+        waits, length = passed(lists, unit_costs)
+        assert (list(run.waits.values()), run.makespan) == (waits, length)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+def test_a_v_holds_no_more_than_its_turn(name: str) -> None:
+    """Of two half stages per worker: 2P are as much as P whole ones; DualPipeV holds one more."""
+    for p, v, m in shapes(SCHEDULES[name], range(1, 65, 9)):
+        peaks = [peak_stash(line) for line in SCHEDULES[name](p, m, v)]
+        assert max(peaks) <= 2 * p + (name == "dualpipev"), (p, m, peaks)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_microbatch_goes_forward_and_back_once_and_in_order(name: str) -> None:
+    schedule = SCHEDULES[name]
+    for p, v, m in shapes(schedule, range(1, 65, 7)):
+        lines = schedule(p, m, v)
+        assert len(lines) == p
+        for worker, line in enumerate(lines):
+            stages = [stage for stage in range(p * v) if worker_of(stage, p, schedule.placement) == worker]
+            for stage in stages:
+                for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
+                    found = [each.microbatch for each in line if each.stage == stage and each.op in ops]
+                    assert found == list(range(m))
+            assert sorted({action.stage for action in line}) == stages
+            assert len({*line}) == len(line)

@@ -1,0 +1,191 @@
+"""Says beforehand how a run with kills goes: who owns what when, what a victim has done by then, and who is left.
+
+Rules: pure and seeded. A kill is at an action that its victim has in the program of that step, and somebody else holds
+what the victim owns. A step is without a kill until everything that can be healed has been, unless the healing itself
+is to be struck. What is expected comes from the core's own functions, what happened from the events of the run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from engine.core.action import STAGE_OPS, Action, Op
+from engine.core.fault import WHENS, When
+from engine.core.job import Job
+from engine.core.membership_state import Options, State, begin
+from engine.core.membership_verdicts import heirs
+from engine.core.ownership import Ownership, Slot, with_shadows
+from engine.core.planned import fresh_ownership
+from engine.core.program import Program, build_program
+
+Place = str  # of a stage in its pipeline
+PLACES: tuple[Place, ...] = ("first", "middle", "last")
+OPS = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.HEAL, Op.F, Op.B, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP)
+# The step of a kill, or the next one, is recovered; the next is healed.
+BETWEEN_KILLS = 3
+
+
+class Sort(NamedTuple):
+    """What a kill strikes: an op before, during or after it, at the first, a middle or the last stage."""
+
+    op: Op
+    when: When
+    place: Place
+
+
+# The ends of a pipeline have nobody to exchange these with.
+SORTS = tuple(
+    Sort(op, when, place)
+    for op in OPS
+    for when in WHENS
+    for place in PLACES
+    if not (place == "first" and op in (Op.RECV_F, Op.SEND_B)) and not (place == "last" and op in (Op.RECV_B, Op.SEND_F))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill as ``--kill`` spells it, and what must come of it: whom it takes, who ran which actions until then."""
+
+    text: str
+    sort: Sort
+    step: int
+    worker: int
+    done: tuple[str, ...]  # the actions of the victim that are recorded for the step
+
+
+class _Strike(NamedTuple):
+    """A possible kill: an action of a worker's list, by its number there."""
+
+    worker: int
+    index: int
+    action: Action
+    when: When
+
+
+def place_of(stage: int, job: Job) -> Place:
+    """Returns where in its pipeline a stage is."""
+    return "first" if stage == 0 else "last" if stage == job.stages - 1 else "middle"
+
+
+class Forecast:
+    """Who owns and shadows what in a run, from one kill to the next."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.ownership = fresh_ownership(job)
+        self.members = self.ownership.workers()
+
+    def survives(self, worker: int) -> bool:
+        """Says whether others hold all that a worker owns."""
+        return len(self.members) > 1 and not heirs(self._state(), (worker,)).lost
+
+    def dies(self, worker: int) -> None:
+        """Takes a worker out; its slots go to their heirs."""
+        inherited = heirs(self._state(), (worker,))
+        self.members = tuple(each for each in self.members if each != worker)
+        self.ownership = Ownership(self.ownership.grid, inherited.owners, inherited.shadows)
+
+    def healed(self) -> Ownership:
+        """Returns the ownership with the shadows that are wanted."""
+        return with_shadows(self.ownership, self.job.redundancy, self.job.redundancy_level, self.members)
+
+    def heals(self) -> None:
+        """Gives every slot its shadows."""
+        self.ownership = self.healed()
+
+    def program(self) -> Program:
+        """Returns the program of the next step."""
+        grown = self.healed()
+        new: frozenset[tuple[int, Slot]] = frozenset(
+            (worker, slot)
+            for slot in grown.grid.slots()
+            for worker in grown.shadows_of(*slot)
+            if worker not in self.ownership.shadows_of(*slot)
+        )
+        return build_program(self.job.schedule, grown, self.job.redundancy, new)
+
+    def _state(self) -> State:
+        grid = self.ownership.grid
+        options = Options(stages=grid.stages, redundant=self.job.redundancy != "none")
+        shadows = self.ownership.shadows or tuple(() for _ in grid.slots())
+        return begin(options, self.ownership.owners, shadows, self.job.steps - 1, 0)._replace(members=self.members)
+
+
+def plan_kills(
+    job: Job, wanted: Iterable[Sort], seed: int, *, most: int = 64, between: int = BETWEEN_KILLS
+) -> tuple[Kill, ...]:
+    """Returns the kills of one run: first of the sorts that are `wanted`, in that order, then any that are possible."""
+    dice = random.Random(seed)  # noqa: S311 - the same seed makes the same run
+    left, kills = list(wanted), []
+    forecast, step = Forecast(job), 1
+    is_whole, is_open = True, True  # every slot has its shadows; the step of the kill before was not committed by then
+    while len(kills) < most and step < job.steps - 1:
+        program = forecast.program()
+        possible = list(_possible(forecast, program, is_whole))
+        chosen = _choose(possible, left, dice, job, any_will_do=is_whole)
+        if chosen is not None:
+            sort = _sort_of(chosen, job)
+            if sort in left:
+                left.remove(sort)
+            kills.append(_kill(chosen, sort, step, program[chosen.worker]))
+            is_open = _is_before_its_votes(chosen, program[chosen.worker])
+            forecast.dies(chosen.worker)
+        elif is_whole:
+            break
+        if is_whole and chosen is not None and is_open:
+            step, is_whole = step + 1, False  # the step in which it is healed
+            continue
+        step += between if is_whole or chosen is not None else between - 1
+        forecast.heals()
+        is_whole = True
+    return tuple(kills)
+
+
+def _possible(forecast: Forecast, program: Program, is_whole: bool) -> Iterator[_Strike]:
+    """Yields every kill that the others survive; where not everything is healed yet, of healing only."""
+    for worker, actions in program.items():
+        if worker not in forecast.members or not forecast.survives(worker):
+            continue
+        for index, action in enumerate(actions):
+            owned = forecast.ownership.owner(action.pipeline, action.stage) == worker
+            if owned and (is_whole or action.op is Op.HEAL):
+                yield from (_Strike(worker, index, action, when) for when in WHENS)
+
+
+def _choose(
+    possible: list[_Strike], wanted: list[Sort], dice: random.Random, job: Job, *, any_will_do: bool
+) -> _Strike | None:
+    by_sort: dict[Sort, list[_Strike]] = {}
+    for each in possible:
+        by_sort.setdefault(_sort_of(each, job), []).append(each)
+    sort = next((each for each in wanted if each in by_sort), None)
+    if sort is None and any_will_do and by_sort:
+        sort = dice.choice(sorted(by_sort))
+    return dice.choice(by_sort[sort]) if sort is not None else None
+
+
+def _sort_of(strike: _Strike, job: Job) -> Sort:
+    return Sort(strike.action.op, strike.when, place_of(strike.action.stage, job))
+
+
+def _is_before_its_votes(strike: _Strike, actions: tuple[Action, ...]) -> bool:
+    """Says whether the victim has surely not cast its last vote, so that the step is not committed."""
+    last = max(index for index, action in enumerate(actions) if action.op is Op.COMMIT)
+    return strike.index < last or (strike.index == last and strike.when == "before")
+
+
+def _kill(strike: _Strike, sort: Sort, step: int, actions: tuple[Action, ...]) -> Kill:
+    action = strike.action
+    microbatch = "" if action.op in STAGE_OPS else f":{action.microbatch}"
+    text = f"{step}:{action.stage}:{action.op}{microbatch}:{strike.when}@{action.pipeline}"
+    done = actions[: strike.index + (strike.when == "after")]
+    return Kill(text, sort, step, strike.worker, tuple(map(str, done)))
+
+
+def without_redundancy(job: Job) -> Job:
+    """Returns the job whose trajectory every run of `job` must have: nobody holds anything twice."""
+    return replace(job, redundancy="none", redundancy_level=1)

@@ -1,0 +1,137 @@
+"""Runs jobs with real kills beside their fault-free twins, and says everything that went otherwise than forecast.
+
+Rule: nothing is taken on trust: that the victim is dead, by which signal and at which action, is read off the events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.core.fault import Fault, parse_kills
+from engine.core.job import Job
+from engine.runtime.account import Account
+from engine.runtime.children import ForkServer
+from engine.runtime.session import Ending, run_session
+from tests.e2e.kill_forecast import Kill, without_redundancy
+
+Event = dict[str, Any]
+
+_MLP = {"model": "mlp", "model_args": {"width": 16, "depth": 5, "dropout": 0.1}, "stages": 6, "microbatches": 4}
+_TIED = {"model": "gpt", "model_args": {"width": 16, "heads": 2, "tied": True}, "stages": 5, "microbatches": 3}
+_BATCH_NORM = {"model": "resnet18", "model_args": {"width": 8}, "stages": 5, "microbatches": 3}
+_TWO = {"stages": 3, "pipelines": 2, "microbatches": 3}
+
+# Small jobs, for which a step takes milliseconds; each survives the death of almost everybody, one after the other.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mlp-lazy": {**_MLP},
+    "mlp-lazy-2": {**_MLP, "redundancy_level": 2},
+    "mlp-eager": {**_MLP, "redundancy": "eager"},
+    "mlp-eager-2": {**_MLP, "redundancy": "eager", "redundancy_level": 2},
+    "gpt-lazy": {**_TIED},
+    "gpt-eager-2": {**_TIED, "redundancy": "eager", "redundancy_level": 2},
+    "resnet18-lazy": {**_BATCH_NORM},
+    "resnet18-eager": {**_BATCH_NORM, "redundancy": "eager"},
+    "mlp-lazy-x2": {**_MLP, **_TWO},
+    "mlp-eager-x2": {**_MLP, **_TWO, "redundancy": "eager"},
+    "mlp-reroute-x2": {**_MLP, **_TWO, "redundancy": "reroute"},
+    "mlp-none-x2": {**_MLP, **_TWO, "redundancy": "none"},
+    "gpt-lazy-x2": {**_TIED, **_TWO},
+    "gpt-reroute-x2": {**_TIED, **_TWO, "redundancy": "reroute"},
+    "resnet18-eager-x2": {**_BATCH_NORM, **_TWO, "redundancy": "eager"},
+    "resnet18-none-x2": {**_BATCH_NORM, **_TWO, "redundancy": "none"},
+}
+
+
+def job_of(setting: str) -> Job:
+    """Returns the job of a setting; its steps have room for the death of all but one."""
+    return Job(**{"microbatch_size": 2, "steps": 18, "validate_every": 0, **SETTINGS[setting]})
+
+
+class Runs:
+    """Runs jobs with one fork server, in folders of their own, and keeps how each ends when nobody dies."""
+
+    def __init__(self, folder: Path, server: ForkServer):
+        self._folder = folder
+        self._server = server
+        self._twins: dict[str, tuple[object, ...]] = {}
+        self._count = 0
+
+    def run(self, job: Job, faults: Sequence[Fault] = (), **options: Any) -> tuple[Ending, list[Event]]:
+        """Returns how a job ended, and its events."""
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        events = folder / "events.jsonl"
+        ending = run_session(job, events, folder, faults=faults, server=self._server, **options)
+        return ending, [json.loads(line) for line in events.read_text().splitlines()]
+
+    def twin(self, job: Job) -> tuple[object, ...]:
+        """Returns the outcome of a job when nobody dies and nobody holds anything twice."""
+        job = without_redundancy(job)
+        if repr(job) not in self._twins:
+            ending, _ = self.run(job)
+            assert ending.error is None, ending.error
+            self._twins[repr(job)] = outcome_of(ending.view.account)
+        return self._twins[repr(job)]
+
+    def strike(self, job: Job, kills: Sequence[Kill]) -> list[str]:
+        """Runs a job with kills; returns everything that is not as it must be."""
+        twin = self.twin(job)
+        ending, events = self.run(job, parse_kills([kill.text for kill in kills], job))
+        return [*differences(ending, twin), *_not_as_forecast(kills, events), *lives(events, kills)]
+
+
+def outcome_of(account: Account) -> tuple[object, ...]:
+    """Returns all that a death may not change: the hashes of each layer after each step, losses and validations."""
+    return tuple(account.rows), tuple(account.losses), dict(account.validations)
+
+
+def differences(ending: Ending, twin: tuple[object, ...]) -> Iterator[str]:
+    """Yields how the end of a run differs from that of its twin."""
+    if ending.error is not None or ending.outcome != "finished":
+        yield f"{ending.outcome}: {ending.error}"
+    for name, mine, its in zip(("rows", "losses", "validations"), outcome_of(ending.view.account), twin, strict=True):
+        if mine != its:
+            yield f"the {name} differ from those of the twin"
+
+
+def _not_as_forecast(kills: Sequence[Kill], events: Sequence[Event]) -> Iterator[str]:
+    """Yields which kills did not strike, struck another, or struck at another action."""
+    struck = {event["fault"]: event["of"] for event in events if event["event"] == "fault"}
+    for kill in kills:
+        if struck.get(kill.text) != kill.worker:
+            yield f"{kill.text} struck {struck.get(kill.text)}, not worker {kill.worker}"
+            continue
+        done = tuple(actions_of(events, kill.worker, kill.step))
+        if done != kill.done:
+            yield f"{kill.text}: worker {kill.worker} had done {' '.join(done)}, not {' '.join(kill.done)}"
+    yield from (f"{event['fault']}: {event['how']}" for event in events if event["event"] == "unconfirmed")
+
+
+def lives(events: Sequence[Event], kills: Sequence[Kill]) -> Iterator[str]:
+    """Yields whoever was started twice, spoke as another process, ended in the wrong way, or is there still."""
+    started = [(event["of"], event["child"]) for event in events if event["event"] == "started"]
+    pids = dict(started)
+    if len(started) != len(pids):
+        yield f"started more than once: {started}"
+    spoke = {(event["worker"], event["pid"]) for event in events if event["worker"] >= 0}
+    yield from (f"worker {worker} spoke as {pid}" for worker, pid in sorted(spoke) if pids[worker] != pid)
+    codes = Counter((event["of"], event["code"]) for event in events if event["event"] == "exit")
+    victims = {kill.worker for kill in kills}
+    due = Counter((worker, -signal.SIGKILL if worker in victims else 0) for worker in pids)
+    if codes != due:
+        yield f"ended as {sorted(codes.elements())}, not as {sorted(due.elements())}"
+    yield from (f"worker {worker} is there still" for worker, pid in pids.items() if os.path.exists(f"/proc/{pid}"))
+
+
+def actions_of(events: Sequence[Event], worker: int, step: int) -> Iterator[str]:
+    """Yields the actions of a step that a worker has recorded."""
+    for event in events:
+        if event["event"] == "action" and event["worker"] == worker and event["step"] == step:
+            yield event["action"]

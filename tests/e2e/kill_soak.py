@@ -1,0 +1,87 @@
+"""``python -m tests.e2e.kill_soak``: real kills without end, each run against its fault-free twin.
+
+Runs are drawn from a seed and take turns with the settings. ``--kills N`` stops after so many; the first run that goes
+otherwise than it must is told with the command that repeats it, ``--seed S --only SETTING``, and its folder is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+from itertools import count
+from pathlib import Path
+from time import monotonic
+
+from engine.runtime.children import ForkServer
+from tests.e2e.kill_forecast import SORTS, Kill, plan_kills
+from tests.e2e.kill_runs import SETTINGS, Runs, job_of
+from tests.e2e.launcher import ROOT
+
+_BETWEEN_LINES_S = 10.0
+
+
+def main() -> int:
+    """Returns 0 if nothing came of any kill, 1 if something did."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.kill_soak")
+    parser.add_argument("--kills", type=int, default=1000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first run's; each one has its own")
+    parser.add_argument("--only", choices=SETTINGS, help="one run of one setting")
+    given = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)  # jobs are run from folders of their own
+    folder = Path(tempfile.mkdtemp(prefix="kill-soak-"))
+    with ForkServer() as server:
+        runs = Runs(folder, server)
+        failed = _one(runs, given.only, given.seed) if given.only else _many(runs, given.seed, given.kills)
+    if failed:
+        _print(f"its events and logs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return int(failed)
+
+
+def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
+    """Tries runs until there were enough kills, and says every few seconds how far it is; says whether one failed."""
+    begun = told = monotonic()
+    kills = 0
+    for seed in count(first_seed):
+        setting = list(SETTINGS)[seed % len(SETTINGS)]
+        kills += len(plan_of(setting, seed))
+        if _one(runs, setting, seed):
+            return True
+        enough = kills >= wanted
+        if enough or monotonic() - told > _BETWEEN_LINES_S:
+            told = monotonic()
+            _print(f"{seed - first_seed + 1:,} runs, {kills:,} kills in {told - begun:,.0f} s: all as their twins")
+        if enough:
+            return False
+    raise AssertionError("seeds do not end")
+
+
+def _one(runs: Runs, setting: str, seed: int) -> bool:
+    """Tries one run; prints what is wrong with it and says whether anything is."""
+    kills = plan_of(setting, seed)
+    problems = runs.strike(job_of(setting), kills)
+    if problems:
+        struck = " ".join(f"--kill {kill.text}" for kill in kills)
+        _print(f"{setting}, seed {seed}: {struck}\n" + "\n".join(problems))
+        _print(f"python -m tests.e2e.kill_soak --only {setting} --seed {seed}")
+    return bool(problems)
+
+
+def plan_of(setting: str, seed: int) -> tuple[Kill, ...]:
+    """Returns the kills of a run: some sorts in an order of its own first, so that all get their turn."""
+    wanted = random.Random(seed).sample(SORTS, len(SORTS))  # noqa: S311 - the same seed makes the same run
+    return plan_kills(job_of(setting), wanted, seed)
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

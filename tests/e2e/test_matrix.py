@@ -1,0 +1,138 @@
+"""`bamboo matrix` end to end: real kills are green, and every way in which a harness could lie comes out red.
+
+The negative controls: redundancy switched off, a shadow with a flipped bit, a fault that cannot strike, an expectation
+that cannot hold, a cell that does not end.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tests.e2e.launcher import Done, Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+Launch = Callable[..., Launcher]
+
+HEAD = """\
+version: 1
+name: controls
+about: what the harness is worth
+job: {model: mlp, stages: 3, microbatches: 2, steps: 4, validate_every: 0}
+expect: {outcome: recovered, trajectory: identical, culprit: exact}
+cases:
+"""
+KILL = "at: {step: 1, stage: 1, action: B, microbatch: 1}, do: kill"
+CASES = {
+    "good": f"faults: [{{{KILL}}}]",
+    "no-redundancy": f"job: {{redundancy: none}}\n    faults: [{{{KILL}}}]",
+    "flipped-shadow": "faults: [{at: {step: 1, stage: 1}, target: {role: shadow}, do: flip-bit}]",
+    "cannot-strike": "job: {steps: 3}\n    faults:\n      - {id: pause, at: {step: 1, stage: 1}, do: stop, for: 50ms}\n"
+    "      - {after: {fault: pause, phase: replay}, target: {worker: 2}, do: kill}",
+    "too-tight": f"expect: {{recovery: {{max: 1us}}}}\n    faults: [{{{KILL}}}]",
+    "for-ever": "faults: [{at: {step: 1, stage: 1}, do: stop}]",
+}
+
+
+def run(launch: Launch, tmp_path: Path, cases: list[str], *options: str, **environment: str) -> Done:
+    """Runs a matrix of some of the cases to its end, with nothing left behind."""
+    path = tmp_path / "controls.yaml"
+    path.write_text(HEAD + "".join(f"  - name: {name}\n    {CASES[name]}\n" for name in cases))
+    launcher = launch("matrix", str(path), *options, **environment)
+    done = launcher.wait(110)
+    assert launcher.leftovers() == []
+    return done
+
+
+def test_negative_controls_are_red(launch: Launch, tmp_path: Path) -> None:
+    names = ["good", "no-redundancy", "flipped-shadow", "cannot-strike", "too-tight"]
+    junit, summary = tmp_path / "out" / "cells.xml", tmp_path / "summary.md"
+    environment = {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_ACTIONS": "true"}
+    done = run(launch, tmp_path, names, "--json", "--junit", str(junit), **environment)
+    assert done.code == 1, done.stderr
+    found = {each["cell"]: (each["result"], each["failure"]) for each in json.loads(done.stdout)["cells"]}
+    assert found == {
+        "good": ("passed", ""),
+        "no-redundancy": ("failed", "no_recovery"),
+        "flipped-shadow": ("failed", "no_recovery"),
+        "cannot-strike": ("invalid", ""),
+        "too-tight": ("failed", "threshold"),
+    }
+    (suite,) = ET.parse(junit).getroot()  # noqa: S314 - it is our own
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "3", "1")
+    assert "1 passed, 3 failed, 1 invalid" in summary.read_text()
+    assert done.stderr.count("::error file=") == 4
+    assert f"::error file={tmp_path}/controls.yaml,line=9,title=no-redundancy failed (no_recovery)::" in done.stderr
+
+
+def test_a_case_that_proves_nothing_is_invalid(launch: Launch, tmp_path: Path) -> None:
+    done = run(launch, tmp_path, ["cannot-strike"])
+    assert done.code == 6, done.stderr
+    assert "cannot-strike  I" in done.stdout
+
+
+def test_a_cell_that_does_not_end_has_hung(launch: Launch, tmp_path: Path) -> None:
+    done = run(launch, tmp_path, ["for-ever"], "--json", "--limit", "2")
+    assert done.code == 1
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert (cell["result"], cell["failure"], cell["text"]) == ("failed", "hang", "no end within 2 s")
+
+
+def test_what_fails_is_shrunk_and_fails_again(launch: Launch, tmp_path: Path) -> None:
+    done = run(launch, tmp_path, ["too-tight"], "--json", "--shrink", "--shrink-tries", "12")
+    assert done.code == 1, done.stderr
+    shrunk = json.loads(done.stdout)["shrunk"]
+    path = next(tmp_path.rglob(Path(shrunk["file"]).name))
+    again = launch("matrix", str(path), "--json")
+    refused = again.wait(60)
+    assert refused.code == 1, refused.stderr
+    (cell,) = json.loads(refused.stdout)["cells"]
+    assert (cell["result"], cell["failure"]) == ("failed", "threshold")
+    text = path.read_text()
+    assert "microbatches: 1" in text and "stages: 2" in text
+
+
+def test_an_interrupted_matrix_leaves_nothing_and_goes_on(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "controls.yaml"
+    path.write_text(HEAD + "".join(f"  - name: {name}\n    {CASES[name]}\n" for name in ("good", "for-ever")))
+    results = str(tmp_path / "kept")
+    first = launch("matrix", str(path), "--jobs", "1", "--results", results)
+    first.wait_until(lambda: "passed" in (first.folder / "stderr").read_text())
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait(30).code == 128 + signal.SIGTERM
+    assert first.leftovers() == []
+    second = launch("matrix", str(path), "--resume", "--cell", "good", "--results", results, "--json")
+    done = second.wait(60)
+    assert done.code == 0, done.stderr
+    assert "1 cells have passed before, 0 to run" in done.stderr
+    assert [each["cell"] for each in json.loads(done.stdout)["cells"]] == ["good"]
+    assert len(list(Path(results, "matrices").iterdir())) == 1
+
+
+def test_other_settings_are_another_cell(launch: Launch, tmp_path: Path) -> None:
+    results = str(tmp_path / "kept")
+    assert run(launch, tmp_path, ["good"], "--results", results).code == 0
+    done = run(launch, tmp_path, ["good"], "--results", results, "--resume", "--set", "redundancy=none")
+    assert done.code == 1
+    assert "have passed before" not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "num_cells"), [("kill/LOG", 6), ("during/", 3)])
+def test_some_cells_of_the_smoke_matrix(launch: Launch, text: str, num_cells: int) -> None:
+    launcher = launch("matrix", "matrix-smoke", "--cell", text, "--json")
+    done = launcher.wait(110)
+    assert done.code == 0, done.stdout + done.stderr
+    cells: list[dict[str, Any]] = json.loads(done.stdout)["cells"]
+    assert len(cells) == num_cells
+    assert {each["result"] for each in cells} == {"passed"}
+    assert all("precision: 1 struck where the scenario says" in each["text"] for each in cells)
+    runs = launcher.folder / "results" / "matrices"
+    assert [path.name for path in runs.glob("*/runs/*-*")] == [], "run folders of what passed are not kept"
+    assert launcher.leftovers() == []

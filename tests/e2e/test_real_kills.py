@@ -1,0 +1,237 @@
+"""Hundreds of real faults: whatever a worker is doing, and however it goes, nothing but its absence is to be seen.
+
+Rules: each run has its fault-free twin, and every committed step of it the same bits. Each fault is seen to have been
+carried out, at the action that was named. `python -m tests.e2e.kill_soak` goes on where this ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.action import Op
+from engine.core.errors import ExitCode
+from engine.core.fault import Fault, parse_kill
+from engine.core.job import Job
+from engine.runtime.children import ForkServer
+from engine.runtime.session import Ending
+from tests.e2e.kill_forecast import SORTS, Kill, Sort, plan_kills
+from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
+from tests.e2e.launcher import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+# With reroute and none the other pipeline is all that there is: whoever heals has nobody behind it. Without redundancy
+# inheriting goes as with reroute, and few deaths fit into one run.
+KINDS = {
+    "lazy": SORTS,
+    "eager": SORTS,
+    "reroute": tuple(sort for sort in SORTS if sort.op is not Op.HEAL),
+    "none": tuple(sort for sort in SORTS if sort.op is not Op.HEAL and sort.place == "middle"),
+}
+LEAST_KILLS = 150
+SILENCE_S = 1.5
+STEPS_TO_LEAVE = 5  # to hand over, heal, go, and heal again
+SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 8, "validate_every": 3}
+SPINNING: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:spinning", "validate_every": 0}
+
+
+@functools.cache
+def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
+    """Returns runs, as setting and kills, in which together every sort of kill is to be had with this redundancy."""
+    settings = [name for name in SETTINGS if job_of(name).redundancy == redundancy]
+    left, runs = list(KINDS[redundancy]), []
+    for seed in count():
+        setting = settings[seed % len(settings)]
+        kills = plan_kills(job_of(setting), left, seed)
+        runs.append((setting, kills))
+        struck = {kill.sort for kill in kills}
+        left = [sort for sort in left if sort not in struck]
+        if not left and seed >= len(settings):
+            break
+    return tuple(runs)
+
+
+@pytest.fixture(name="runs", scope="module")
+def _runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Returns what runs jobs, with one fork server for this whole file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with ForkServer() as server:
+            yield Runs(tmp_path_factory.mktemp("kills"), server)
+
+
+def fault(text: str, job: Job, do: str, **parameters: int | float | str) -> Fault:
+    """Returns a fault of another kind at the moment that ``--kill`` would spell."""
+    return replace(parse_kill(text, job), do=do, parameters=parameters)
+
+
+def exits_of(events: Sequence[Event]) -> dict[int, int]:
+    return {event["of"]: event["code"] for event in events if event["event"] == "exit"}
+
+
+def out_of(events: Sequence[Event]) -> list[int]:
+    """Returns whom verdicts name, in order."""
+    return [worker for event in events if event["event"] == "epoch" for worker, _ in event["verdict"]]
+
+
+def check(runs: Runs, job: Job, ending: Ending, events: Sequence[Event]) -> None:
+    """Checks that a run is as its twin, and that all its faults were seen to be carried out."""
+    assert list(differences(ending, runs.twin(job))) == []
+    assert [event for event in events if event["event"] == "unconfirmed"] == []
+
+
+def test_every_sort_of_kill_is_in_the_suite() -> None:
+    for redundancy, sorts in KINDS.items():
+        struck = Counter(kill.sort for _, kills in suite(redundancy) for kill in kills)
+        assert struck.keys() == set(sorts)
+    assert sum(len(kills) for redundancy in KINDS for _, kills in suite(redundancy)) >= LEAST_KILLS
+    settings = {setting for redundancy in KINDS for setting, _ in suite(redundancy)}
+    assert settings == set(SETTINGS)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_comes_of_any_kill(runs: Runs, setting: str) -> None:
+    job = job_of(setting)
+    for each, kills in suite(job.redundancy):
+        if each == setting:
+            assert runs.strike(job, kills) == [], [kill.text for kill in kills]
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_one_after_the_other_until_one_is_left(runs: Runs, model: str) -> None:
+    args = {"mlp": {"depth": 5, "dropout": 0.1}, "gpt": {"width": 16, "heads": 2, "tied": True}}[model]
+    job = Job(model=model, model_args=args, stages=6, microbatches=4, microbatch_size=2, steps=18, validate_every=3)
+    for seed in range(2):
+        kills = plan_kills(job, (), seed)
+        assert len({kill.worker for kill in kills}) == 5
+        assert {b.step - a.step for a, b in zip(kills, kills[1:], strict=False)} == {3}
+        assert runs.strike(job, kills) == [], [kill.text for kill in kills]
+
+
+def test_what_goes_otherwise_than_forecast_is_seen(runs: Runs) -> None:
+    job = Job(**SMALL)
+    (kill,) = plan_kills(job, (Sort(Op.B, "before", "middle"),), 0, most=1)
+    assert runs.strike(job, [kill]) == []
+    assert "had done" in " ".join(runs.strike(job, [replace(kill, done=kill.done[:-1])]))
+    assert "not worker 2" in " ".join(runs.strike(job, [replace(kill, worker=2)]))
+    other = runs.run(replace(job, seed=1))[0]
+    assert list(differences(other, runs.twin(job))) == [
+        f"the {what} differ from those of the twin" for what in ("rows", "losses", "validations")
+    ]
+    _, events = runs.run(job, [parse_kill(kill.text, job)])
+    assert "ended as" in " ".join(lives(events, []))
+    restarted = next(event for event in events if event["event"] == "started")
+    assert "started more than once" in " ".join(lives([*events, restarted], [kill]))
+
+
+LEAVING = ("mlp-lazy", "mlp-eager", "gpt-lazy", "gpt-eager-2", "mlp-lazy-x2", "mlp-reroute-x2", "resnet18-eager-x2")
+
+
+def leaving_job(setting: str) -> Job:
+    return replace(job_of(setting), steps=2 + 5 * STEPS_TO_LEAVE)
+
+
+def leavings(setting: str) -> tuple[Kill, ...]:
+    """Returns the moments in a run at which workers are warned of their end; together of every sort."""
+    wanted = [sort for sort in SORTS if sort.op is not Op.HEAL]
+    number = LEAVING.index(setting)
+    return plan_kills(leaving_job(setting), wanted[number :: len(LEAVING)], number, between=STEPS_TO_LEAVE)
+
+
+def test_there_are_enough_leavers() -> None:
+    assert sum(len(leavings(setting)) for setting in LEAVING) >= 30
+
+
+@pytest.mark.parametrize("setting", LEAVING)
+def test_who_is_warned_in_time_hands_over_and_nothing_is_redone(runs: Runs, setting: str) -> None:
+    job, kills = leaving_job(setting), leavings(setting)
+    faults = [fault(kill.text, job, "terminate", grace_ns=60 * 10**9) for kill in kills]
+    ending, events = runs.run(job, faults)
+    check(runs, job, ending, events)
+    gone = [kill.worker for kill in kills]
+    left = ExitCode.LEFT_WITH_NOTICE
+    assert [event["of"] for event in events if event["event"] == "fault"] == gone
+    assert exits_of(events) == {worker: left if worker in gone else 0 for worker in exits_of(events)}
+    assert sorted(out_of(events)) == sorted(gone)
+    assert redone(events, job) == []
+
+
+def redone(events: Sequence[Event], job: Job) -> list[str]:
+    """Returns the forwards and backwards that a step has more often than once, redundant forwards aside."""
+    ran: Counter[tuple[int, str]] = Counter()
+    for event in events:
+        if event["event"] == "action" and (match := re.fullmatch(r"\d+([FfBIW])\d+(@\d+)?", event["action"])):
+            ran[event["step"], event["action"]] += 1
+            if match[1] in "fIW":
+                ran[event["step"], event["action"]] += 1
+    redundant = 2 if job.redundancy == "eager" else 1
+    return [f"{step}: {action}" for (step, action), times in ran.items() if times > (redundant if "F" in action else 1)]
+
+
+@pytest.mark.parametrize("setting", ["mlp-lazy", "gpt-lazy", "mlp-reroute-x2"])
+def test_who_is_warned_too_late_is_one_that_was_killed(runs: Runs, setting: str) -> None:
+    job = job_of(setting)
+    kills = plan_kills(job, [Sort(Op.F, "during", "first"), Sort(Op.B, "after", "middle")], 3, between=STEPS_TO_LEAVE)
+    faults = [fault(kill.text, job, "terminate", grace_ns=1_000_000) for kill in kills]
+    ending, events = runs.run(job, faults)
+    check(runs, job, ending, events)
+    assert list(lives(events, kills)) == []
+    assert out_of(events) == [kill.worker for kill in kills]
+
+
+@pytest.mark.parametrize("fields", [{}, {"pipelines": 2, "redundancy": "reroute"}], ids=["lazy", "reroute-x2"])
+@pytest.mark.parametrize("action", ["0:F:1:during", "1:SEND_B:2:after", "2:COMMIT:before"])
+def test_whoever_stands_still_too_long_is_put_out(runs: Runs, action: str, fields: dict[str, Any]) -> None:
+    job = Job(**{**SMALL, **fields})
+    stage = int(action[0])
+    ending, events = runs.run(job, [fault(f"3:{action}", job, "stop")], silence_s=SILENCE_S)
+    check(runs, job, ending, events)
+    assert out_of(events) == [stage]
+    assert {worker for worker, code in exits_of(events).items() if code == -signal.SIGKILL} == {stage}
+    assert "has been silent for" in [event for event in events if event["event"] == "epoch"][-1]["reason"]
+
+
+def test_short_pauses_put_nobody_out(runs: Runs) -> None:
+    job = Job(**SMALL)
+    pauses = [
+        fault(f"{step}:{stage}:{op}:{when}", job, "stop", for_ns=400_000_000)
+        for step, stage, op, when in [(1, 0, "F:2", "before"), (2, 1, "B:1", "during"), (4, 2, "LOG", "after")]
+    ]
+    ending, events = runs.run(job, pauses, silence_s=SILENCE_S)
+    check(runs, job, ending, events)
+    assert out_of(events) == []
+    assert set(exits_of(events).values()) == {0}
+
+
+def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs: Runs) -> None:
+    # The first call is the probe that learns the shapes. The heir has fewer than so many to make.
+    call = 1 + 5 * SMALL["microbatches"] + 2
+    job = Job(**SPINNING, model_args={"call": call})
+    twin = replace(job, model_args={})
+    ending, events = runs.run(job, silence_s=30, hang_s=1.5)
+    assert list(differences(ending, runs.twin(twin))) == []
+    assert (out_of(events), exits_of(events)) == ([1], {0: 0, 1: -signal.SIGKILL, 2: 0})
+    epoch = [event for event in events if event["event"] == "epoch"][-1]
+    assert "hangs for" in epoch["reason"]
+    assert "of step 5" in epoch["reason"]
+    assert list(actions_of(events, 1, 5))[-1] == "1RECV_F2"
+
+
+def test_whoever_is_slow_is_waited_for(runs: Runs) -> None:
+    job = Job(**{**SMALL, "model": "timed", "model_args": {"forward_ms": 4, "backward_ms": 4, "layers": 3}})
+    slow = [fault(f"{step}:{step % 3}:F:0:before", job, "slow", factor=100.0) for step in (1, 5)]
+    ending, events = runs.run(job, slow, silence_s=SILENCE_S, hang_s=SILENCE_S)
+    check(runs, job, ending, events)
+    assert out_of(events) == []
+    took_ns = [event["end_ns"] - event["start_ns"] for event in events if event["event"] == "action"]
+    assert max(took_ns) > 300_000_000

@@ -1,0 +1,79 @@
+"""The registry of kinds of faults: complete, light to load, and one place per kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from engine.core.fault_kind import ParameterForm
+from engine.runtime.faults import registry
+from engine.runtime.faults.registry import Scene, at_once, fault_kind, kinds, registered
+
+KINDS = {
+    *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
+    *("oom", "slow", "hang", "nan", "flip-bit", "noop"),
+}
+
+
+def test_every_kind_says_what_it_is() -> None:
+    assert kinds().keys() == KINDS
+    for name, kind in kinds().items():
+        assert name == kind.name
+        assert kind.about.endswith(".")
+        for parameter in kind.parameters:
+            assert parameter.form in get_args(ParameterForm)
+            assert bool(parameter.choices) == (parameter.form == "choice")
+            assert parameter.default is None or parameter.default in (parameter.choices or (parameter.default,))
+
+
+def test_the_agent_strikes_from_outside_only() -> None:
+    assert {name for name, kind in kinds().items() if kind.by == "agent"} == {"kill", "terminate", "stop"}
+
+
+def test_the_kinds_are_known_without_torch() -> None:
+    code = "import sys; from engine.runtime.faults.registry import kinds; print(len(kinds()), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(KINDS)), "False"]
+
+
+def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_KINDS", {})
+
+    @fault_kind("tickle", "Nobody ends of it.", "worker", at_once)
+    def tickle(scene: Scene) -> None:
+        """Does nothing."""
+
+    assert registry._KINDS["tickle"].strike is tickle
+    with pytest.raises(AssertionError, match="two kinds of fault are called 'tickle'"):
+        fault_kind("tickle", "Again.", "worker", at_once)(tickle)
+
+
+@pytest.mark.parametrize(
+    ("name", "sign", "value", "parameters", "shown"),
+    [
+        ("kill", "exit", -9, {}, True),
+        ("kill", "exit", 0, {}, False),
+        ("terminate", "notice", "5 s", {}, True),
+        ("terminate", "suffered", "x", {}, False),
+        ("stop", "state", "T", {}, True),
+        ("stop", "state", "S", {}, False),
+        ("exit", "exit", 0, {"code": 0}, True),
+        ("exit", "exit", 3, {"code": 0}, False),
+        ("exit", "exit", 1, {"code": 257}, True),
+        ("raise", "raised", "RuntimeError: x", {}, True),
+        ("raise", "exit", 3, {}, False),
+        ("abort", "exit", -6, {}, True),
+        ("segfault", "exit", -9, {}, False),
+        ("oom", "exit", -9, {}, True),
+        ("oom", "exit", 0, {}, False),
+        ("nan", "suffered", "x", {}, True),
+        ("nan", "exit", 1, {}, False),
+    ],
+)
+def test_signs_confirm_what_they_show(
+    name: str, sign: registry.Sign, value: object, parameters: registry.Parameters, shown: bool
+) -> None:
+    assert registered()[name].shows(sign, value, parameters) is shown
