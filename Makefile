@@ -11,14 +11,14 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak-sim clean
+.PHONY: demo test check bench soak soak-sim clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
 	.venv/bin/bamboo run
 
-# What only computes runs side by side; what starts processes and watches clocks runs alone.
-ALONE := tests/runtime tests/cli tests/e2e
+# Two tests run side by side; what watches clocks closely, or measures, runs alone.
+ALONE := tests/runtime tests/cli tests/e2e/test_etcd_faults.py tests/e2e/test_bench.py
 
 test: $(TEST_STAMP)
 	.venv/bin/python -m pytest --numprocesses 2 $(ALONE:%=--ignore=%)
@@ -37,6 +37,11 @@ bench: $(TEST_STAMP)
 # A million schedules take hours on one core; it says how far it is, and shrinks the first that fails.
 soak-sim: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --soak 1000000
+
+# Real processes, some five minutes on two cores; SEED=1000 tries other kills.
+SEED ?= 0
+soak: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.kill_soak --kills 1000 --seed $(SEED)
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -12,6 +12,7 @@ from engine.core.grid_text import grid_lines
 from engine.core.job import Job
 from engine.core.ownership import Ownership
 from engine.core.planned import planned
+from engine.core.schedules.text import name_of
 
 
 def print_plan(job: Job, as_json: bool) -> None:
@@ -30,7 +31,8 @@ def print_plan(job: Job, as_json: bool) -> None:
         }
         typer.echo(json.dumps(plan))
         return
-    typer.echo(f"{job.schedule}: P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines")
+    sizes = f"P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
+    typer.echo(f"{name_of(job.schedule)}: {sizes}")
     for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns, ownership):
         typer.echo(line)
     typer.echo(_redundancy_line(job, ownership))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,10 @@ from engine.files.resolved_job import Resolved
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="The program of a job: show it, check it, export it.",
+    help="The program of a job: show it, check it, export it, compare schedules.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
-    "bamboo schedule export --schedule gpipe > gpipe.csv",
+    "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
+    "bamboo schedule compare --schedule zbv --stages 8 --stages-per-worker 2",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -83,6 +85,32 @@ def export(
             for worker, actions in program.items()
         }
     typer.echo(to_csv(program), nl=False)
+
+
+@schedule.command()
+@takes_job
+def compare(resolved: Resolved, *, as_json: AsJson = False) -> None:
+    """Compare every schedule on the workers of a job: length over ideal, bubble, peak stash, transfers."""
+    from engine.core.schedule_table import compare as rows_of
+
+    job = resolved.job
+    rows = list(rows_of(job.stages, job.microbatches, job.stages_per_worker))
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    typer.echo(
+        f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
+        "backward = 2 x forward, in equal parts"
+    )
+    typer.echo(
+        f"{'schedule':<22}{'V':>3}{'placement':>11}{'length':>9}{'over ideal':>12}{'bubble':>8}{'stash':>7}{'sends':>8}"
+    )
+    for row in rows:
+        typer.echo(
+            f"{row.schedule:<22}{row.stages_per_worker:>3}{row.placement:>11}{row.makespan:>9g}"
+            f"{row.over_ideal:>12.3f}{row.bubble:>8.1%}{row.peak_stash:>7}{row.transfers:>8}"
+        )
+    typer.echo("stash: residuals of stages, each a part 1/V of a worker's layers")
 
 
 def _read(path: Path) -> str:

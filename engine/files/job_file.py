@@ -17,6 +17,7 @@ from engine.core.job import Job, check_job
 from engine.files.job_layers import Layer, environment_layer, file_layer, flag_layer, set_layer
 from engine.files.job_value import ARGS_FIELDS, Given
 from engine.files.resolved_job import Resolved
+from engine.files.schedule_file import own_schedule
 
 PROJECT_FILE = "bamboo.yaml"
 
@@ -52,7 +53,16 @@ def merge(layers: Sequence[Layer]) -> Resolved:
     given = {each.path: each for layer in layers for each in layer.given}
     job = _job(given.values())
     problems = [problem for layer in layers for problem in layer.problems]
-    problems += [_at_its_place(problem, given) for problem in check_job(job)]
+    own = own_schedule(job)
+    if isinstance(own, Problem):
+        problems += [_at_its_place(own, given)]
+    else:
+        job = replace(job, schedule=own)
+    problems += [
+        _at_its_place(problem, given)
+        for problem in check_job(job)
+        if not (isinstance(own, Problem) and problem.field == "schedule")
+    ]
     if problems:
         raise UserError(_in_order(problems, layers))
     return Resolved(job, _origins(job, given))

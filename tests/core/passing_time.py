@@ -30,6 +30,7 @@ def passed(lists: ComputeLists, cost: Callable[[Action], float]) -> tuple[list[f
                 stage, op, microbatch, _ = head
                 kind, place = _KIND[op], stage * one_stage + microbatch
                 start = now
+                awaited: tuple[int, ...]
                 if kind == 0:
                     awaited = (place - one_stage,) if stage else ()
                 elif kind == 2:

@@ -76,8 +76,7 @@ def test_a_deadlock_is_told_as_a_path() -> None:
     program[0] = (*(program[0][at] for at in order), *program[0][3:])
     (violation,) = [each for each in verify(program, ownership) if "deadlock" in each.rule]
     assert str(violation) == (
-        "worker 0, position 0: 0RECV_B0: "
-        "deadlock: worker 0: 0RECV_B0 -> worker 1: 1RECV_F0 -> worker 0: 0RECV_B0"
+        "worker 0, position 0: 0RECV_B0: deadlock: worker 0: 0RECV_B0 -> worker 1: 1RECV_F0 -> worker 0: 0RECV_B0"
     )
     with pytest.raises(ScheduleError, match="deadlock"):
         dry_run(program, ownership)

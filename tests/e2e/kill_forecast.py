@@ -8,7 +8,7 @@ is to be struck. What is expected comes from the core's own functions, what happ
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,13 +37,12 @@ class Sort(NamedTuple):
 
 
 # The ends of a pipeline have nobody to exchange these with.
-SORTS = tuple(
-    Sort(op, when, place)
-    for op in OPS
-    for when in WHENS
-    for place in PLACES
-    if not (place == "first" and op in (Op.RECV_F, Op.SEND_B)) and not (place == "last" and op in (Op.RECV_B, Op.SEND_F))
-)
+_LACKING: dict[Place, tuple[Op, ...]] = {
+    "first": (Op.RECV_F, Op.SEND_B),
+    "middle": (),
+    "last": (Op.RECV_B, Op.SEND_F),
+}
+SORTS = tuple(Sort(op, when, place) for op in OPS for when in WHENS for place in PLACES if op not in _LACKING[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,8 @@ class Kill:
     done: tuple[str, ...]  # the actions of the victim that are recorded for the step
 
 
-class _Strike(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Strike:
     """A possible kill: an action of a worker's list, by its number there."""
 
     worker: int
@@ -120,7 +120,7 @@ def plan_kills(
 ) -> tuple[Kill, ...]:
     """Returns the kills of one run: first of the sorts that are `wanted`, in that order, then any that are possible."""
     dice = random.Random(seed)  # noqa: S311 - the same seed makes the same run
-    left, kills = list(wanted), []
+    left, kills = list(wanted), list[Kill]()
     forecast, step = Forecast(job), 1
     is_whole, is_open = True, True  # every slot has its shadows; the step of the kill before was not committed by then
     while len(kills) < most and step < job.steps - 1:
@@ -184,6 +184,16 @@ def _kill(strike: _Strike, sort: Sort, step: int, actions: tuple[Action, ...]) -
     text = f"{step}:{action.stage}:{action.op}{microbatch}:{strike.when}@{action.pipeline}"
     done = actions[: strike.index + (strike.when == "after")]
     return Kill(text, sort, step, strike.worker, tuple(map(str, done)))
+
+
+def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
+    """Returns the workers that may die too, at any moment after the last of the kills."""
+    forecast = Forecast(job)
+    for kill in kills:
+        if kill.sort.op is not Op.HEAL:
+            forecast.heals()
+        forecast.dies(kill.worker)
+    return tuple(worker for worker in forecast.members if forecast.survives(worker))
 
 
 def without_redundancy(job: Job) -> Job:

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,13 @@ class Runs:
             self._twins[repr(job)] = outcome_of(ending.view.account)
         return self._twins[repr(job)]
 
-    def strike(self, job: Job, kills: Sequence[Kill]) -> list[str]:
-        """Runs a job with kills; returns everything that is not as it must be."""
+    def strike(self, job: Job, kills: Sequence[Kill], second: Fault | None = None) -> list[str]:
+        """Runs a job with kills, maybe one of a kind of its own too; returns all that is not as it must be."""
         twin = self.twin(job)
-        ending, events = self.run(job, parse_kills([kill.text for kill in kills], job))
-        return [*differences(ending, twin), *_not_as_forecast(kills, events), *lives(events, kills)]
+        faults = (*parse_kills([kill.text for kill in kills], job), *([second] if second else ()))
+        ending, events = self.run(job, faults)
+        victims = {event["of"] for event in events if event["event"] == "fault"}
+        return [*differences(ending, twin), *_not_as_forecast(kills, events), *lives(events, victims)]
 
 
 def outcome_of(account: Account) -> tuple[object, ...]:
@@ -114,7 +116,7 @@ def _not_as_forecast(kills: Sequence[Kill], events: Sequence[Event]) -> Iterator
     yield from (f"{event['fault']}: {event['how']}" for event in events if event["event"] == "unconfirmed")
 
 
-def lives(events: Sequence[Event], kills: Sequence[Kill]) -> Iterator[str]:
+def lives(events: Sequence[Event], victims: Collection[int]) -> Iterator[str]:
     """Yields whoever was started twice, spoke as another process, ended in the wrong way, or is there still."""
     started = [(event["of"], event["child"]) for event in events if event["event"] == "started"]
     pids = dict(started)
@@ -123,7 +125,6 @@ def lives(events: Sequence[Event], kills: Sequence[Kill]) -> Iterator[str]:
     spoke = {(event["worker"], event["pid"]) for event in events if event["worker"] >= 0}
     yield from (f"worker {worker} spoke as {pid}" for worker, pid in sorted(spoke) if pids[worker] != pid)
     codes = Counter((event["of"], event["code"]) for event in events if event["event"] == "exit")
-    victims = {kill.worker for kill in kills}
     due = Counter((worker, -signal.SIGKILL if worker in victims else 0) for worker in pids)
     if codes != due:
         yield f"ended as {sorted(codes.elements())}, not as {sorted(due.elements())}"

@@ -16,12 +16,14 @@ from itertools import count
 from pathlib import Path
 from time import monotonic
 
+from engine.core.fault import PHASES, After, Fault, Worker
 from engine.runtime.children import ForkServer
-from tests.e2e.kill_forecast import SORTS, Kill, plan_kills
+from tests.e2e.kill_forecast import SORTS, Kill, bystanders, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Runs, job_of
 from tests.e2e.launcher import ROOT
 
 _BETWEEN_LINES_S = 10.0
+_LATEST_NS = 20_000_000  # of a second death, after a first one or a phase of the recovery from it
 
 
 def main() -> int:
@@ -49,7 +51,8 @@ def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
     kills = 0
     for seed in count(first_seed):
         setting = list(SETTINGS)[seed % len(SETTINGS)]
-        kills += len(plan_of(setting, seed))
+        planned, second = plan_of(setting, seed)
+        kills += len(planned) + (second is not None)
         if _one(runs, setting, seed):
             return True
         enough = kills >= wanted
@@ -63,19 +66,24 @@ def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
 
 def _one(runs: Runs, setting: str, seed: int) -> bool:
     """Tries one run; prints what is wrong with it and says whether anything is."""
-    kills = plan_of(setting, seed)
-    problems = runs.strike(job_of(setting), kills)
+    job, (kills, second) = job_of(setting), plan_of(setting, seed)
+    problems = runs.strike(job, kills, second)
     if problems:
-        struck = " ".join(f"--kill {kill.text}" for kill in kills)
-        _print(f"{setting}, seed {seed}: {struck}\n" + "\n".join(problems))
+        _print("\n".join((f"{setting}:", *(f"  --kill {kill.text}" for kill in kills), f"  {second}", *problems)))
         _print(f"python -m tests.e2e.kill_soak --only {setting} --seed {seed}")
     return bool(problems)
 
 
-def plan_of(setting: str, seed: int) -> tuple[Kill, ...]:
-    """Returns the kills of a run: some sorts in an order of its own first, so that all get their turn."""
-    wanted = random.Random(seed).sample(SORTS, len(SORTS))  # noqa: S311 - the same seed makes the same run
-    return plan_kills(job_of(setting), wanted, seed)
+def plan_of(setting: str, seed: int) -> tuple[tuple[Kill, ...], Fault | None]:
+    """Returns the kills of a run, and one more at any moment of the recovery from the last, or soon after it."""
+    job, dice = job_of(setting), random.Random(seed)  # noqa: S311 - the same seed makes the same run
+    wanted = dice.sample(SORTS, len(SORTS))  # those that come first are sure to be had
+    kills = plan_kills(job, wanted, seed, most=dice.randint(1, 5))
+    if not (also := bystanders(job, kills)):
+        return kills, None
+    phase = dice.choice([*PHASES, *[None] * len(PHASES)])
+    delay_ns = 0 if phase and dice.random() < 0.5 else dice.randint(0, _LATEST_NS)
+    return kills, Fault("second", After(kills[-1].text, phase, delay_ns), (Worker(dice.choice(also)),))
 
 
 def _print(text: str) -> None:

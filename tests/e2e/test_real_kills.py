@@ -12,36 +12,39 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
 from engine.core.action import Op
 from engine.core.errors import ExitCode
-from engine.core.fault import Fault, parse_kill
+from engine.core.fault import WHENS, Fault, parse_kill
 from engine.core.job import Job
 from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending
-from tests.e2e.kill_forecast import SORTS, Kill, Sort, plan_kills
+from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
 from tests.e2e.launcher import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-# With reroute and none the other pipeline is all that there is: whoever heals has nobody behind it. Without redundancy
-# inheriting goes as with reroute, and few deaths fit into one run.
-KINDS = {
-    "lazy": SORTS,
-    "eager": SORTS,
-    "reroute": tuple(sort for sort in SORTS if sort.op is not Op.HEAL),
-    "none": tuple(sort for sort in SORTS if sort.op is not Op.HEAL and sort.place == "middle"),
-}
+# With reroute and none the other pipeline is all that there is: whoever heals has nobody behind it. Inheriting goes as
+# with lazy and two pipelines, so every third sort will do.
+_FEWER = tuple(
+    sort
+    for sort in SORTS
+    if sort.op is not Op.HEAL and (WHENS.index(sort.when) + OPS.index(sort.op)) % 3 == PLACES.index(sort.place)
+)
+KINDS = {"lazy": SORTS, "eager": SORTS, "reroute": _FEWER, "none": _FEWER}
 LEAST_KILLS = 150
 SILENCE_S = 1.5
 STEPS_TO_LEAVE = 5  # to hand over, heal, go, and heal again
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 8, "validate_every": 3}
+SIX_STAGES: dict[str, dict[str, Any]] = {
+    "mlp": {"model": "mlp", "model_args": {"depth": 5, "dropout": 0.1}},
+    "gpt": {"model": "gpt", "model_args": {"width": 16, "heads": 2, "tied": True}},
+}
 SPINNING: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:spinning", "validate_every": 0}
 
 
@@ -93,7 +96,7 @@ def check(runs: Runs, job: Job, ending: Ending, events: Sequence[Event]) -> None
 def test_every_sort_of_kill_is_in_the_suite() -> None:
     for redundancy, sorts in KINDS.items():
         struck = Counter(kill.sort for _, kills in suite(redundancy) for kill in kills)
-        assert struck.keys() == set(sorts)
+        assert struck.keys() >= set(sorts)
     assert sum(len(kills) for redundancy in KINDS for _, kills in suite(redundancy)) >= LEAST_KILLS
     settings = {setting for redundancy in KINDS for setting, _ in suite(redundancy)}
     assert settings == set(SETTINGS)
@@ -107,14 +110,13 @@ def test_nothing_comes_of_any_kill(runs: Runs, setting: str) -> None:
             assert runs.strike(job, kills) == [], [kill.text for kill in kills]
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("model", SIX_STAGES)
 def test_one_after_the_other_until_one_is_left(runs: Runs, model: str) -> None:
-    args = {"mlp": {"depth": 5, "dropout": 0.1}, "gpt": {"width": 16, "heads": 2, "tied": True}}[model]
-    job = Job(model=model, model_args=args, stages=6, microbatches=4, microbatch_size=2, steps=18, validate_every=3)
+    job = Job(**SIX_STAGES[model], stages=6, microbatches=4, steps=18, validate_every=3)
     for seed in range(2):
         kills = plan_kills(job, (), seed)
         assert len({kill.worker for kill in kills}) == 5
-        assert {b.step - a.step for a, b in zip(kills, kills[1:], strict=False)} == {3}
+        assert {b.step - a.step for a, b in pairwise(kills)} == {3}
         assert runs.strike(job, kills) == [], [kill.text for kill in kills]
 
 
@@ -131,7 +133,7 @@ def test_what_goes_otherwise_than_forecast_is_seen(runs: Runs) -> None:
     _, events = runs.run(job, [parse_kill(kill.text, job)])
     assert "ended as" in " ".join(lives(events, []))
     restarted = next(event for event in events if event["event"] == "started")
-    assert "started more than once" in " ".join(lives([*events, restarted], [kill]))
+    assert "started more than once" in " ".join(lives([*events, restarted], [1]))
 
 
 LEAVING = ("mlp-lazy", "mlp-eager", "gpt-lazy", "gpt-eager-2", "mlp-lazy-x2", "mlp-reroute-x2", "resnet18-eager-x2")
@@ -185,7 +187,7 @@ def test_who_is_warned_too_late_is_one_that_was_killed(runs: Runs, setting: str)
     faults = [fault(kill.text, job, "terminate", grace_ns=1_000_000) for kill in kills]
     ending, events = runs.run(job, faults)
     check(runs, job, ending, events)
-    assert list(lives(events, kills)) == []
+    assert list(lives(events, [kill.worker for kill in kills])) == []
     assert out_of(events) == [kill.worker for kill in kills]
 
 
@@ -229,9 +231,9 @@ def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs
 
 def test_whoever_is_slow_is_waited_for(runs: Runs) -> None:
     job = Job(**{**SMALL, "model": "timed", "model_args": {"forward_ms": 4, "backward_ms": 4, "layers": 3}})
-    slow = [fault(f"{step}:{step % 3}:F:0:before", job, "slow", factor=100.0) for step in (1, 5)]
-    ending, events = runs.run(job, slow, silence_s=SILENCE_S, hang_s=SILENCE_S)
+    slow = fault("1:1:F:0:before", job, "slow", factor=15.0)
+    hung = fault("5:2:B:1:before", job, "hang", for_ns=700_000_000)
+    ending, events = runs.run(job, [slow, hung], silence_s=SILENCE_S, hang_s=4.0)
     check(runs, job, ending, events)
     assert out_of(events) == []
-    took_ns = [event["end_ns"] - event["start_ns"] for event in events if event["event"] == "action"]
-    assert max(took_ns) > 300_000_000
+    assert set(exits_of(events).values()) == {0}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.inventory import Inventory
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
@@ -205,11 +204,6 @@ def test_a_commit_is_taken_once_and_none_is_missed() -> None:
         executor.catch_up({"step": 4})
     assert executor.step == 3
     assert executor.inventory() == Inventory(0, 3, ((0, 0),), {(0, 0): 0}, {(0, 0): 0})
-
-
-def test_a_backward_in_two_parts_is_refused() -> None:
-    with pytest.raises(InvariantError, match="0W1: a backward in two parts is not built yet"):
-        lone_executor()._backward_weights(Action(0, Op.W, 1), 0)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

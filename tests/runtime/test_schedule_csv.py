@@ -15,13 +15,13 @@ from engine.core.schedules.choice import check_schedule, placement_of
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.schedules.text import lists_from_csv, rows_to_csv
 from engine.core.verify import verify
-from tests.core.recovery_cases import ANY_ORDER, seeded
 from tests.core.provenance import Machine
+from tests.core.recovery_cases import ANY_ORDER, seeded
 
+# torch's own 1F1B cannot be dumped, and its order for pictures has the last stage one microbatch ahead of what it runs.
 # torch's schedule, stages per worker, and ours with the same lists but for the order of microbatches
 PAIRS: list[tuple[str, int, str | None]] = [
     ("ScheduleGPipe", 1, "gpipe"),
-    ("Schedule1F1B", 1, "1f1b"),
     ("ScheduleInterleaved1F1B", 2, "interleaved"),
     ("ScheduleInterleaved1F1B", 3, "interleaved-flexible"),
     ("ScheduleLoopedBFS", 2, "looped-bfs"),
@@ -78,9 +78,7 @@ def test_lists_of_torch_load_are_verified_and_leave_the_same(
     program = build_program(text, ownership)
     assert verify(program, ownership) == ()
     assert {a.op for line in lists_from_csv(text) for a in line} <= {a.op for line in program.values() for a in line}
-    plain = fresh(grid)
-    expected = {slot: states for slot, states in state_after("1f1b", plain).items()}  # type: ignore[attr-defined]
-    assert state_after(text, ownership) == expected
+    assert state_after(text, ownership) == state_after("1f1b", fresh(grid))
     if ours is not None:
         assert lists_from_csv(text) == SCHEDULES[ours](P, m, v)
 

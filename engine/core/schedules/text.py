@@ -1,9 +1,9 @@
 """Compute lists as CSV: row n is worker n, a cell is an action, as torch's pipelining writes and reads it.
 
 Rules for what is read: an empty cell is an idle step and is skipped, a pair that torch would overlap stands for its two
-parts in a row, an action that computes nothing is refused with worker and position. Of every stage the microbatches of
-the forwards, and of the backwards, are put in order at the places that they take: so what is computed does not depend
-on the schedule. Whether the result can run is for the verification to say.
+parts in a row, a reduction is skipped, for a pass adds it; a transfer is refused with worker and position. Of every
+stage the microbatches of the forwards, and of the backwards, are put in order at the places that they take: so what is
+computed does not depend on the schedule. Whether the result can run is for the verification to say.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.errors import ScheduleError
 from engine.core.schedules.compute import ComputeLists
 
+_TAKEN = (COMPUTE_OPS - {Op.REDO_F}) | {Op.REDUCE_GRAD}
 _OVERLAPPED = ("OVERLAP_F_B", "OVERLAP_B_F")
 
 
 def is_text(schedule: str) -> bool:
     """Says whether a schedule is given as CSV, not by name."""
     return "," in schedule or "\n" in schedule
+
+
+def name_of(schedule: str) -> str:
+    """Returns a schedule's name for people."""
+    return "a schedule of one's own" if is_text(schedule) else schedule
 
 
 def rows_to_csv(rows: Iterable[Sequence[Action]]) -> str:
@@ -47,10 +53,10 @@ def lists_from_csv(text: str) -> ComputeLists:
     rows = rows_from_csv(text)
     for worker, row in enumerate(rows):
         for position, action in enumerate(row):
-            if action.op not in COMPUTE_OPS or action.op is Op.REDO_F or action.pipeline:
+            if action.op not in _TAKEN or action.pipeline:
                 expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
                 raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, found {action}")
-    return tuple(_in_order(row) for row in rows)
+    return tuple(_in_order(tuple(action for action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
 
 
 def stages_on(lists: ComputeLists) -> dict[int, int]:

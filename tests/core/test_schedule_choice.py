@@ -1,0 +1,124 @@
+"""Placements, compute lists as text, and what a schedule asks of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.errors import ScheduleError
+from engine.core.ownership import Grid, fresh
+from engine.core.program import build_program
+from engine.core.schedule_table import compare
+from engine.core.schedules.choice import check_schedule, placement_of
+from engine.core.schedules.placement import Placement, stages_of, worker_of
+from engine.core.schedules.registry import SCHEDULES
+from engine.core.schedules.text import lists_from_csv, rows_to_csv
+from tests.core.drawing import drawn, plain
+
+
+@pytest.mark.parametrize(
+    ("placement", "owners"), [("loop", (0, 1, 2, 0, 1, 2, 0, 1, 2)), ("v", (0, 1, 2, 2, 1, 0, 0, 1, 2))]
+)
+def test_stages_are_dealt_out_in_rounds(placement: Placement, owners: tuple[int, ...]) -> None:
+    assert tuple(worker_of(stage, 3, placement) for stage in range(9)) == owners
+    assert fresh(Grid(9, 1), 3, placement).owners == owners
+    for worker in range(3):
+        assert stages_of(worker, 3, 3, placement) == tuple(each for each in range(9) if owners[each] == worker)
+
+
+def test_pipelines_have_workers_of_their_own() -> None:
+    assert fresh(Grid(4, 1, pipelines=2), 2, "v").owners == (0, 1, 1, 0, 2, 3, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "drawing"),
+    [
+        ("zb1p", 1, "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2\n1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"),
+        (
+            "interleaved",
+            2,
+            """
+            0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
+            1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
+            """,
+        ),
+        (
+            "zbv",
+            2,
+            """
+            0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+            1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+            """,
+        ),
+    ],
+)
+def test_small_ones_as_drawn(name: str, v: int, drawing: str) -> None:
+    assert drawn(SCHEDULES[name](2, 3, v)) == plain(drawing)
+
+
+def test_microbatches_are_put_in_order_and_pairs_taken_apart() -> None:
+    text = "0F1,0F0,,(1F1;0B1)OVERLAP_F_B,0I0,0W0,0REDUCE_GRAD\n"
+    assert drawn(lists_from_csv(text)) == "0F0 0F1 1F1 0B0 0I1 0W1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0SEND_F0\n", "worker 0, position 1: expected F, B, I and W of one pipeline"),
+        ("0F0\n1F0,1f0\n", "worker 1, position 1: expected F, B, I and W of one pipeline"),
+        ("0F0,0X1\n", "worker 0, position 1: expected an action such as 2F0"),
+        ("(0F0;)OVERLAP_F_B,\n", "worker 0, position 0: expected an action such as 2F0"),
+    ],
+)
+def test_what_is_no_compute_list_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        lists_from_csv(text)
+
+
+def problems_of(schedule: str, stages: int, v: int, m: int = 8, choice: str = "auto") -> list[str]:
+    return [str(each) for each in check_schedule(schedule, stages, v, m, choice)]  # type: ignore[arg-type]
+
+
+def test_what_a_schedule_asks_of_a_job() -> None:
+    assert problems_of("zbv", 8, 2) == problems_of("interleaved", 8, 4) == problems_of("zbv", 8, 2, choice="v") == []
+    assert problems_of("zbv", 8, 1) == [
+        "stages_per_worker: expected 2 with schedule zbv, found 1 (8 stages are then on 4 workers)"
+    ]
+    assert problems_of("interleaved", 8, 3) == [
+        "stages_per_worker: expected a divisor of 8 stages: 1, 2, 4, 8, found 3"
+    ]
+    assert problems_of("interleaved", 8, 2, choice="v") == [
+        "placement: expected loop with schedule interleaved, found 'v'"
+    ]
+    assert problems_of("dualpipev", 8, 2, 7) == [
+        "microbatches: expected a whole number >= 8 with schedule dualpipev on 4 workers, found 7"
+    ]
+
+
+def test_lists_of_ones_own_are_verified_and_know_their_placement() -> None:
+    text = rows_to_csv(SCHEDULES["zbv"](3, 4, 2))
+    assert problems_of(text, 6, 2, 4) == []
+    assert placement_of(text, "auto") == "v"
+    ownership = fresh(Grid(6, 4), 2, "v")
+    assert build_program(text, ownership) == build_program("zbv", ownership)
+    assert problems_of(text, 6, 2, 5)[0].endswith("worker 0: 0F4: is missing")
+    assert problems_of(text, 8, 2, 4) == [
+        "schedule: expected one row per worker of a pipeline: 4, found 3 rows (8 stages, 2 on each worker)"
+    ]
+    assert problems_of(text, 6, 2, 4, "loop")[0].startswith("schedule: expected the stages on the workers as placement")
+    assert "stage 0 is on worker 0 too" in problems_of("0F0,0B0\n0F0,0B0\n", 2, 1, 1)[0]
+
+
+def test_the_table_compares_on_equal_work() -> None:
+    rows = {row.schedule: row for row in compare(8, 8, 2)}
+    assert rows.keys() == SCHEDULES.keys()
+    assert {name: row.over_ideal for name, row in rows.items()} == {
+        "1f1b": 66 / 48,
+        "gpipe": 66 / 48,
+        "interleaved": 57 / 48,
+        "interleaved-flexible": 57 / 48,
+        "looped-bfs": 57 / 48,
+        "zb1p": 54 / 48,
+        "zbv": 51 / 48,
+        "dualpipev": 51 / 48,
+    }
+    assert (rows["1f1b"].transfers, rows["interleaved"].transfers, rows["zbv"].transfers) == (48, 112, 96)

@@ -1,0 +1,43 @@
+"""Every schedule trains to the bits of the plain loop, on several stages per worker and with split backwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.core.job import Job
+from engine.core.schedules.registry import SCHEDULES
+from engine.runtime.session import Ending
+from tests.e2e.plain_loop import PlainLoop, Texts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+SIZES: dict[str, Any] = {"stages": 8, "microbatch_size": 2, "steps": 2, "warmup_steps": 1, "validate_every": 0}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": "gpt", "model_args": {"width": 32, "depth": 8}},
+    "resnet18": {"model": "resnet18", "model_args": {"width": 16}},
+}
+
+
+@functools.cache
+def plain(model: str, microbatches: int) -> list[Texts]:
+    """Returns the rows of a model by the plain loop."""
+    loop = PlainLoop(Job(**SIZES | MODELS[model], microbatches=microbatches))
+    return [row for step in range(loop.job.steps) for row in loop.step(step)]
+
+
+@pytest.mark.parametrize("microbatches", [8, 9])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_to_the_same_bits(
+    schedule: str, model: str, microbatches: int, train: Callable[..., Ending]
+) -> None:
+    stages_per_worker = 2 if SCHEDULES[schedule].takes(2) else 1
+    job = Job(
+        **SIZES | MODELS[model], microbatches=microbatches, schedule=schedule, stages_per_worker=stages_per_worker
+    )
+    rows = [row.texts() for row in train(job).view.account.rows]
+    assert rows == plain(model, microbatches)

@@ -1,0 +1,44 @@
+"""A schedule of the user's own: read from a file or made by a generator, checked, and carried as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import UserError
+from engine.core.schedules.registry import SCHEDULES
+from engine.core.schedules.text import lists_from_csv, rows_to_csv
+from engine.files.job_file import resolve_job
+
+SIZES = {"stages": "4", "stages_per_worker": "2", "microbatches": "4"}
+
+
+def schedule_of(schedule: str) -> str:
+    return resolve_job(None, {}, (), {**SIZES, "schedule": schedule}).job.schedule
+
+
+def test_a_file_and_a_generator_become_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = SCHEDULES["zbv"](2, 4, 2)
+    path = tmp_path / "mine.csv"
+    path.write_text(rows_to_csv(lists))
+    (tmp_path / "my_schedules.py").write_text(
+        "from engine.core.schedules.zero_bubble import zbv\n"
+        "def whole(p, v, m):\n    return zbv(p, v, m)\n"
+        "def broken(p, v, m):\n    raise ValueError('no idea')\n"
+        "def short(p, v, m):\n    return [['0F0']]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert lists_from_csv(schedule_of(str(path))) == lists == lists_from_csv(schedule_of("my_schedules:whole"))
+    with pytest.raises(UserError, match="no idea"):
+        schedule_of("my_schedules:broken")
+    with pytest.raises(UserError, match=r"hole in my_schedules.*did you mean 'whole'"):
+        schedule_of("my_schedules:hole")
+    with pytest.raises(UserError, match="one row per worker of a pipeline: 2"):
+        schedule_of("my_schedules:short")
+
+
+def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.csv") as caught:
+        schedule_of(str(tmp_path / "nowhere.csv"))
+    assert len(caught.value.problems) == 1
