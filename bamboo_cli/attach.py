@@ -18,7 +18,7 @@ from bamboo_cli.case import Case, case_of
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
 from engine.core.expansion import expand
 from engine.core.expectations import Observed
-from engine.core.fault import After, Fault, to_plain
+from engine.core.fault import After, At, Fault, to_plain
 from engine.core.job import Job
 from engine.core.recovery_times import recoveries
 
@@ -56,7 +56,8 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
     from engine.runtime.faults.registry import kinds
 
     job, expect = events.job(), replace(loaded.scenario.expect, trajectory=None, leftovers=None)
-    first_step = events.committed + 2
+    # Until the launcher has taken the request, a quick job commits many steps.
+    first_step = events.committed + 2 + events.committed_lately()
     left = replace(job, steps=max(1, job.steps - first_step))
     scenario = replace(loaded.scenario, job=left, expect=expect)
     problems = check_scenario(scenario, {kind.name for kind in kinds().values() if kind.ends})
@@ -98,6 +99,14 @@ def _wait(events: _Events, faults: tuple[Fault, ...]) -> None:
             error = BambooError(f"{events.folder.path}: nobody takes the faults; its launcher does not answer")
             error.exit_code = ExitCode.NOT_RECOVERED
             raise error
+        late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.committed]
+        struck = {event["fault"] for event in events.known if event["event"] == "fault"}
+        if missed := [each for each in late if each.id not in struck]:
+            error = BambooError(
+                f"step {events.committed} is committed, and this did not strike: {missed[0]}; try again"
+            )
+            error.exit_code = ExitCode.INVALID_CASE
+            raise error
         if events.has_shown(ids) and not any(each.resume_ns is None for each in recoveries(events.known)):
             return
         time.sleep(_POLL_S)
@@ -136,6 +145,11 @@ class _Events:
         """The last committed step, -1 before the first."""
         commit = self.last("commit")
         return -1 if commit is None else int(commit["step"])
+
+    def committed_lately(self) -> int:
+        """Returns how many steps were committed in the time that it takes to be heard, one second."""
+        times_ns = [each["at_ns"] for each in self.known if each["event"] == "commit"]
+        return sum(times_ns[-1] - each < 1_000_000_000 for each in times_ns[:-1]) if times_ns else 0
 
     def job(self) -> Job:
         """Returns the job that runs."""

@@ -73,7 +73,7 @@ def export(
     *,
     compute_only: Annotated[bool, typer.Option("--compute-only", help="Forwards and backwards alone.")] = False,
 ) -> None:
-    """Print the program as CSV, one row per worker, in the form that torch's pipelining reads and writes."""
+    """Print the program as CSV, one row per worker; compute actions are spelled as torch's pipelining does."""
     from engine.core.action import COMPUTE_OPS
     from engine.core.planned import planned
     from engine.core.program import to_csv

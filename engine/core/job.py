@@ -145,10 +145,11 @@ def _check_redundancy(job: Job) -> list[Problem]:
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
         return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
-    most = max(1, job.stages // max(1, job.stages_per_worker) * job.pipelines - 1)
+    num_workers = job.stages // max(1, job.stages_per_worker) * job.pipelines
+    most = max(1, num_workers - 1)
     if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
         expected = f"a whole number <= {most}"
-        hint = f"{most + 1} workers, and a shadow is another one than the owner"
+        hint = f"{num_workers} workers, and a shadow is another one than the owner"
         return [Problem("redundancy_level", expected, repr(job.redundancy_level), hint)]
     return []
 

@@ -128,7 +128,7 @@ def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
         assert process.wait(30) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     assert re.search(r"worker +pid +stage +state +step +action +microbatches/s", text)
-    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +1[A-Z_]+\d* +[\d.]+\r\n", text)
+    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +\d[A-Z_]+\d* +[\d.]+\r\n", text)
 
 
 def test_a_failed_run_is_one_object_too(launch: Launch) -> None:

@@ -92,6 +92,9 @@ class Doom:
         if (step, str(action), when) == self.moment:
             os._exit(1)
 
+    def linger(self, step: int, action: Action, start_ns: int) -> None:
+        """Holds no action."""
+
 
 def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str, Any], kill: list[Any]) -> None:
     """Is a worker: enters each epoch that it is told of, and runs until it is told to report."""
@@ -108,7 +111,10 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
         epoch = control.next_epoch()
         if executor is not None:
             control.send("inventory", holds=to_json(executor.inventory()))
-        told = control.take("plan")
+        try:
+            told = control.take("plan")
+        except Fenced:  # somebody else has died meanwhile
+            continue
         ownership = Ownership(grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
         if epoch["regroup"]:
             if plane is not None:
