@@ -113,7 +113,9 @@ def state_lost_lines(job: Job, folder: RunFolder, ending: Ending) -> list[str]:
     lines.append(f"kept   steps 0 to {committed} were committed" if committed >= 0 else "kept   no step was committed")
     lines.append(f"why    {_why(job)}")
     lines.append("next   there is no checkpoint to resume from: start the run again, with")
-    more = [f"--redundancy-level {job.redundancy_level + 1}"] if job.redundancy in ("lazy", "eager") else []
+    num_workers = job.stages // job.stages_per_worker * job.pipelines
+    could_keep_more = job.redundancy in ("lazy", "eager") and job.redundancy_level < num_workers - 1
+    more = [f"--redundancy-level {job.redundancy_level + 1}"] if could_keep_more else []
     more += ["--redundancy lazy"] if job.redundancy == "none" else []
     more += [f"--pipelines {job.pipelines + 1}"]
     lines.append(f"       {' or '.join(more)} to survive this")
