@@ -17,12 +17,8 @@ TEST_STAMP := .venv/installed-test-$(SET)
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
 	.venv/bin/bamboo run
 
-# Two tests run side by side; what watches clocks closely, or measures, runs alone.
-ALONE := tests/runtime tests/cli tests/e2e/test_etcd_faults.py tests/e2e/test_bench.py
-
 test: $(TEST_STAMP)
-	.venv/bin/python -m pytest --numprocesses 2 $(ALONE:%=--ignore=%)
-	.venv/bin/python -m pytest $(ALONE)
+	.venv/bin/python -m pytest --numprocesses 3
 
 check: $(TEST_STAMP)
 	.venv/bin/ruff format --check .

@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.job import Job
 from engine.core.ownership import Ownership
+from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending, run_session
 from tests.e2e.launcher import ROOT, Launcher
 
@@ -16,14 +17,23 @@ Train = Callable[..., Ending]
 Launch = Callable[..., Launcher]
 
 
+@pytest.fixture(name="server", scope="session")
+def _server() -> Iterator[ForkServer]:
+    """One fork server for all that is trained from here: it loads torch once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        server = ForkServer()
+    with server:
+        yield server
+
+
 @pytest.fixture(name="train")
-def _train(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Train:
+def _train(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Train:
     """Returns a function that runs a job in a session of this process, and fails the test when the job does."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def train(job: Job, ownership: Ownership | None = None, ranks: tuple[int, ...] | None = None) -> Ending:
         folder: Path = tmp_path_factory.mktemp("session")
-        ending = run_session(job, folder / "events.jsonl", folder, ownership=ownership, ranks=ranks)
+        ending = run_session(job, folder / "events.jsonl", folder, ownership=ownership, ranks=ranks, server=server)
         assert ending.error is None, ending.error
         return ending
 

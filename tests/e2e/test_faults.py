@@ -14,9 +14,9 @@ from engine.core.action import parse_action
 from engine.core.errors import ExitCode
 from engine.core.fault import After, At, Fault, Owner, Phase, Role, Victim, Worker, slot_owner
 from engine.core.job import Job
+from engine.runtime.children import ForkServer
 from engine.runtime.faults.registry import kinds
 from engine.runtime.session import Ending, run_session
-from tests.e2e.launcher import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -53,20 +53,20 @@ Strike = Callable[..., Struck]
 
 
 @pytest.fixture(name="strike")
-def _strike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Strike:
+def _strike(tmp_path: Path, server: ForkServer) -> Strike:
     """Returns a function that runs a small job with faults."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def strike(*faults: Fault, options: dict[str, Any] | None = None, **fields: Any) -> Struck:
         job = Job(**{**SMALL, **fields})
-        ending = run_session(job, tmp_path / "events.jsonl", tmp_path, faults=faults, **(options or {}))
+        events = tmp_path / "events.jsonl"
+        ending = run_session(job, events, tmp_path, faults=faults, server=server, **(options or {}))
         return Struck(ending, tmp_path)
 
     return strike
 
 
 @pytest.fixture(name="faultless", scope="module")
-def _faultless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Callable[..., Any]:
     """Returns a function that gives the trajectory of a job with no fault."""
     known: dict[str, Any] = {}
 
@@ -75,7 +75,7 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         if name not in known:
             folder = tmp_path_factory.mktemp("faultless")
             job = Job(**{**SMALL, **fields, "redundancy": "none", "redundancy_level": 1})
-            known[name] = run_session(job, folder / "events.jsonl", folder).view.account.rows
+            known[name] = run_session(job, folder / "events.jsonl", folder, server=server).view.account.rows
         return known[name]
 
     return faultless

@@ -1,29 +1,41 @@
-"""Every scenario of the library keeps what it promises, as a user runs it: by its bare name."""
+"""Every scenario of the library keeps what it promises, under its bare name."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from engine.files.scenario_file import scenario_names
-from tests.e2e.launcher import Launcher
+from bamboo_cli.case import run_case
+from engine.files.scenario_file import load_scenario, scenario_names
+from engine.runtime.children import ForkServer
+from engine.runtime.faults.registry import kinds
+from engine.runtime.leftovers import mark_processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(name="results", scope="module")
-def _results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all, so that a twin is run once for all scenarios with the same job."""
-    folder: Path = tmp_path_factory.mktemp("results")
-    return folder
+@dataclass(frozen=True, slots=True)
+class House:
+    """What all scenarios share, so that a twin is run once for all of the same job, and torch is loaded once."""
+
+    results: Path
+    server: ForkServer
+
+
+@pytest.fixture(name="house", scope="module")
+def _house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    results: Path = tmp_path_factory.mktemp("results")
+    mark_processes()
+    with ForkServer() as server:
+        yield House(results, server)
 
 
 @pytest.mark.parametrize("name", scenario_names())
-def test_a_scenario_passes(launch: Callable[..., Launcher], results: Path, name: str) -> None:
-    done = launch("inject", "--scenario", name, "--results", str(results), "--json").wait()
-    (case,) = json.loads(done.stdout)["runs"]
-    assert [each for each in case["checks"] if each["result"] != "passed"] == []
-    assert done.code == 0
+def test_a_scenario_passes(house: House, name: str) -> None:
+    loaded = load_scenario(name, kinds(), settings=[f"results={house.results}"])
+    case = run_case(loaded, None, server=house.server)
+    assert [each for each in case.checks if each.result != "passed"] == []
+    assert case.exit_code == 0

@@ -10,7 +10,7 @@ import functools
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -25,7 +25,6 @@ from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
-from tests.e2e.launcher import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -65,12 +64,9 @@ def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
 
 
 @pytest.fixture(name="runs", scope="module")
-def _runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Returns what runs jobs, with one fork server for this whole file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with ForkServer() as server:
-            yield Runs(tmp_path_factory.mktemp("kills"), server)
+def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
+    """Returns what runs jobs, and each twin once for this whole file."""
+    return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
 def fault(text: str, job: Job, do: str, **parameters: int | float | str) -> Fault:
