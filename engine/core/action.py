@@ -29,6 +29,9 @@ class Op(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    STREAM = "STREAM"  # what a slot has added up after a backward, from its owner to its shadows
+    UNSHARD = "UNSHARD"  # the weights of a stage are put together from their shards, by all owners of the stage
+    RESHARD = "RESHARD"  # a worker keeps its shard of them alone
     HEAL = "HEAL"  # the state of a slot as of the step boundary, from its owner to a new shadow
     REDUCE_GRAD = "REDUCE_GRAD"
     LOG = "LOG"  # all that the optimizer step of a slot reads, put together by its owner, sent to its shadows
@@ -40,7 +43,8 @@ COMPUTE_OPS = frozenset({Op.F, Op.REDO_F, Op.B, Op.I, Op.W})
 FORWARD_OPS = frozenset({Op.F, Op.REDO_F})
 RECEIVE_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
-STAGE_OPS = frozenset({Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP})
+SHARD_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # the only ones that may stand several times in a step
+STAGE_OPS = SHARD_OPS | {Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP}
 
 WHOLE_STAGE = -1
 

@@ -14,6 +14,7 @@ from statistics import median
 from engine.core.interval import median_interval
 
 PIPELINE_GOAL_OF_IDEAL = 1.02
+SCHEDULE_GOAL_OF_PREDICTION = 1.02
 LAUNCH_GOAL = 1 / 3
 AUDIT_GOAL = 1.02
 LAZY_GOAL = 0.01
@@ -46,7 +47,10 @@ COLUMNS = tuple(each.name for each in fields(Row))
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """One iteration of a pipeline on one worker; the sleeps are those of its timed layers, none for real compute."""
+    """One iteration of a pipeline on one worker; the sleeps are those of its timed layers, none for real compute.
+
+    A backward may sleep in parts.
+    """
 
     start_ns: int
     end_ns: int
@@ -59,13 +63,18 @@ def seconds_taken(workers: Sequence[Stamps]) -> float:
     return (max(each.end_ns for each in workers) - min(each.start_ns for each in workers)) / 1e9
 
 
+def mean_sleeps(workers: Sequence[Stamps]) -> tuple[float, float]:
+    """Returns the seconds that a forward and a backward of a timed layer took on average in one iteration."""
+    num_forwards = sum(len(stamps.forwards_ns) for stamps in workers)
+    forwards_ns = sum(sum(stamps.forwards_ns) for stamps in workers)
+    backwards_ns = sum(sum(stamps.backwards_ns) for stamps in workers)
+    return forwards_ns / num_forwards / 1e9, backwards_ns / num_forwards / 1e9
+
+
 def ideal_seconds(workers: Sequence[Stamps]) -> float:
     """Returns (M + P - 1)(F + B), with F and B as the timed layers of this iteration took on average."""
-    forwards_ns = [each for stamps in workers for each in stamps.forwards_ns]
-    backwards_ns = [each for stamps in workers for each in stamps.backwards_ns]
     num_microbatches = len(workers[0].forwards_ns)
-    pair_ns = sum(forwards_ns) / len(forwards_ns) + sum(backwards_ns) / len(backwards_ns)
-    return (num_microbatches + len(workers) - 1) * pair_ns / 1e9
+    return (num_microbatches + len(workers) - 1) * sum(mean_sleeps(workers))
 
 
 def pipeline_rows(case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Sequence[Stamps]]) -> list[Row]:
@@ -82,6 +91,17 @@ def pipeline_rows(case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Se
     return rows + _with_interval(case, "iteration s", ours_s, peer_s)
 
 
+def schedule_rows(
+    case: str, peer_name: str, ours: Sequence[float], predicted: Sequence[float], peer: Sequence[float]
+) -> list[Row]:
+    """Returns the rows of one schedule from the seconds of its iterations, and those that a dry run gives each."""
+    goal = SCHEDULE_GOAL_OF_PREDICTION
+    return [
+        paired_row(case, "iteration s, beside its dry run", ours, predicted, goal),
+        *_with_interval(case, f"iteration s, beside {peer_name}", ours, peer),
+    ]
+
+
 def _with_interval(case: str, metric: str, ours: Sequence[float], peer: Sequence[float]) -> list[Row]:
     """Returns a row for the median ratio and one for each end of its interval; not slower: the low end is <= 1."""
     interval = median_interval([one / other for one, other in zip(ours, peer, strict=True)])
@@ -91,10 +111,12 @@ def _with_interval(case: str, metric: str, ours: Sequence[float], peer: Sequence
     return [Row(*middle), Row(*low, len(ours)), Row(*high, len(ours))]
 
 
-def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float) -> Row:
-    """Returns one row whose goal is for the median ratio of the pairs."""
+def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float | None) -> Row:
+    """Returns one row whose goal, if it has one, is for the median ratio of the pairs."""
     ratio = median(one / other for one, other in zip(ours, peer, strict=True))
-    return Row(case, metric, median(ours), median(peer), ratio, goal, ratio <= goal, len(ours))
+    return Row(
+        case, metric, median(ours), median(peer), ratio, goal, None if goal is None else ratio <= goal, len(ours)
+    )
 
 
 def overhead_rows(case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float) -> list[Row]:

@@ -1,8 +1,9 @@
 """The catch-up point of a recovery, as moments: when what a dead worker had done for a slot has been done again.
 
 Rule: an heir adds up the gradient of a slot that is not done from the first microbatch on. So it has caught up at the
-latest with the backward that the victim had begun last, or with the first one; of a slot that is done there is nothing
-to do again but its commit.
+latest with the backward that the victim had begun last, or with the first one; where accumulators are streamed, that
+one may have come with them, and so when it begins the one behind it; of a slot that is done there is nothing to do
+again but its commit.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str]
     if at[0] != step or not at[1]:
         return ()
     backwards = [Action(stage, Op.B, microbatch, pipeline) for microbatch in range(job.microbatches)]
-    actions = [str(each) for each in build_program(job.schedule, before, job.redundancy)[before.owner(*slot)]]
+    program = build_program(job.schedule, before, job.redundancy, log_every=job.log_every)
+    actions = [str(each) for each in program[before.owner(*slot)]]
     last = backwards[-1]  # of whoever ran the plan of another recovery: it is past the catch-up point, not long
     if at[1] in actions:
         begun = actions[: actions.index(at[1]) + 1]
         last = next((each for each in reversed(backwards) if str(each) in begun), backwards[0])
-    return (At(step, last, "after"), At(step, Action(stage, Op.COMMIT, pipeline=pipeline), "before"))
+    behind = backwards[last.microbatch + 1 : last.microbatch + 2] if job.log_every else []
+    return (
+        At(step, last, "after"),
+        *(At(step, each, "before") for each in behind),
+        At(step, Action(stage, Op.COMMIT, pipeline=pipeline), "before"),
+    )

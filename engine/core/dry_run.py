@@ -9,20 +9,25 @@ wait for each other.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op
 from engine.core.errors import DeadlockError, ScheduleError
+from engine.core.list_schedule import COSTS
+from engine.core.numbers import TAKEN, Line, Numbers
+from engine.core.overlap import overlapped_costs
 from engine.core.ownership import Ownership
-from engine.core.program import Program
-from engine.core.requires import WIRE, Held, Kind, Value, makes, needs, rendezvous
+from engine.core.requires import WIRE, Held, Kind
 
+Program = Mapping[int, tuple[Action, ...]]  # whose module is above this one: one of its passes runs programs dry
 Cost = Callable[[Action], float]
-_Begun = tuple[int, Action]  # worker, and an action that waits for those that run together with it
+_NEVER = inf
+_PLACES = {WIRE: "on the wire", TAKEN: "to be taken"}
 
 
 class Span(NamedTuple):
@@ -50,28 +55,46 @@ class DryRun:
 
 def unit_costs(action: Action) -> float:
     """Costs a forward 1, a backward 2, half of one 1, everything else nothing: the usual picture of a schedule."""
-    return _UNITS.get(action.op, 0.0)
+    return COSTS.get(action.op, 0.0)
 
 
-_UNITS = {Op.F: 1.0, Op.REDO_F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
-
-
-def dry_run(program: Program, ownership: Ownership, cost: Cost = unit_costs, held: Collection[Held] = ()) -> DryRun:
+def dry_run(
+    program: Program,
+    ownership: Ownership,
+    cost: Cost = unit_costs,
+    held: Collection[Held] = (),
+    blocking: bool = False,
+    overlapping: bool = False,
+) -> DryRun:
     """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
 
-    `held` is what is there at the start.
+    `held` is what is there at the start. With `blocking` a SEND holds its worker until somebody has begun to receive,
+    with `overlapping` a pair takes as long as the longer of its two, not both.
     """
-    walk = _Walk(program, ownership, cost, held)
-    walk.run()
-    walk.refuse_unfinished()
+    costs_of = overlapped_costs if overlapping else map
+    costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
+    walk = _Walk(program, ownership, held, blocking)
+    walk.run(costs)
+    lines = {
+        worker: [
+            Span(start, start + cost, worker, action)
+            for start, cost, action in zip(walk.starts[worker], costs[worker], program[worker], strict=True)
+        ]
+        for worker in sorted(program)
+    }
     # By start; of those that start together by worker, and as they stand in its program.
-    spans = tuple(sorted(chain.from_iterable(walk.spans[worker] for worker in sorted(program)), key=itemgetter(0)))
-    makespan = max(walk.free_at.values(), default=0.0)
+    spans = tuple(sorted(chain.from_iterable(lines.values()), key=itemgetter(0)))
+    makespan = max((line[-1].end for line in lines.values() if line), default=0.0)
     busy = sum(end - start for start, end, _, action in spans if action.op in COMPUTE_OPS)
     bubble = 1.0 - busy / (makespan * len(program)) if makespan else 0.0
     stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
     peaks = {worker: peak_stash(actions, stashed[worker]) for worker, actions in program.items()}
-    return DryRun(spans, makespan, bubble, peaks, {worker: _waits(line) for worker, line in walk.spans.items()})
+    return DryRun(spans, makespan, bubble, peaks, {worker: _waits(line) for worker, line in lines.items()})
+
+
+def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = (), blocking: bool = False) -> None:
+    """Raises what `dry_run` raises, of a program that does not come to its end; it draws no timeline."""
+    _Walk(program, ownership, held, blocking).run(dict.fromkeys(program, repeat(0.0)))
 
 
 def _waits(spans: list[Span]) -> float:
@@ -80,105 +103,121 @@ def _waits(spans: list[Span]) -> float:
 
 
 def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
-    """Returns the most residuals that a worker holds at once, of `stashed` at the start.
+    """Returns the most residuals that a worker holds at once, of `stashed` at the start."""
+    return max(chain((stashed,), stash_after(actions, stashed)))
+
+
+def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
+    """Yields how many residuals a worker holds after each of its actions, of `stashed` at the start.
 
     A forward makes one, the backward of its slot frees it: the part for the weights where the two are split. Those of
     redundant forwards have no backward there: they stay to the end.
     """
-    peak = stashed
     in_parts = {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
     for stage, op, microbatch, pipeline in actions:
         if op in FORWARD_OPS:
             stashed += 1
-            peak = max(peak, stashed)
         elif op in (Op.B, Op.W) or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
             stashed -= 1
-    return peak
+        yield stashed
 
 
 class _Walk:
-    """The state of one dry run: where each worker is, what is there since when, who waits for what."""
+    """The state of one walk over a program: how far each worker is, what is there since when, who waits for what."""
 
-    def __init__(self, program: Program, ownership: Ownership, cost: Cost, held: Collection[Held]):
+    def __init__(self, program: Program, ownership: Ownership, held: Collection[Held], blocking: bool):
         self.program = program
-        self.ownership = ownership
-        self.cost = cost
-        self.cursor = dict.fromkeys(program, 0)
-        self.free_at = dict.fromkeys(program, 0.0)
-        self.there: dict[int, dict[Value, float]] = {place: {} for place in (WIRE, *program)}
-        for place, value in held:
-            self.there.setdefault(place, {})[value] = 0.0
-        self.begun: dict[_Begun, float] = {}
-        self.waiting: dict[Held | _Begun, list[int]] = {}
+        self.numbers = Numbers(program, ownership, blocking)
+        self.there: list[float] = []  # by number
+        for thing in held:
+            number = self.numbers.of(thing)
+            self._make_room()
+            self.there[number] = 0.0
+        self.starts: dict[int, list[float]] = {worker: [] for worker in program}
+        self.waiting: dict[int, list[int]] = {}  # number -> workers
         self.ready = deque(program)
-        self.spans: dict[int, list[Span]] = {worker: [] for worker in program}
 
-    def run(self) -> None:
-        """Runs every worker as far as it comes."""
+    def _make_room(self) -> None:
+        self.there += [_NEVER] * (len(self.numbers) - len(self.there))
+
+    def run(self, costs: Mapping[int, Iterable[float]]) -> None:
+        """Runs every worker as far as it comes; raises when that is not to its end."""
+        lines = {worker: self._goes(worker, costs[worker]) for worker in self.program}
         while self.ready:
-            self._advance(self.ready.popleft())
+            worker = self.ready.popleft()
+            missing = next(lines[worker], None)
+            if missing is not None:
+                self.waiting.setdefault(missing, []).append(worker)
+        if self.waiting:
+            self._refuse({worker: number for number, workers in self.waiting.items() for worker in workers})
 
-    def _advance(self, worker: int) -> None:
-        """Runs one worker until its program ends or something is missing, and notes what."""
-        actions, ownership, cost = self.program[worker], self.ownership, self.cost
-        there, spans, waiting = self.there, self.spans[worker], self.waiting
-        position, free_at = self.cursor[worker], self.free_at[worker]
-        missing: Held | _Begun | None = None
-        while position < len(actions):
-            action = actions[position]
+    def _goes(self, worker: int, costs: Iterable[float]) -> Iterator[int]:
+        """Runs one worker to its end; whenever something is missing it yields its number, and goes on when asked."""
+        there, starts, waiting = self.there, self.starts[worker], self.waiting
+        lines: dict[tuple[int, Op, bool, int], Line] = {}
+        free_at = 0.0
+        for action, cost in zip(self.program[worker], costs, strict=False):
+            stage, op, microbatch, pipeline = action
+            line = lines.get((stage, op, microbatch > 0, pipeline))
+            if line is None:
+                line = lines[stage, op, microbatch > 0, pipeline] = self.numbers.line(action, worker)
+                self._make_room()
+            needed, begun, met, made = line
             start = free_at
-            for need in needs(action, worker, ownership):
-                at = there[need[0]].get(need[1])
-                if at is None:
-                    missing = need
-                    break
+            for number in needed:
+                at = there[number + microbatch]
                 if at > start:  # noqa: PLR1730 - max() would take longer than all the rest of the line
                     start = at
-            if missing is None and action.op is Op.REDUCE_GRAD:
-                start, missing = self._meet(worker, action, start)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(worker)
-                break
-            free_at = start + cost(action)
-            spans.append(Span(start, free_at, worker, action))
-            position += 1
-            for made in makes(action, worker, ownership):
-                there[made[0]].setdefault(made[1], free_at)
-                if made in waiting:
-                    self.ready += waiting.pop(made)
-        self.cursor[worker], self.free_at[worker] = position, free_at
+            if start == _NEVER:
+                start = yield from self._all_there(needed, microbatch, free_at)
+            if met:
+                self._put(begun, microbatch, start)
+                start = yield from self._all_there(met, microbatch, start)
+            free_at = start + cost
+            starts.append(start)
+            for number in made:  # what `_put` does, which is called a million times elsewise
+                if there[number + microbatch] == _NEVER:
+                    there[number + microbatch] = free_at
+                    if number + microbatch in waiting:
+                        self.ready += waiting.pop(number + microbatch)
 
-    def _meet(self, worker: int, action: Action, at: float) -> tuple[float, _Begun | None]:
-        """Returns when an action starts together with those of other workers, and which has not begun, if any."""
-        if (worker, action) not in self.begun:
-            self.begun[worker, action] = at
-            self.ready += self.waiting.pop((worker, action), ())
-        others = rendezvous(action, worker, self.ownership)
-        missing = next((other for other in others if other not in self.begun), None)
-        return max([at, *(self.begun.get(other, at) for other in others)]), missing
+    def _all_there(self, numbers: Sequence[int], microbatch: int, start: float) -> Generator[int, None, float]:
+        for number in numbers:
+            while self.there[number + microbatch] == _NEVER:
+                yield number + microbatch
+            start = max(start, self.there[number + microbatch])
+        return start
 
-    def refuse_unfinished(self) -> None:
-        """Raises when a worker has not come to its end: ScheduleError if nobody does what it needs, else the cycle."""
-        left = {worker: actions[self.cursor[worker] :] for worker, actions in self.program.items()}
-        waits_for = {worker: what for what, waiting in self.waiting.items() for worker in waiting}
-        if not waits_for:
-            return
-        comes_from: dict[Held | _Begun, int] = {}
+    def _put(self, numbers: Sequence[int], microbatch: int, at: float) -> None:
+        there = self.there
+        for number in numbers:
+            made = number + microbatch
+            if there[made] == _NEVER:  # what is there already stays as it is
+                there[made] = at
+                if made in self.waiting:
+                    self.ready += self.waiting.pop(made)
+
+    def _refuse(self, waits_for: Mapping[int, int]) -> None:
+        """Raises ScheduleError if nobody does what a worker waits for, else the cycle."""
+        left = {worker: actions[len(self.starts[worker]) :] for worker, actions in self.program.items()}
+        comes_from: dict[int, int] = {}
         for worker, actions in left.items():
             for action in actions:
-                comes_from.setdefault((worker, action), worker)
-                comes_from |= {made: worker for made in makes(action, worker, self.ownership) if made not in comes_from}
+                line = self.numbers.line(action, worker)
+                for number in (*line.begins, *line.makes):
+                    comes_from.setdefault(number + action.microbatch, worker)
         path: list[int] = []
         worker = next(each for each in self.program if each in waits_for)
         while worker not in path:
             path.append(worker)
-            what = waits_for[worker]
-            if what not in comes_from:
-                place = "on the wire" if what[0] == WIRE else f"at worker {what[0]}"
+            missing = waits_for[worker]
+            if missing not in comes_from:
+                place, what = self.numbers.thing(missing)
+                where = _PLACES.get(place, f"at worker {place}")
                 raise ScheduleError(
-                    f"worker {worker}, position {self.cursor[worker]}: {left[worker][0]} needs {what[1]} {place}, "
+                    f"worker {worker}, position {len(self.starts[worker])}: {left[worker][0]} needs {what} {where}, "
                     "which nobody makes"
                 )
-            worker = comes_from[what]
+            worker = comes_from[missing]
         cycle = [*path[path.index(worker) :], worker]
         raise DeadlockError(tuple((each, str(left[each][0])) for each in cycle))

@@ -140,7 +140,7 @@ def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
         elif fault.id not in confirmed:
             wrong.append(f"{fault.id} struck, but nobody saw what it does ({fault.do})")
     text = f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck"
-    return Check("faults", "invalid" if wrong else "passed", _first(wrong) or text)
+    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or text)
 
 
 def _outcome(expected: Outcome, seen: Observed) -> Check:
@@ -148,9 +148,8 @@ def _outcome(expected: Outcome, seen: Observed) -> Check:
     if seen.exit_code in _NOT_RUN:
         return Check("outcome", "invalid", f"the run ended with exit code {seen.exit_code}{why}")
     outcome = _OUTCOMES.get(seen.exit_code, "not recovered")
-    return _judged(
-        "outcome", outcome == expected, outcome if outcome == expected else f"{outcome}, not {expected}{why}"
-    )
+    text = outcome if outcome == expected else f"{outcome}, but {expected} was expected{why}"
+    return _judged("outcome", outcome == expected, text)
 
 
 def _trajectory(seen: Observed) -> Check:

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op, parse_action
+from engine.core.action import SHARD_OPS, STAGE_OPS, WHOLE_STAGE, Action, Op, parse_action
 from engine.core.duration import duration_text
 from engine.core.errors import Problem, UserError, nearest
 from engine.core.job import Job, Scalar
+from engine.core.stream_pass import is_streamed
 
 When = Literal["before", "during", "after"]
 Phase = Literal["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
@@ -211,19 +212,25 @@ def _action(parts: Sequence[str], stage: int, job: Job, text: str, problems: lis
         return Op.B, WHOLE_STAGE
     if (op in _NOT_ON_FIRST and stage == 0) or (op in _NOT_ON_LAST and stage == job.stages - 1):
         problems.append(_problem(f"an action of stage {stage}", text, f"it has no {op}"))
+    if op in SHARD_OPS and not job.fsdp:
+        problems.append(_problem("an action of the job", text, f"it has no {op} without fsdp"))
     if op in STAGE_OPS:
         if len(parts) > 1:
             problems.append(_problem(f"no microbatch after {op}, which concerns the whole stage", text))
         return op, WHOLE_STAGE
     middle = str(job.microbatches // 2)
-    return op, _count("a microbatch", parts[1] if len(parts) > 1 else middle, job.microbatches, text, problems)
+    microbatch = _count("a microbatch", parts[1] if len(parts) > 1 else middle, job.microbatches, text, problems)
+    if op is Op.STREAM and not is_streamed(microbatch, job.log_every, job.microbatches):
+        hint = f"log_every is {job.log_every}"
+        problems.append(_problem(f"a microbatch after which the job streams, not {microbatch}", text, hint))
+    return op, microbatch
 
 
 def _count(what: str, part: str, number: int, text: str, problems: list[Problem]) -> int:
     """Returns the whole number that `part` spells, or 0; appends what is wrong with it."""
     if part.isascii() and part.isdigit() and int(part) < number:
         return int(part)
-    problems.append(_problem(f"{what} from 0 to {number - 1}", text, f"found {part!r}" if part else "it is missing"))
+    problems.append(Problem(f"--kill {text}", f"{what} from 0 to {number - 1}", repr(part) if part else "nothing"))
     return 0
 
 

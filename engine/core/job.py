@@ -70,6 +70,10 @@ class Job:
         "forwards when idle; reroute: the next pipeline",
     )
     redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
+    log_every: int = _field(0, "send gradients to the shadows every c microbatches, to redo less after a kill; 0 = off")
+    fsdp: int = _field(
+        0, "shard weights and optimizer state over the pipelines; stages of a worker whole at once, at most; 0 = off"
+    )
     activation_checkpoint: int = _field(0, "recompute the activations of every k layers; 0 = off")
     backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
     seed: int = _field(0, "seed of weights, data and dropout")
@@ -94,6 +98,8 @@ _AT_LEAST = {
     "threads": 1,
     "seed": 0,
     "warmup_steps": 0,
+    "log_every": 0,
+    "fsdp": 0,
     "activation_checkpoint": 0,
     "audit": 0,
     "validate_every": 0,
@@ -142,9 +148,18 @@ def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
 
 def _check_redundancy(job: Job) -> list[Problem]:
     """A shadow is another worker than the owner; the one worker of a job of one slot has nobody, and trains alone."""
+    if job.fsdp and job.pipelines == 1:
+        hint = "shards lie over the pipelines: give --pipelines 2 or more"
+        return [Problem("fsdp", "0 with one pipeline", repr(job.fsdp), hint)]
+    if job.fsdp and job.redundancy != "none":
+        hint = "nobody can take over from shards, and a shadow holds whole stages: give --redundancy none"
+        return [Problem("fsdp", "0 with redundancy", repr(job.fsdp), hint)]
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
         return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
+    if job.log_every and job.redundancy not in ("lazy", "eager"):
+        hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
+        return [Problem("log_every", "0 without shadows", repr(job.log_every), hint)]
     num_workers = job.stages // max(1, job.stages_per_worker) * job.pipelines
     most = max(1, num_workers - 1)
     if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:

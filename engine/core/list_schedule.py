@@ -19,7 +19,13 @@ from engine.core.lineage import Tasks, tasks_left
 from engine.core.ownership import Ownership, Slot
 from engine.core.requires import makes
 
-COSTS = {Op.F: 1, Op.REDO_F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+
+def op_costs(forward: float = 1, backward: float = 2, weights: float = 1) -> dict[Op, float]:
+    """Returns what each op that computes costs; `weights` is the part of a backward that is for the weights."""
+    return {Op.F: forward, Op.REDO_F: forward, Op.B: backward, Op.I: backward - weights, Op.W: weights}
+
+
+COSTS = op_costs()
 
 
 def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:

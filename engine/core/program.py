@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from engine.core.action import Action, Op
+from engine.core.early_receives import with_early_receives
 from engine.core.end_of_step import with_end_of_step
 from engine.core.list_schedule import merged_compute
+from engine.core.overlap import with_pairs_together
 from engine.core.ownership import Ownership, Redundancy, Slot
 from engine.core.redundant import with_redundant_forwards
 from engine.core.schedules.compute import ComputeLists
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.schedules.text import is_text, lists_from_csv, rows_from_csv, rows_to_csv
+from engine.core.schedules.text import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
+from engine.core.stream_pass import with_streams
 from engine.core.transfer_pass import with_transfers
+from engine.core.unshard_pass import with_unshards
 
 Program = Mapping[int, tuple[Action, ...]]
 
@@ -25,19 +29,31 @@ def build_program(
     ownership: Ownership,
     redundancy: Redundancy = "none",
     healing: Collection[tuple[int, Slot]] = (),
+    log_every: int = 0,
+    fsdp: int = 0,
+    blocking: bool = False,
 ) -> Program:
     """Returns the whole program of one step, for every worker that owns or shadows something.
 
     `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages that it would in
     a fresh job; beyond, a list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of
-    their slot during this step.
+    their slot during this step. `log_every` is after how many microbatches accumulators are streamed, 0 for never;
+    `fsdp` is how many stages of a worker may be whole at once, 0 where none are in shards.
+    With `blocking` the program suits a backend on which a send waits for its receive.
     """
     lists = _lists(schedule, ownership)
     program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
     if redundancy == "eager":
         program = with_redundant_forwards(program, ownership, healing=healing)
-    program = with_transfers(program, ownership)
-    return with_end_of_step(_for_all_workers(program, ownership), ownership, healing=healing)
+    if fsdp:
+        program = with_unshards(program, fsdp)
+    program = _for_all_workers(with_transfers(program, ownership), ownership)
+    if lists is not None and (has_pairs(schedule) if is_text(schedule) else SCHEDULES[schedule].overlaps):
+        program = with_pairs_together(program)
+    if blocking:
+        program = with_early_receives(program)
+    program = with_streams(program, ownership, log_every, healing, blocking)
+    return with_end_of_step(program, ownership, healing=healing)
 
 
 def build_validation(ownership: Ownership) -> Program:

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from engine.core.dry_run import dry_run
+from engine.core.dry_run import refuse_stuck
 from engine.core.end_of_step import with_end_of_step
 from engine.core.errors import InvariantError
 from engine.core.inventory import Inventory
@@ -68,7 +68,7 @@ def make_plan(given: PlanInput) -> Plan:
     compute = list_schedule(tasks, ownership, first=done_before(tasks, held))
     members = {worker: compute.get(worker, ()) for worker in whole}
     program = with_end_of_step(with_transfers(members, ownership, held), ownership, held, healing)
-    dry_run(program, ownership, held=held)
+    refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
 
 

@@ -27,6 +27,7 @@ class Kind(StrEnum):
     PENDING = "pending"  # what a backward for the input keeps for the one for the weights
     COUNTED = "counted"  # forwards that the buffers have seen
     ADDED = "added"  # backwards that the accumulator has seen
+    STREAMED = "streamed"  # an accumulator with its counters, and the buffers as they were that far
     STATE = "state"  # weights, optimizer state and buffers as of the step boundary
     REDUCED = "reduced"  # the gradient of a stage over all pipelines, with their buffers and losses
     LOGGED = "logged"  # all that the optimizer step of a slot reads
@@ -65,13 +66,13 @@ def makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]
 def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple[int, Action], ...]:
     """Returns the actions of other workers that run together with this one: each waits until the others have begun.
 
-    Only the reduction over pipelines is of this kind. A worker that owns a stage in several pipelines reduces it once,
-    with the action of the first of them.
+    Only the reduction over pipelines and what puts shards together are of this kind. A worker that owns a stage in
+    several pipelines reduces it once, with the action of the first of them.
     """
-    if action.op is not Op.REDUCE_GRAD:
+    if action.op not in (Op.REDUCE_GRAD, Op.UNSHARD):
         return ()
     return tuple(
-        (other, Action(action.stage, Op.REDUCE_GRAD, pipeline=ownership.pipelines_of(other, action.stage)[0]))
+        (other, Action(action.stage, action.op, pipeline=ownership.pipelines_of(other, action.stage)[0]))
         for other in ownership.owners_of(action.stage)
         if other != worker
     )
@@ -127,6 +128,25 @@ def _weights_need(action: Action, worker: int, ownership: Ownership) -> tuple[He
 
 def _weights_make(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
     return ((worker, Value(Kind.ADDED, action.pipeline, action.stage, action.microbatch)),)
+
+
+def _stream_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
+    """The owner sends what it has added up; a shadow takes it."""
+    return _streamed(action, worker) if _is_owner(action, worker, ownership) else _on_the_wire(action)
+
+
+def _stream_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
+    """A shadow that has taken it has every microbatch so far in its accumulator and its buffers, and no other."""
+    return _on_the_wire(action) if _is_owner(action, worker, ownership) else _streamed(action, worker)
+
+
+def _streamed(action: Action, worker: int) -> tuple[Held, ...]:
+    place = (action.pipeline, action.stage, action.microbatch)
+    return ((worker, Value(Kind.ADDED, *place)), (worker, Value(Kind.COUNTED, *place)))
+
+
+def _on_the_wire(action: Action) -> tuple[Held, ...]:
+    return ((WIRE, Value(Kind.STREAMED, action.pipeline, action.stage, action.microbatch)),)
 
 
 # op of a transfer -> what it carries, and whose it is, counted from the stage that the action names
@@ -235,6 +255,9 @@ _NEEDS = {
     Op.SEND_B: _carried_here,
     Op.RECV_F: _carried_on_the_wire,
     Op.RECV_B: _carried_on_the_wire,
+    Op.STREAM: _stream_needs,
+    Op.UNSHARD: _none,
+    Op.RESHARD: _none,
     Op.HEAL: _heal_needs,
     Op.REDUCE_GRAD: _reduce_needs,
     Op.LOG: _log_needs,
@@ -251,6 +274,9 @@ _MAKES = {
     Op.SEND_B: _carried_on_the_wire,
     Op.RECV_F: _carried_here,
     Op.RECV_B: _carried_here,
+    Op.STREAM: _stream_makes,
+    Op.UNSHARD: _none,
+    Op.RESHARD: _none,
     Op.HEAL: _heal_makes,
     Op.REDUCE_GRAD: _reduce_makes,
     Op.LOG: _log_makes,

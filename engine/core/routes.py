@@ -13,7 +13,7 @@ from engine.core.ownership import Ownership
 from engine.core.program import Program
 from engine.core.requires import WIRE, Kind, Value, makes, needs
 
-_SENT = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.STATE, Kind.REDUCED, Kind.LOGGED})
+_SENT = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.STREAMED, Kind.STATE, Kind.REDUCED, Kind.LOGGED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from typing import Any
 from engine.core.errors import InvariantError
 from engine.core.membership_state import resume
 
+STARTING = "starting"  # the phase before the first epoch, as events show it
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -69,7 +71,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
 
 def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunStatus:
     """Returns the status that the events of a run show, the last of them deciding."""
-    status = RunStatus(run_id, "starting")
+    status = RunStatus(run_id, STARTING)
     workers: dict[int, WorkerStatus] = {}
     for event in events:
         match event["event"]:
@@ -90,6 +92,12 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
             case "ended":
                 status = replace(status, phase=event["outcome"])
     return replace(status, workers=tuple(workers[worker] for worker in sorted(workers)))
+
+
+def without_word(status: RunStatus) -> RunStatus:
+    """Returns the status, as its events show it, of a run whose launcher is gone, and its workers with it."""
+    workers = tuple(replace(each, state="gone") if each.state == "in" else each for each in status.workers)
+    return replace(status, phase="launcher gone", workers=workers)
 
 
 def _slots(value: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

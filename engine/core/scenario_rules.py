@@ -1,12 +1,14 @@
 """The rules between the parts of a scenario: what can be known before the run to be impossible.
 
 Rules: a fault that can never strike is a mistake, found here and not after a run that proved nothing. A problem's field
-is the place in the file: ``faults.0.at.stage``.
+is the place in the file: ``faults.0.at.stage``. Of what is no good by itself nothing is concluded, so that one mistake
+is told once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from engine.core.action import STAGE_OPS, Op
 from engine.core.errors import Problem, nearest
@@ -20,22 +22,48 @@ from engine.core.scenario import Every, Expect, Scenario, Target, Wanted
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
     """Returns every rule that a scenario, with a good job, breaks; `ending` are the kinds that end their victim."""
-    problems = [*_ids(scenario), *_moments(scenario), *_expectations(scenario.expect, scenario.job)]
-    program, ownership = planned(scenario.job)
-    for number, wanted in enumerate(scenario.faults):
+    found = Found(scenario.job, dict(enumerate(scenario.faults)), whole=True)
+    return check_found(found, scenario.expect, ending)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is good by itself of a scenario: its job, or None; its faults by their numbers, and whether it is `whole`.
+
+    While it is not, a fault that is missed may be one that could not be read.
+    """
+
+    job: Job | None
+    faults: Mapping[int, Wanted]
+    whole: bool
+
+
+def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[Problem]:
+    """Returns every rule that these parts of a scenario break together."""
+    problems = [*_ids(found.faults), *_moments(found.faults)]
+    for number, wanted in found.faults.items():
+        if isinstance(wanted.trigger, After):
+            problems += _after(f"faults.{number}.after", wanted, wanted.trigger, found)
+    return problems + _of_job(found, found.job, expect, ending) if found.job is not None else problems
+
+
+def _of_job(found: Found, job: Job, expect: Expect, ending: Collection[str]) -> list[Problem]:
+    """Returns the rules that are broken between a job and the rest."""
+    problems = list(_expectations(expect, job))
+    program, ownership = planned(job)
+    for number, wanted in found.faults.items():
         place = f"faults.{number}"
-        trigger = wanted.trigger
-        if isinstance(trigger, At):
-            problems += _at(f"{place}.at", trigger, scenario, program, ownership, ending)
-        elif isinstance(trigger, After):
-            problems += _after(f"{place}.after", wanted, trigger, scenario)
-        problems += _target(f"{place}.target", wanted, scenario.job, len(ownership.workers()))
+        if isinstance(wanted.trigger, At):
+            problems += _at(f"{place}.at", wanted.trigger, job, program, ownership)
+            if wanted.trigger.action.op is Op.HEAL and found.whole:
+                problems += _heal(f"{place}.at.action", wanted.trigger, job, found.faults.values(), ending)
+        problems += _target(f"{place}.target", wanted, job, len(ownership.workers()))
     return problems
 
 
-def _ids(scenario: Scenario) -> Iterator[Problem]:
+def _ids(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
     seen: dict[str, int] = {}
-    for number, wanted in enumerate(scenario.faults):
+    for number, wanted in faults.items():
         trigger = wanted.trigger
         many = range(1, trigger.count + 1) if isinstance(trigger, Every) else ()
         for name in (wanted.id, *(f"{wanted.id}-{each}" for each in many)):
@@ -45,9 +73,9 @@ def _ids(scenario: Scenario) -> Iterator[Problem]:
             seen.setdefault(name, number)
 
 
-def _moments(scenario: Scenario) -> Iterator[Problem]:
+def _moments(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
     seen: dict[At, int] = {}
-    for number, wanted in enumerate(scenario.faults):
+    for number, wanted in faults.items():
         if isinstance(wanted.trigger, At):
             if wanted.trigger in seen:
                 hint = "one fault may have several victims: target {count: 2}"
@@ -56,10 +84,8 @@ def _moments(scenario: Scenario) -> Iterator[Problem]:
             seen.setdefault(wanted.trigger, number)
 
 
-def _at(
-    place: str, at: At, scenario: Scenario, program: Program, ownership: Ownership, ending: Collection[str]
-) -> list[Problem]:
-    job, action = scenario.job, at.action
+def _at(place: str, at: At, job: Job, program: Program, ownership: Ownership) -> list[Problem]:
+    action = at.action
     limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
     limits["stage"] = (action.stage, job.stages)
     if action.op not in STAGE_OPS:
@@ -69,10 +95,8 @@ def _at(
         for name, (value, limit) in limits.items()
         if not 0 <= value < limit
     ]
-    if problems:
+    if problems or action.op is Op.HEAL:  # which no first program has
         return problems
-    if action.op is Op.HEAL:
-        return _heal(f"{place}.action", at, scenario, ending)
     slot = (action.pipeline, action.stage)
     own = [each for each in program[ownership.owner(*slot)] if (each.pipeline, each.stage) == slot]
     if action not in own:
@@ -88,17 +112,19 @@ def _why_not(op: Op, stage: int, job: Job) -> str:
         return f"the first stage has nobody before it: no {op}"
     if op in (Op.SEND_F, Op.RECV_B) and stage == job.stages - 1:
         return f"the last stage has nobody after it: no {op}"
+    if op is Op.STREAM:
+        return f"log_every is {job.log_every}, and behind the last backward follows the log"
     if op in (Op.W, Op.I):
         return f"this schedule has whole backwards: {Op.B} instead of {Op.I} and {Op.W}"
     return ""
 
 
-def _heal(place: str, at: At, scenario: Scenario, ending: Collection[str]) -> list[Problem]:
+def _heal(place: str, at: At, job: Job, faults: Iterable[Wanted], ending: Collection[str]) -> list[Problem]:
     """A slot is healed in the first step after one in which somebody was lost, where there are shadows at all."""
-    if scenario.job.redundancy == "none":
+    if job.redundancy == "none":
         hint = "with redundancy none nobody gets a shadow"
         return [Problem(place, "an action that this job has", "'HEAL'", hint)]
-    for wanted in scenario.faults:
+    for wanted in faults:
         trigger = wanted.trigger
         earlier = not isinstance(trigger, At) or trigger.step < at.step
         if wanted.do in ending and earlier:
@@ -107,9 +133,11 @@ def _heal(place: str, at: At, scenario: Scenario, ending: Collection[str]) -> li
     return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
 
 
-def _after(place: str, wanted: Wanted, after: After, scenario: Scenario) -> list[Problem]:
-    by_id = {each.id: each for each in scenario.faults}
+def _after(place: str, wanted: Wanted, after: After, found: Found) -> list[Problem]:
+    by_id = {each.id: each for each in found.faults.values()}
     if after.fault not in by_id:
+        if not found.whole:
+            return []
         known = [each for each in by_id if each != wanted.id]
         hint = nearest(after.fault, known) or (f"there is {', '.join(known)}" if known else "there is no other fault")
         return [Problem(f"{place}.fault", "the id of another fault", repr(after.fault), hint)]

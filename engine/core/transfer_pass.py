@@ -1,98 +1,144 @@
 """The pass that adds transfers: who sends what a compute action needs and its worker neither holds nor makes.
 
-Rules: a value has one sender: the lowest worker that holds it at the start, else the owner of its slot, which makes it.
-A redundant forward takes nothing and gives nothing: its input is at hand. What is held is sent at the front of the
-program, in the order in which it is needed; what is made, right after it is made. A value is received just before the
-first action that needs it, and after all that the same sender has sent to the same worker before it: of each pair of
-workers, the order of receives is that of sends.
+Rules: a value has one sender: the lowest worker that holds it at the start, else the owner of its slot, which makes it;
+and one taker, the owner of the slot that needs it. A redundant forward takes nothing and gives nothing: its input is at
+hand. What is held is sent at the front of the program, in the order in which it is needed; what is made, right after it
+is made. A value is received just before the first action that needs it, and after all that the same sender has sent to
+the same worker before it: of each pair of workers, the order of receives is that of sends.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from engine.core.action import Action, Op
 from engine.core.lineage import SENT_BY_SLOT
+from engine.core.numbers import Numbers
 from engine.core.ownership import Ownership
-from engine.core.requires import Held, Kind, Value, makes, needs
+from engine.core.requires import WIRE, Held, Kind, Value, makes, needs
 
-_Place = tuple[int, int]  # (worker, position in its program)
-_Want = tuple[int, int, Value]  # (position, worker, value)
-
-_AT_THE_FRONT = -1
+_SEND = {Kind.ACTIVATION: Op.SEND_F, Kind.GRADIENT: Op.SEND_B}
+_RECEIVE = {Kind.ACTIVATION: Op.RECV_F, Kind.GRADIENT: Op.RECV_B}
 
 
 def with_transfers(
     program: Mapping[int, tuple[Action, ...]], ownership: Ownership, held: Collection[Held] = ()
 ) -> dict[int, tuple[Action, ...]]:
     """Returns the program with its transfers; a value that nobody holds or makes is left to the dry run to refuse."""
-    wants, source = _walk(program, ownership, held)
-    after: dict[_Place, list[Value]] = {}
-    takers: dict[Value, list[int]] = {}
-    for _, worker, value in sorted(want for want in wants if want[2] in source):
-        if value not in takers:
-            after.setdefault(source[value], []).append(value)
-        takers.setdefault(value, []).append(worker)
-    coming: dict[tuple[int, int], deque[Value]] = {}
-    for sender, position in sorted(after):
-        for value in after[sender, position]:
-            for taker in takers[value]:
-                coming.setdefault((sender, taker), deque()).append(value)
-    before: dict[_Place, list[Value]] = {}
-    come: set[tuple[int, Value]] = set()
-    for position, worker, value in wants:
-        while value in source and (worker, value) not in come:
-            arrived = coming[source[value][0], worker].popleft()
-            come.add((worker, arrived))
-            before.setdefault((worker, position), []).append(arrived)
-    return {worker: _spliced(worker, actions, before, after) for worker, actions in program.items()}
+    exchange = _Exchange(program, ownership)
+    values = [(worker, value) for worker, value in held if value.kind in SENT_BY_SLOT]
+    exchange.find_takers(values)
+    front = exchange.send_held(values)
+    exchange.send_made()
+    return {worker: (*front[worker], *exchange.spliced(worker)) for worker in program}
 
 
-def _walk(
-    program: Mapping[int, tuple[Action, ...]], ownership: Ownership, held: Collection[Held]
-) -> tuple[list[_Want], dict[Value, _Place]]:
-    """Returns what each worker wants from another, in the order of its program, and where each value is sent from."""
-    source: dict[Value, _Place] = {}
-    here = set()
-    for worker, value in held:
-        if value.kind in SENT_BY_SLOT:
-            here.add((worker, value))
-            source[value] = min((worker, _AT_THE_FRONT), source.get(value, (worker, _AT_THE_FRONT)))
-    wants: list[_Want] = []
-    for worker, actions in program.items():
-        for position, action in enumerate(actions):
-            if worker != ownership.owner(action.pipeline, action.stage):
-                continue  # a redundant forward
-            for need in needs(action, worker, ownership):
-                if need[1].kind in SENT_BY_SLOT and need not in here:
-                    wants.append((position, worker, need[1]))
-                    here.add(need)
-            for made in makes(action, worker, ownership):
-                if made[1].kind in SENT_BY_SLOT:
-                    here.add(made)
-                    source.setdefault(made[1], (worker, position))
-    return wants, source
+class _Line(NamedTuple):
+    """What the actions of one op on one slot take and give: number of a value, less the microbatch, and transfer."""
+
+    takes: tuple[tuple[int, Op], ...]
+    gives: tuple[tuple[int, Op], ...]
 
 
-def _spliced(
-    worker: int, actions: tuple[Action, ...], before: Mapping[_Place, list[Value]], after: Mapping[_Place, list[Value]]
-) -> tuple[Action, ...]:
-    parts = [_send(value) for value in after.get((worker, _AT_THE_FRONT), ())]
-    for position, action in enumerate(actions):
-        place = (worker, position)
-        parts += [_receive(value) for value in before.get(place, ())]
-        parts.append(action)
-        parts += [_send(value) for value in after.get(place, ())]
-    return tuple(parts)
+class _Lines(dict[tuple[int, Op, int], _Line]):
+    """The lines of one worker by stage, op and pipeline."""
+
+    def __init__(self, worker: int, ownership: Ownership, numbers: Numbers):
+        self._worker = worker
+        self._ownership = ownership
+        self._numbers = numbers
+
+    def __missing__(self, key: tuple[int, Op, int]) -> _Line:
+        stage, op, pipeline = key
+        first, here = Action(stage, op, 0, pipeline), (self._worker, self._ownership)
+        takes = self._ends(needs(first, *here), _RECEIVE)
+        gives = self._ends(makes(first, *here), _SEND)
+        redundant = self._worker != self._ownership.owner(pipeline, stage)
+        self[key] = line = _Line((), ()) if redundant else _Line(takes, gives)
+        return line
+
+    def _ends(self, things: Iterable[Held], ops: Mapping[Kind, Op]) -> tuple[tuple[int, Op], ...]:
+        return tuple((self._numbers.of((WIRE, value)), ops[value.kind]) for _, value in things if value.kind in ops)
 
 
-def _send(value: Value) -> Action:
-    op = Op.SEND_F if value.kind is Kind.ACTIVATION else Op.SEND_B
-    return Action(value.stage, op, value.index, value.pipeline)
+class _Exchange:
+    """What goes from worker to worker, by number: who takes it, who sends it, by which actions."""
 
+    def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership):
+        self.program = program
+        self.numbers = Numbers(program, ownership)
+        self.lines = {worker: _Lines(worker, ownership, self.numbers) for worker in program}
+        self.taker: dict[int, int] = {}
+        self.taken_at: dict[int, int] = {}  # a position in its program
+        self.receives: dict[int, Action] = {}
+        self.sends: dict[int, Action] = {}
+        self.under_way: dict[int, int] = {}  # from whom
+        self.queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # from whom to whom
 
-def _receive(value: Value) -> Action:
-    if value.kind is Kind.ACTIVATION:
-        return Action(value.stage + 1, Op.RECV_F, value.index, value.pipeline)
-    return Action(value.stage - 1, Op.RECV_B, value.index, value.pipeline)
+    def find_takers(self, held: Iterable[Held]) -> None:
+        """Finds what each worker needs that it neither holds nor has made by then."""
+        here: dict[int, set[int]] = defaultdict(set)
+        for worker, value in held:
+            here[worker].add(self.numbers.of((WIRE, value)))
+        for worker, actions in self.program.items():
+            lines, there = self.lines[worker], here[worker]
+            for position, (stage, op, microbatch, pipeline) in enumerate(actions):
+                takes, gives = lines[stage, op, pipeline]
+                for number, receive in takes:
+                    taken = number + microbatch
+                    if taken not in there:
+                        there.add(taken)
+                        self.taker[taken], self.taken_at[taken] = worker, position
+                        self.receives[taken] = Action(stage, receive, microbatch, pipeline)
+                for number, _ in gives:
+                    there.add(number + microbatch)
+
+    def _send(self, number: int, worker: int) -> None:
+        self.under_way[number] = worker
+        self.queues[worker, self.taker[number]].append(number)
+
+    def send_held(self, held: Collection[Held]) -> dict[int, list[Action]]:
+        """Sends what is held and wanted, in the order in which it is needed; returns each worker's sends."""
+        holder: dict[Value, int] = {}
+        for worker, value in held:
+            holder[value] = min(worker, holder.get(value, worker))
+        wanted = []
+        for value, worker in holder.items():
+            number = self.numbers.of((WIRE, value))
+            if number in self.taker:
+                wanted.append((self.taken_at[number], self.taker[number], value, worker, number))
+        front: dict[int, list[Action]] = defaultdict(list)
+        for _, _, value, worker, number in sorted(wanted):
+            self._send(number, worker)
+            front[worker].append(Action(value.stage, _SEND[value.kind], value.index, value.pipeline))
+        return front
+
+    def send_made(self) -> None:
+        """Sends what is wanted and not held, when it is made for the first time."""
+        for worker, actions in self.program.items():
+            lines = self.lines[worker]
+            for stage, op, microbatch, pipeline in actions:
+                for number, send in lines[stage, op, pipeline].gives:
+                    given = number + microbatch
+                    if given in self.taker and given not in self.under_way:
+                        self._send(given, worker)
+                        self.sends[given] = Action(stage, send, microbatch, pipeline)
+
+    def spliced(self, worker: int) -> list[Action]:
+        """Returns a worker's program with receives before what needs them and sends behind what makes them."""
+        lines, parts = self.lines[worker], []
+        for action in self.program[worker]:
+            stage, op, microbatch, pipeline = action
+            takes, gives = lines[stage, op, pipeline]
+            for number, _ in takes:
+                while number + microbatch in self.under_way:
+                    come = self.queues[self.under_way[number + microbatch], worker].popleft()
+                    parts.append(self.receives[come])
+                    del self.under_way[come]
+            parts.append(action)
+            for number, _ in gives:
+                if number + microbatch in self.sends:
+                    parts.append(self.sends.pop(number + microbatch))
+        return parts

@@ -8,18 +8,19 @@ slot, as many as it likes from the first on; it need not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
-from engine.core.dry_run import dry_run
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op
+from engine.core.dry_run import refuse_stuck
 from engine.core.errors import DeadlockError, ScheduleError
-from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.numbers import Numbers
+from engine.core.ownership import Ownership, Slot
 from engine.core.program import Program
-from engine.core.requires import Held, Value, carried, makes, needs
+from engine.core.requires import WIRE, Held, carried, makes, needs
+from engine.core.whole_step import Whole, is_inside, whole_step
 
-_Whole = Mapping[int, Mapping[Action, None]]  # worker -> its actions of a step, in no useful order
-_AT_THE_OWNER_ALONE = frozenset({Op.F, Op.B, Op.I, Op.W, *SEND_OPS, *RECEIVE_OPS, Op.REDUCE_GRAD})
+_AT_THE_OWNER_ALONE = frozenset({Op.F, Op.B, Op.I, Op.W, *SEND_OPS, *RECEIVE_OPS, *SHARD_OPS, Op.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +37,32 @@ class Violation:
         return f"worker {self.worker}{place}: {self.action}: {self.rule}"
 
 
-def verify(program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> tuple[Violation, ...]:
+def verify(
+    program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]] = (), blocking: bool = False
+) -> tuple[Violation, ...]:
     """Returns every rule that the program of a step breaks; an empty tuple means that it runs to its end.
 
-    `healing` are the shadows, as (worker, slot), that get the state of their slot during the step.
+    `healing` are the shadows, as (worker, slot), that get the state of their slot during the step. With `blocking` a
+    SEND ends only when its receive has begun.
     """
-    whole = _whole_step(program, ownership, healing)
-    violations = _wrong_actions(program, ownership, whole, healing)
+    whole = whole_step(program, ownership, healing)
+    violations = _wrong_actions(program, ownership, whole, healing)  # ticks off those that are right
     if violations:
         return tuple(violations)
     stuck: ScheduleError | None = None
     try:
-        dry_run(program, ownership)
+        refuse_stuck(program, ownership, blocking=blocking)
     except ScheduleError as error:
         stuck = error
-    missing = _missing_actions(program, whole)
+    missing = _missing_actions(whole)
     if stuck:
         violations = missing + _wrong_order(program, ownership, name_gaps=not missing)
-    violations = violations or missing or _crossed_transfers(program) + _too_late(program)
+    ops = frozenset(action.op for actions in program.values() for action in actions)
+    violations = violations or missing or _crossed_transfers(program, ownership) + _too_late(program)
+    if not violations and Op.STREAM in ops:
+        violations = _overtaken(program)
+    if not violations and ops & SHARD_OPS:
+        violations = _in_shards(program)
     if stuck and not violations:
         assert isinstance(stuck, DeadlockError), stuck  # every gap is a violation
         violations = [_of_deadlock(program, stuck)]
@@ -66,62 +75,24 @@ def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
     return Violation(worker, position, action, str(error))
 
 
-def _whole_step(program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> _Whole:
-    """Returns every action that a step must have, by the worker that must run it.
-
-    Of a backward it has the whole, or both parts where the owner has one of them and not the whole.
-    """
-    whole: dict[int, dict[Action, None]] = {worker: {} for worker in ownership.workers()}
-    for pipeline, stage in ownership.grid.slots():
-        owner = ownership.owner(pipeline, stage)
-        mine = whole[owner]
-        for op in _per_microbatch(pipeline, stage, ownership):
-            mine |= {Action(stage, op, each, pipeline): None for each in range(ownership.grid.microbatches)}
-        if ownership.pipelines_of(owner, stage)[0] == pipeline:
-            mine[Action(stage, Op.REDUCE_GRAD, pipeline=pipeline)] = None
-        for replica in ownership.replicas(pipeline, stage):
-            for op in (Op.LOG, Op.COMMIT, Op.STEP):
-                whole[replica][Action(stage, op, pipeline=pipeline)] = None
-    for worker, (pipeline, stage) in sorted(healing):
-        for each in (worker, ownership.owner(pipeline, stage)):
-            whole[each][Action(stage, Op.HEAL, pipeline=pipeline)] = None
-    for worker, actions in program.items():
-        _split(whole.get(worker, {}), actions)
-    return whole
-
-
-def _split(mine: dict[Action, None], actions: tuple[Action, ...]) -> None:
-    present = frozenset(actions)
-    for action in actions:
-        if action.op in (Op.I, Op.W):
-            back = action._replace(op=Op.B)
-            if back in mine and back not in present:
-                del mine[back]
-                mine |= {back._replace(op=op): None for op in (Op.I, Op.W)}
-
-
-def _per_microbatch(pipeline: int, stage: int, ownership: Ownership) -> Iterator[Op]:
-    yield from (Op.F, Op.B)
-    owner = ownership.owner(pipeline, stage)
-    if stage > 0 and ownership.owner(pipeline, stage - 1) != owner:
-        yield from (Op.RECV_F, Op.SEND_B)
-    if stage < ownership.grid.stages - 1 and ownership.owner(pipeline, stage + 1) != owner:
-        yield from (Op.SEND_F, Op.RECV_B)
-
-
 def _wrong_actions(
-    program: Program, ownership: Ownership, whole: _Whole, healing: Collection[tuple[int, Slot]]
+    program: Program, ownership: Ownership, whole: Whole, healing: Collection[tuple[int, Slot]]
 ) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
-        known, seen = whole.get(worker, {}), set()
+        mine = whole.get(worker, {})
         for position, action in enumerate(actions):
-            rule = "" if action in known else _why_unknown(action, worker, ownership, healing)
-            if not rule and action in seen:
-                rule = "stands twice"
+            stage, op, microbatch, pipeline = action
+            line = mine.get((stage, op, pipeline), {})
+            stands = line.get(microbatch)
+            if stands is False:
+                line[microbatch] = True
+                continue
+            rule = "stands twice" if stands else _why_unknown(action, worker, ownership, healing)
             if rule:
                 violations.append(Violation(worker, position, str(action), rule))
-            seen.add(action)
+            elif op not in SHARD_OPS:  # which come again and again
+                mine.setdefault((stage, op, pipeline), {})[microbatch] = True
     return violations
 
 
@@ -129,14 +100,16 @@ def _why_unknown(action: Action, worker: int, ownership: Ownership, healing: Col
     """Returns what is wrong with an action that a step need not have there; nothing for a shadow's forward."""
     stage, op, _, pipeline = action
     grid = ownership.grid
-    if not _is_inside(action, grid):
+    if not is_inside(action, grid):
         return f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
     if op is Op.REDO_F:
         return "no part of a whole step"
     owner = ownership.owner(pipeline, stage)
     shadows = ownership.shadows_of(pipeline, stage)
-    if op is Op.F and worker in shadows:
-        return "has no whole replica of its slot yet" if (worker, (pipeline, stage)) in healing else ""
+    if op in (Op.F, Op.STREAM) and (worker, (pipeline, stage)) in healing:
+        return "has no whole replica of its slot yet"
+    if (op is Op.F and worker in shadows) or (op in SHARD_OPS and worker == owner):
+        return ""
     if worker != owner and (worker not in shadows or op in _AT_THE_OWNER_ALONE):
         return f"belongs to worker {owner}, the owner of its slot"
     return _WHY_NOT_AT_THE_OWNER.get(op, "there is no other worker at the other end")
@@ -152,17 +125,13 @@ _WHY_NOT_AT_THE_OWNER = {
 }
 
 
-def _is_inside(action: Action, grid: Grid) -> bool:
-    return action.stage < grid.stages and action.pipeline < grid.pipelines and action.microbatch < grid.microbatches
-
-
-def _missing_actions(program: Program, whole: _Whole) -> list[Violation]:
-    present = {worker: set(program.get(worker, ())) for worker in whole}
+def _missing_actions(whole: Whole) -> list[Violation]:
     return [
-        Violation(worker, -1, str(action), "is missing")
-        for worker, actions in whole.items()
-        for action in actions
-        if action not in present[worker]
+        Violation(worker, -1, str(Action(stage, op, microbatch, pipeline)), "is missing")
+        for worker, mine in whole.items()
+        for (stage, op, pipeline), line in mine.items()
+        for microbatch, stands in line.items()
+        if not stands
     ]
 
 
@@ -188,31 +157,39 @@ def _wrong_order(program: Program, ownership: Ownership, name_gaps: bool) -> lis
     return violations
 
 
-def _crossed_transfers(program: Program) -> list[Violation]:
+def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation]:
     """A worker takes what another sent it in the order of sending: two transfers of one pair must not cross."""
-    sent: dict[Value, tuple[int, int]] = {
-        carried(action): (worker, position)
-        for worker, actions in program.items()
-        for position, action in enumerate(actions)
-        if action.op in SEND_OPS
-    }
-    violations = []
+    numbers = Numbers(program, ownership)
+    longest = max(map(len, program.values()))
+    sent: dict[int, int] = {}  # number of what is carried -> sender and position, in one
+    received: dict[int, dict[int, int]] = {worker: {} for worker in program}  # worker -> the same number -> position
     for worker, actions in program.items():
+        ends = {Op.SEND_F: (sent, worker * longest), Op.SEND_B: (sent, worker * longest)}
+        ends |= {Op.RECV_F: (received[worker], 0), Op.RECV_B: (received[worker], 0)}
+        lines: dict[tuple[int, Op, int], tuple[dict[int, int], int, int]] = {}
+        for position, (stage, op, microbatch, pipeline) in enumerate(actions):
+            if op in ends:
+                line = lines.get((stage, op, pipeline))
+                if line is None:
+                    number = numbers.of((WIRE, carried(actions[position]))) - microbatch
+                    line = lines[stage, op, pipeline] = (*ends[op], number)
+                places, first, number = line
+                places[number + microbatch] = first + position
+    violations = []
+    for worker, places in received.items():
         last: dict[int, int] = {}
-        for position, action in enumerate(actions):
-            if action.op not in RECEIVE_OPS:
-                continue
-            sender, sent_at = sent[carried(action)]
-            if sent_at < last.get(sender, -1):
-                violations.append(
-                    Violation(worker, position, str(action), f"crosses an earlier send of worker {sender}")
-                )
-            last[sender] = sent_at
+        for number, position in places.items():
+            at = sent[number]
+            sender = at // longest
+            if at < last.get(sender, -1):
+                rule = f"crosses an earlier send of worker {sender}"
+                violations.append(Violation(worker, position, str(program[worker][position]), rule))
+            last[sender] = at
     return violations
 
 
 # Whatever a worker does of this with one replica, it does in this order.
-_RANKS = {Op.HEAL: 0, Op.F: 1, Op.LOG: 2}
+_RANKS = {Op.HEAL: 0, Op.F: 1, Op.STREAM: 1, Op.LOG: 2}
 
 
 def _too_late(program: Program) -> list[Violation]:
@@ -226,4 +203,40 @@ def _too_late(program: Program) -> list[Violation]:
                     violations.append(Violation(worker, position, str(action), f"comes too late behind {before}"))
                 else:
                     behind[action.pipeline, action.stage] = action
+    return violations
+
+
+def _overtaken(program: Program) -> list[Violation]:
+    """What is streamed holds just the microbatches so far, and brings a replica to where it then is."""
+    violations = []
+    for worker, actions in program.items():
+        past: dict[Slot, tuple[int, Action]] = {}  # the last microbatch that has gone by, and what took it along
+        for position, action in enumerate(actions):
+            slot = (action.pipeline, action.stage)
+            reached, by = past.get(slot, (-1, action))
+            if action.op in (Op.F, Op.STREAM) and action.microbatch <= reached:
+                violations.append(Violation(worker, position, str(action), f"comes too late behind {by}"))
+            if action.op is Op.STREAM:
+                past[slot] = (action.microbatch, action)
+            elif action.op in (Op.B, Op.W):
+                past[slot] = (max(reached, action.microbatch - 1), action)
+    return violations
+
+
+def _in_shards(program: Program) -> list[Violation]:
+    """Where stages are in shards, a compute action finds its own whole, and an optimizer step finds it in shards."""
+    violations = []
+    for worker, actions in program.items():
+        whole: set[Slot] = set()
+        for position, action in enumerate(actions):
+            slot = (action.pipeline, action.stage)
+            rule = ""
+            if action.op in (Op.UNSHARD, Op.STEP) and slot in whole:
+                rule = "finds its stage whole"
+            elif action.op in COMPUTE_OPS | {Op.RESHARD} and slot not in whole:
+                rule = "finds its stage in shards"
+            if rule:
+                violations.append(Violation(worker, position, str(action), rule))
+            if action.op in SHARD_OPS:
+                (whole.add if action.op is Op.UNSHARD else whole.discard)(slot)
     return violations

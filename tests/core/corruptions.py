@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from engine.core.action import WHOLE_STAGE, Action, Op
+from engine.core.action import SHARD_OPS, WHOLE_STAGE, Action, Op
 from engine.core.ownership import Ownership
 
 Lines = dict[int, list[Action]]
@@ -123,18 +123,22 @@ def _exchange_workers(lines: Lines, ownership: Ownership, order: random.Random) 
     return len(lines) > 1
 
 
-_IN_A_STEP = [op for op in Op if op not in (Op.REDO_F, Op.HEAL)]
+_IN_A_STEP = [op for op in Op if op not in (Op.REDO_F, Op.HEAL, *SHARD_OPS)]
 _NEEDED = [
     *((Op.F, Op.B), (Op.F, Op.I), (Op.I, Op.W), (Op.F, Op.SEND_F), (Op.B, Op.SEND_B), (Op.I, Op.SEND_B)),
     *((Op.RECV_F, Op.F), (Op.RECV_B, Op.B), (Op.RECV_B, Op.I), (Op.B, Op.REDUCE_GRAD), (Op.W, Op.REDUCE_GRAD)),
     *((Op.REDUCE_GRAD, Op.LOG), (Op.LOG, Op.COMMIT), (Op.COMMIT, Op.STEP), (Op.F, Op.LOG)),
+    *((Op.B, Op.STREAM), (Op.W, Op.STREAM), (Op.STREAM, Op.LOG)),
 ]
 CORRUPTIONS: dict[str, Spoil] = {
     **{f"{op} is missing": partial(_drop, op) for op in _IN_A_STEP},
     **{f"{op} stands twice": partial(_repeat, op) for op in _IN_A_STEP},
-    **{f"{op} is another worker's": partial(_to_another, op) for op in (Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_B)},
+    **{
+        f"{op} is another worker's": partial(_to_another, op)
+        for op in (Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_B, Op.STREAM)
+    },
     **{f"{first} behind {then}": partial(_behind, first, then) for first, then in _NEEDED},
-    **{f"{op} out of order": partial(_exchange, op) for op in (Op.F, Op.B, Op.W)},
+    **{f"{op} out of order": partial(_exchange, op) for op in (Op.F, Op.B, Op.W, Op.STREAM)},
     **{f"{op} at the front": partial(_to_the_front, op) for op in (Op.RECV_B, Op.STEP, Op.COMMIT)},
     **{f"no such {field}": partial(_renumber, field) for field in ("stage", "microbatch", "pipeline")},
     "F turned into f": partial(_turn_into, Op.F, Op.REDO_F),

@@ -42,6 +42,7 @@ class Replica:
     counted: int = 0
     added: int = 0
     accumulator: str = ""
+    befores: tuple[str, ...] = ()  # the buffers before each forward that has counted
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Machine:
         self.channels: dict[tuple[int, int], deque[tuple[int, Value, str]]] = {}
         self.sender: dict[tuple[int, Value], int] = {}
         self.states: dict[tuple[int, Slot], Replica] = {}
+        self.streams: dict[tuple[int, Action], Replica] = {}
         self.sums: dict[tuple[int, Slot], Log] = {}
         self.logs: dict[tuple[int, Slot], tuple[Log, ...]] = {}
         self.barrier: dict[tuple[int, int], dict[int, tuple[str, str]]] = {}
@@ -185,6 +187,8 @@ class Machine:
                 self.channels.setdefault((worker, taker), deque()).append((now, value, what))
             case Op.RECV_F | Op.RECV_B:
                 return self._receive(worker, action)
+            case Op.STREAM:
+                return self._stream(worker, action)
             case Op.COMMIT:
                 assert (action.pipeline, action.stage) in self.bodies[worker].logged
                 self.votes.add((self.bodies[worker].step, (action.pipeline, action.stage), worker))
@@ -205,6 +209,7 @@ class Machine:
         if action.op is Op.F:
             assert replica.counted == action.microbatch, f"{action} counts after {replica.counted}"
             replica.counted += 1
+            replica.befores += (replica.buffers,)
             replica.buffers = hashed(replica.buffers, seen)
 
     def _backward(self, worker: int, action: Action) -> None:
@@ -231,6 +236,22 @@ class Machine:
         *arrived, what = self.channels[self.sender[now, value], worker].popleft()
         assert arrived == [now, value], f"worker {worker}: {action} finds {arrived}"
         self.bodies[worker].values[value] = what
+        return True
+
+    def _stream(self, worker: int, action: Action) -> bool:
+        replica, following = self._replica(worker, action), action.microbatch + 1
+        key = (self.bodies[worker].step, action)
+        if self.ownership.owner(action.pipeline, action.stage) == worker:
+            assert replica.added == following, f"{action} after {replica.added} have been added"
+            self.streams[key] = replace(replica, befores=(*replica.befores, replica.buffers)[: following + 1])
+        elif key not in self.streams:
+            return False
+        else:
+            of = self.streams[key]
+            assert replica.added < following, f"{action} after {replica.added} have been streamed"
+            replica.added, replica.accumulator = following, of.accumulator
+            if replica.counted < following:
+                replica.counted, replica.buffers, replica.befores = following, of.befores[-1], of.befores[:-1]
         return True
 
     def _end(self, worker: int, action: Action) -> bool:

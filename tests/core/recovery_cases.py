@@ -28,6 +28,7 @@ class Job:
     level: int = 1
     retain: bool = True
     stages_per_worker: int = 1
+    log_every: int = 0
 
     def ownership(self) -> Ownership:
         """Returns who owns and shadows what before anything has failed."""
@@ -40,7 +41,7 @@ class Job:
 
     def program(self, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> Program:
         """Returns the program of a whole step."""
-        return build_program(self.schedule, ownership, self.redundancy, frozenset(healing))
+        return build_program(self.schedule, ownership, self.redundancy, frozenset(healing), self.log_every)
 
     def machine(self) -> Machine:
         """Returns the job at the start of its first step."""

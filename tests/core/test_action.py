@@ -23,6 +23,7 @@ from engine.core.errors import ScheduleError
         (Action(1, Op.W, 0), "1W0"),
         (Action(3, Op.REDUCE_GRAD), "3REDUCE_GRAD"),
         (Action(3, Op.LOG), "3LOG"),
+        (Action(3, Op.STREAM, 1), "3STREAM1"),
         (Action(3, Op.HEAL, pipeline=1), "3HEAL@1"),
         (Action(0, Op.STEP, pipeline=11), "0STEP@11"),
     ],
@@ -40,7 +41,7 @@ def test_every_action_survives_its_text() -> None:
 
 
 def test_every_op_is_of_one_kind() -> None:
-    kinds = (COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS)
+    kinds = (COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS, {Op.STREAM})
     assert sorted(op for kind in kinds for op in kind) == sorted(Op)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.core.bench_rows import (
@@ -10,10 +12,12 @@ from engine.core.bench_rows import (
     Row,
     Stamps,
     ideal_seconds,
+    mean_sleeps,
     overhead_rows,
     paired_row,
     pipeline_rows,
     prediction_row,
+    schedule_rows,
     seconds_taken,
 )
 
@@ -53,6 +57,22 @@ def test_a_case_gets_its_share_of_the_ideal_and_its_interval() -> None:
     assert low.ratio <= middle.ratio <= high.ratio
     assert (low.goal, low.met) == (1.0, True)
     assert (middle.met, high.met) == (None, None)
+
+
+def test_a_backward_may_sleep_in_parts() -> None:
+    whole = iteration(350)
+    parts = [replace(each, backwards_ns=(10 * MS,) * 16) for each in whole]
+    assert mean_sleeps(parts) == mean_sleeps(whole) == pytest.approx((0.01, 0.02))
+    assert ideal_seconds(parts) == ideal_seconds(whole)
+
+
+@pytest.mark.parametrize(("factor", "met"), [(1.02, True), (1.021, False)])
+def test_a_schedule_stands_beside_its_dry_run_and_its_peer(factor: float, met: bool) -> None:
+    of_dry_run, middle, low, high = schedule_rows("case", "theirs", [factor, factor, 2], [1, 1, 1], [1.1, 1.2, 1.3])
+    assert (of_dry_run.metric, of_dry_run.met) == ("iteration s, beside its dry run", met)
+    assert (of_dry_run.ours, of_dry_run.peer, of_dry_run.ratio) == (factor, 1, factor)
+    assert (middle.metric, middle.peer) == ("iteration s, beside theirs", 1.2)
+    assert (low.goal, low.met, high.goal) == (1.0, True, None)
 
 
 @pytest.mark.parametrize(("factor", "met"), [(1.0, True), (PIPELINE_GOAL_OF_IDEAL + 0.001, False)])

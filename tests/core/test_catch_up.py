@@ -8,7 +8,7 @@ from engine.core.action import parse_action
 from engine.core.catch_up import catch_up_points
 from engine.core.fault import At
 from engine.core.job import Job
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, one_slot_each, with_shadows
 
 JOB = Job(stages=3, microbatches=4, pipelines=2, redundancy="none")
 BEFORE = one_slot_each(Grid(3, 4, 2))
@@ -34,6 +34,16 @@ def test_an_heir_has_caught_up_with_the_last_backward_that_was_begun(at: str, ba
         At(5, parse_action(backward), "after"),
         At(5, parse_action("1COMMIT@1"), "before"),
     )
+
+
+def test_where_gradients_are_streamed_the_heir_may_begin_behind_the_last_backward() -> None:
+    job = Job(stages=3, microbatches=4, pipelines=2, log_every=1)
+    before = with_shadows(BEFORE, "lazy", 1, range(6))
+    last, following, commit = catch_up_points(job, before, (1, 1), (5, "1STREAM1@1"), 5)
+    assert last == At(5, parse_action("1B1@1"), "after")
+    assert following == At(5, parse_action("1B2@1"), "before")
+    assert commit == At(5, parse_action("1COMMIT@1"), "before")
+    assert len(catch_up_points(job, before, (1, 1), (5, "1B3@1"), 5)) == 2
 
 
 @pytest.mark.parametrize("at", [(4, "1STEP@1"), (0, "")])

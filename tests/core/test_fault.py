@@ -59,16 +59,21 @@ def test_forms_of_a_kill(text: str, expected: Fault) -> None:
         ("", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '' (such as 5:2 or 5:2:B:3)"),
         ("5", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '5' (such as 5:2 or 5:2:B:3)"),
         ("5:2@", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '5:2@' (such as 5:2 or 5:2:B:3)"),
-        ("20:2", "expected a step from 0 to 19, found '20:2' (found '20')"),
-        ("-1:2", "expected a step from 0 to 19, found '-1:2' (found '-1')"),
-        (":2", "expected a step from 0 to 19, found ':2' (it is missing)"),
-        ("5:4", "expected a stage from 0 to 3, found '5:4' (found '4')"),
-        ("5:2@2", "expected a pipeline from 0 to 1, found '5:2@2' (found '2')"),
-        ("5:2:B:8", "expected a microbatch from 0 to 7, found '5:2:B:8' (found '8')"),
+        ("20:2", "expected a step from 0 to 19, found '20'"),
+        ("-1:2", "expected a step from 0 to 19, found '-1'"),
+        (":2", "expected a step from 0 to 19, found nothing"),
+        ("5:4", "expected a stage from 0 to 3, found '4'"),
+        ("5:2@2", "expected a pipeline from 0 to 1, found '2'"),
+        ("5:2:B:8", "expected a microbatch from 0 to 7, found '8'"),
         ("5:2:SENDB", "found '5:2:SENDB' (did you mean 'SEND_B'?)"),
+        (
+            "5:2:STREAM:3",
+            "expected a microbatch after which the job streams, not 3, found '5:2:STREAM:3' (log_every is 0)",
+        ),
         ("5:2:STEP:3", "expected no microbatch after STEP, which concerns the whole stage, found '5:2:STEP:3'"),
         ("5:2:B:3:late", "found '5:2:B:3:late' (WHEN is one of before, during, after)"),
         ("5:0:RECV_F:1", "expected an action of stage 0, found '5:0:RECV_F:1' (it has no RECV_F)"),
+        ("5:0:UNSHARD", "expected an action of the job, found '5:0:UNSHARD' (it has no UNSHARD without fsdp)"),
         ("5:3:SEND_F:1", "expected an action of stage 3, found '5:3:SEND_F:1' (it has no SEND_F)"),
     ],
 )
@@ -76,7 +81,8 @@ def test_a_mistake_is_explained(text: str, problem: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_kill(text, JOB)
     (found,) = caught.value.problems
-    assert str(found).startswith("--kill: expected ")
+    assert str(found).startswith(("--kill: expected ", f"--kill {text}: expected "))
+    assert str(found).count("found") == 1
     assert str(found).endswith(problem)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.job import FIELD_HELP, PARTITION_FORMS, Job, check_job
 from engine.core.lr_schedule import LR_SCHEDULES
+from engine.core.ownership import Redundancy
 from engine.core.schedules.registry import SCHEDULES
 
 
@@ -147,6 +148,15 @@ def test_a_level_needs_as_many_other_workers() -> None:
     ]
     assert problems_of(stages=1, redundancy_level=2)[0].startswith("redundancy_level: expected a whole number <= 1")
     assert problems_of(stages=2, redundancy="none", redundancy_level=4) == []
+
+
+@pytest.mark.parametrize("redundancy", ["none", "reroute"])
+def test_streams_need_a_shadow(redundancy: Redundancy) -> None:
+    assert problems_of(pipelines=2, redundancy=redundancy, log_every=1) == [
+        f"log_every: expected 0 without shadows, found 1 (with redundancy {redundancy} there is no shadow to send to: "
+        "give --redundancy lazy or eager)"
+    ]
+    assert problems_of(redundancy="eager", log_every=1) == []
 
 
 def test_rerouting_needs_a_second_pipeline() -> None:

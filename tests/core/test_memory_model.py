@@ -12,11 +12,11 @@ from engine.core.program import build_program
 SIZES = (StageBytes(weights=1000, residual=70, output=10), StageBytes(weights=2000, residual=90, output=4))
 
 
-def peaks(redundancy: Redundancy, num_microbatches: int = 2, schedule: str = "1f1b") -> list[int]:
+def peaks(redundancy: Redundancy, num_microbatches: int = 2, schedule: str = "1f1b", log_every: int = 0) -> list[int]:
     """Returns the peak of both workers."""
     fresh = one_slot_each(Grid(2, num_microbatches))
     ownership = with_shadows(fresh, redundancy, 1, fresh.workers())
-    program = build_program(schedule, ownership, redundancy)
+    program = build_program(schedule, ownership, redundancy, log_every=log_every)
     return [peak_bytes(program[worker], worker, ownership, SIZES) for worker in (0, 1)]
 
 
@@ -35,6 +35,11 @@ def test_redundant_residuals_stay_until_the_commit() -> None:
     # The input of stage 1 is at hand in worker 0; what it redid includes the loss. Worker 1 redoes stage 0 from data.
     lazy, eager = peaks("lazy"), peaks("eager")
     assert eager == [lazy[0] + 2 * 90, lazy[1] + 2 * 70]
+
+
+def test_what_is_streamed_is_one_gradient_more_beside_the_log() -> None:
+    lazy, streamed = peaks("lazy"), peaks("lazy", log_every=1)
+    assert streamed == [lazy[0] + 2000, lazy[1] + 1000]
 
 
 @pytest.mark.parametrize(("schedule", "at_once"), [("1f1b", 2), ("gpipe", 8)])

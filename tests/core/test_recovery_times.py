@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.recovery_times import PHASES, RecoveryLog, recoveries
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.recovery_times import PHASES, Recovery, RecoveryLog, recoveries
 
 Event = dict[str, Any]
 
@@ -38,7 +42,14 @@ BEGIN = [
     *(agent("started", 1, of=worker, child=100 + worker, slots=[[0, worker]]) for worker in range(3)),
     agent("go", 2, epoch=0),
 ]
-COMMITS = [agent("commit", 100, step=0), agent("commit", 150, step=1), agent("commit", 200, step=2)]
+COMMITS = [
+    did(1, 0, "1F2", 60),  # the first step does not count
+    agent("commit", 100, step=0),
+    did(1, 1, "1F2", 110),
+    agent("commit", 150, step=1),
+    did(1, 2, "1F2", 160),
+    agent("commit", 200, step=2),
+]
 # Worker 2, which owns the last stage, has finished two forwards and one backward of step 3.
 BEFORE = [
     *(did(2, 3, action, 201 + index) for index, action in enumerate(["2F0", "2F1", "2B0"])),
@@ -79,8 +90,10 @@ def test_a_kill_is_told_in_phases_that_add_up_to_the_pause() -> None:
     assert tuple(found.phases_ns) == PHASES
     assert found.pause_ns == 50 * MS  # from the fault to the end of the 2B0 that was made again
     assert found.resume_ns == 330 * MS
-    assert found.extra_ns == (330 - 200 - 50) * MS
-    assert found.lost_steps == 0
+    assert found.merged_ns == 70 * MS
+    assert found.gap_ns == (330 - 200 - 50) * MS
+    assert found.extra_ns == (50 + 70 - 39) * MS  # 40 ms were left after 1F2, which is 1 ms ago
+    assert (found.lost_steps, found.rung) == (0, "shadow")
 
 
 def test_it_reads_as_one_sentence() -> None:
@@ -92,13 +105,57 @@ def test_it_reads_as_one_sentence() -> None:
     (found,) = recoveries(events)
     assert str(found) == sentence
     (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED[:2]])
-    assert str(found) == "worker 2 was killed; worker 1 took over stage 2; not recovered"
+    assert str(found) == "worker 2 was killed; worker 1 was to take over stage 2; not recovered"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason", "heir", "sentence"),
+    [
+        (
+            {},
+            "worker 2 handed over after step 3",
+            ((0, 2), 2, 1),
+            "worker 2 handed over after step 3; worker 1 took over stage 2; a pause of 0.02 s",
+        ),
+        ({2: "has left after step 5"}, "", None, "worker 2 has left after step 5; a pause of 0.02 s"),
+        (
+            {2: "hangs for 9 s, longer than 5 s, inside action 7 of step 3"},
+            "",
+            ((1, 2), 2, 1),
+            "worker 2 hangs for 9 s, longer than 5 s, after 2B0 of step 3; worker 1 took over stage 2 of pipeline 1; "
+            "recovered in 0.02 s, 0 steps lost",
+        ),
+        (
+            {},
+            "a transfer failed, but nobody has died",
+            None,
+            "a transfer failed, but nobody has died; recovered in 0.02 s, 0 steps lost",
+        ),
+    ],
+)
+def test_every_kind_reads_well(verdict: dict[int, str], reason: str, heir: Any, sentence: str) -> None:
+    reason = reason or "; ".join(f"worker {worker} {why}" for worker, why in verdict.items())
+    at = dict.fromkeys(verdict, (3, "2B0"))
+    points = {"detect": 0, "replay": 20 * MS}
+    heirs = (heir,) if heir else ()
+    assert str(Recovery(1, 4, reason, tuple(verdict.items()), at, heirs, (), 0, points, 1)) == sentence
 
 
 def test_regrouping_that_ends_last_is_charged_with_the_rest() -> None:
     late = [event for event in RECOVERED if event.get("phase") != "regroup"]
     (found,) = recoveries([*BEGIN, *COMMITS, *late, mark(0, "regroup", 233), COMMIT])
     assert (found.phases_ns["plan"], found.phases_ns["regroup"], found.phases_ns["replay"]) == (7 * MS, 3 * MS, 0)
+
+
+@given(st.dictionaries(st.sampled_from(PHASES[:-1]), st.integers(0, 100)), st.integers(0, 100), st.integers(0, 100))
+def test_phases_are_in_order_and_with_merged_all_of_the_time(points: dict[str, int], more: int, rest: int) -> None:
+    """However they overlap."""
+    points["replay"] = max([0, *points.values()]) + more
+    found = Recovery(1, 0, "", (), {}, (), (), 0, points, points["replay"] + rest)
+    assert [phase for phase in PHASES if phase in points] == list(found.phases_ns)
+    assert min(found.phases_ns.values()) >= 0
+    assert found.pause_ns == sum(found.phases_ns.values()) == points["replay"]
+    assert (found.merged_ns, found.resume_ns) == (rest, points["replay"] + rest)
 
 
 def test_plain_values_are_in_milliseconds() -> None:
@@ -114,7 +171,10 @@ def test_plain_values_are_in_milliseconds() -> None:
         "faults": ["3:2"],
         "phases_ms": {"detect": 2, "agree": 3, "fence": 5, "regroup": 3, "inventory": 3, "plan": 4, "replay": 30},
         "pause_ms": 50.0,
-        "extra_ms": 80.0,
+        "merged_ms": 70.0,
+        "extra_ms": 81.0,
+        "gap_ms": 80.0,
+        "rung": "shadow",
         "lost_steps": 0,
     }
 
@@ -172,24 +232,45 @@ def test_the_next_recovery_counts_from_the_owners_of_the_last() -> None:
     assert first.heirs == (((0, 2), 2, 1),)
     assert last.heirs == (((0, 1), 1, 0), ((0, 2), 1, 0))
     assert (last.step, last.lost_steps) == (4, 0)
+    assert (last.extra_ns, last.gap_ns) == (None, None)  # under these owners nothing is usual yet
 
 
 def test_a_recovery_that_never_ended_says_how_far_it_came() -> None:
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED[:4]])
-    assert (found.pause_ns, found.resume_ns, found.extra_ns) == (None, None, None)
+    assert (found.pause_ns, found.resume_ns, found.extra_ns, found.gap_ns) == (None,) * 4
+    assert (found.merged_ns, found.rung) == (None, "none")
     assert list(found.phases_ns) == ["detect", "agree", "fence"]
     assert found.as_dict()["pause_ms"] is None
 
 
 def test_steps_that_are_done_again_are_lost() -> None:
     (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED, agent("commit", 300, step=1)])
-    assert (found.step, found.lost_steps) == (1, 2)
+    assert (found.step, found.lost_steps, found.rung) == (1, 2, "checkpoint")
+
+
+def test_the_rung_says_where_the_state_came_from() -> None:
+    adopted = [event | ({"adopted": [[0, 2]]} if event.get("phase") == "inventory" else {}) for event in RECOVERED]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *adopted, *REPLAYED, COMMIT])
+    assert found.rung == "other pipeline"
+    handed_over = [epoch(1, 201, (0, 1, 1)), agent("go", 205, epoch=1), COMMIT]
+    (found,) = recoveries([*BEGIN, *COMMITS, *handed_over])
+    assert (found.rung, found.heirs) == ("hand-over", (((0, 2), 2, 1),))
+
+
+@pytest.mark.parametrize("backward", ["2B0", "2I0"])
+def test_a_forward_and_a_backward_for_the_inputs_are_made_again_in_either_form(backward: str) -> None:
+    """What the heir does for the weights alone is no replay."""
+    before = [did(2, 3, "2F0", 201), did(2, 3, backward, 205)]
+    after = [did(1, 3, "2I0", 243), did(1, 3, "2f0", 245), did(1, 3, "2W0", 290)]
+    (found,) = recoveries([*BEGIN, *COMMITS, *before, FAULT, *RECOVERED, *after, COMMIT])
+    assert found.phases_ns["replay"] == 15 * MS
 
 
 def test_a_suspicion_without_a_dead_is_a_recovery_without_heirs() -> None:
     events = [agent("suspicion", 210, of=1), epoch(1, 214, (0, 1, 2)), agent("go", 220, epoch=1), COMMIT]
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *events])
     assert (found.verdict, found.heirs, found.begin_ns) == ((), (), 210 * MS)
+    assert found.rung == "nothing was lost"
 
 
 def test_a_run_without_failures_has_none() -> None:
@@ -201,4 +282,5 @@ def test_who_begins_in_the_middle_of_a_run_says_what_came_before() -> None:
     log = RecoveryLog(3, True, {(0, worker): worker for worker in range(3)})
     events = [*COMMITS[-1:], *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
     (found,) = [recovery for event in events for recovery in log.read(event)]
-    assert (found.pause_ns, found.heirs, found.extra_ns) == (50 * MS, (((0, 2), 2, 1),), None)
+    assert (found.pause_ns, found.heirs) == (50 * MS, (((0, 2), 2, 1),))
+    assert (found.extra_ns, found.gap_ns) == (None, None)

@@ -97,7 +97,11 @@ def test_a_worker_with_a_stage_in_two_pipelines_is_met_once() -> None:
     assert rendezvous(parse_action("1REDUCE_GRAD"), 1, BOTH_PIPELINES) == ((5, parse_action("1REDUCE_GRAD@2")),)
 
 
-@pytest.mark.parametrize("op", [op for op in Op if op is not Op.REDUCE_GRAD])
+def test_owners_of_a_stage_put_its_shards_together_together() -> None:
+    assert rendezvous(parse_action("1UNSHARD"), 1, BOTH_PIPELINES) == ((5, parse_action("1UNSHARD@2")),)
+
+
+@pytest.mark.parametrize("op", [op for op in Op if op not in (Op.REDUCE_GRAD, Op.UNSHARD)])
 def test_nothing_else_meets(op: Op) -> None:
     text = f"0{op.value}" if op in STAGE_OPS else f"0{op.value}0"
     assert rendezvous(parse_action(text), 5, TWO_PIPELINES) == ()

@@ -61,6 +61,11 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
             "(this schedule has whole backwards: B instead of I and W)",
         ),
         (
+            wanted("a", at(1, "1STREAM0")),
+            "at.action: expected an action of stage 1 with schedule 1f1b, found 'STREAM' "
+            "(log_every is 0, and behind the last backward follows the log)",
+        ),
+        (
             wanted("a", at(1, "1HEAL")),
             "at.action: expected an action of a step after a failure, found 'HEAL' "
             "(nobody is healed while nobody has failed: add a fault that ends a worker before step 1)",

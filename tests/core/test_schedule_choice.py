@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.core.errors import ScheduleError
+from engine.core.list_schedule import op_costs
 from engine.core.ownership import Grid, fresh
 from engine.core.program import build_program
+from engine.core.redundant import overhead_floor
 from engine.core.schedule_table import compare
 from engine.core.schedules.choice import check_schedule, placement_of
 from engine.core.schedules.placement import Placement, stages_of, worker_of
@@ -109,7 +111,7 @@ def test_lists_of_ones_own_are_verified_and_know_their_placement() -> None:
 
 
 def test_the_table_compares_on_equal_work() -> None:
-    rows = {row.schedule: row for row in compare(8, 8, 2)}
+    rows = {row.schedule: row for row in compare(8, 8, 2).rows}
     assert rows.keys() == SCHEDULES.keys()
     assert {name: row.over_ideal for name, row in rows.items()} == {
         "1f1b": 66 / 48,
@@ -120,5 +122,35 @@ def test_the_table_compares_on_equal_work() -> None:
         "zb1p": 54 / 48,
         "zbv": 51 / 48,
         "dualpipev": 51 / 48,
+        "dualpipev-overlapped": 54 / 48,
     }
     assert (rows["1f1b"].transfers, rows["interleaved"].transfers, rows["zbv"].transfers) == (48, 112, 96)
+
+
+def test_what_does_not_fit_is_named_with_the_reason() -> None:
+    comparison = compare(4, 3, 1)
+    assert comparison.skipped == {
+        name: f"stages_per_worker: expected 2 with schedule {name}, found 1 (4 stages are then on 2 workers)"
+        for name, schedule in SCHEDULES.items()
+        if not schedule.takes(1)
+    }
+    assert {*SCHEDULES} - {row.schedule for row in comparison.rows} == {*comparison.skipped}
+    few = compare(8, 7, 2).skipped
+    expected = "microbatches: expected a whole number >= 8 with schedule dualpipev on 4 workers, found 7"
+    assert few["dualpipev"] == expected
+    assert "zbv" not in few
+
+
+def test_the_table_takes_costs() -> None:
+    """A bubble of (P - 1) (F + I - W) for zb1p, of (P - 1) (F + B) for 1f1b."""
+    costs = op_costs(forward=2, backward=5, weights=1)
+    rows = {row.schedule: row for row in compare(4, 8, 1, lambda action: costs.get(action.op, 0)).rows}
+    assert rows["1f1b"].makespan == (8 + 3) * 7
+    assert rows["zb1p"].makespan == 8 * 7 + 3 * (2 + 4 - 1)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 7), (4, 8), (4, 16), (2, 8)])
+def test_the_table_says_what_redundant_forwards_cost(stages: int, microbatches: int) -> None:
+    (row,) = [each for each in compare(stages, microbatches, 1, redundancy="eager").rows if each.schedule == "1f1b"]
+    assert row.over_none == pytest.approx(overhead_floor(stages, microbatches, 1, 2))
+    assert all(each.over_none == 0 for each in compare(stages, microbatches, 1, redundancy="lazy").rows)

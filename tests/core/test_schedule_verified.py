@@ -32,7 +32,7 @@ def drawn_step(
     redundancy = order.choice(policies)
     ownership = fresh(grid, v, schedule.placement)
     ownership = with_shadows(ownership, redundancy, 1, ownership.workers())
-    return build_program(name, ownership, redundancy), ownership
+    return build_program(name, ownership, redundancy, log_every=order.choice((0, 0, 1, 2))), ownership
 
 
 @pytest.mark.timeout(300)  # 20 s on an idle machine

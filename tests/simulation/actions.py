@@ -17,6 +17,7 @@ from tests.simulation.compiled import (
     PART,
     REDO,
     REDUCED,
+    TAKE_STREAM,
     key_of,
     parts_of,
 )
@@ -214,6 +215,34 @@ def _take_log(worker: Process, action: Action) -> bool:
     return True
 
 
+def _stream(worker: Process, action: Action) -> bool:
+    _, slot, microbatch, key, targets = action
+    _send_to(worker, targets, key, _replica(worker, slot).stream(microbatch))
+    return True
+
+
+def _take_stream(worker: Process, action: Action) -> bool:
+    _, slot, _, key, source = action
+    payload = worker.take(key, source)
+    if payload is None:
+        return False
+    _replica(worker, slot).take_stream(payload)
+    worker.world.turns.add("stream is taken")
+    return True
+
+
+def take_arrived(worker: Process) -> None:
+    """Takes what has been streamed and has arrived whole when the fence comes, of each slot up to the first gap."""
+    missing = set()
+    for action in worker.actions[worker.cursor :]:
+        if action[0] == TAKE_STREAM and action[1] not in missing:
+            if action[3] in worker.inbox:
+                _take_stream(worker, action)
+                worker.world.turns.add("stream is taken by the fence")
+            else:
+                missing.add(action[1])
+
+
 def _vote(worker: Process, action: Action) -> bool:
     _, slot, owns = action
     replica = _replica(worker, slot)
@@ -228,6 +257,6 @@ def _vote(worker: Process, action: Action) -> bool:
 
 _DO: tuple[Callable[[Process, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward),
-    *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote),
+    *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
 )
 assert REDO == 1, "the table stands in the order of the codes"

@@ -121,7 +121,9 @@ class Agent:
         if effect.then == "step" and self.ballot.step == effect.step:
             case, ownership = self.case, self.ballot.ownership
             members, leaving = self.state.members, self.leaving
-            healed, _ = next_program(case.schedule, ownership, case.redundancy, case.level, members, leaving)
+            healed, _ = next_program(
+                *(case.schedule, ownership, case.redundancy, case.level, case.log_every, members, leaving)
+            )
             self.ballot = Ballot(effect.epoch, effect.step + 1, healed, CLIP_NORM)
         self.world.decided(effect.step)
         for number in self.state.members:

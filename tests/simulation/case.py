@@ -17,7 +17,7 @@ from engine.core.ownership import Redundancy
 POINTS = (
     *("moment", "fence", "inventory", "inventoried", "plan", "planned", "go", "replayed"),
     *("commit", "stepped", "decided"),
-    *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I"),
+    *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "STREAM"),
 )
 KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
 
@@ -47,6 +47,7 @@ class Case:
     level: int = 1
     schedule: str = "1f1b"
     ties: tuple[tuple[int, ...], ...] = ()
+    log_every: int = 0
     steps: int = 3
     seed: int = 0
     spread: int = 0

@@ -14,7 +14,7 @@ from engine.core.program import Program
 from engine.core.requires import Kind
 from tests.simulation.case import Violation
 
-ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART = range(7)
+ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED = range(8)
 KINDS = {
     Kind.ACTIVATION: ACTIVATION,
     Kind.GRADIENT: GRADIENT,
@@ -22,12 +22,15 @@ KINDS = {
     Kind.STATE: STATE,
     Kind.REDUCED: REDUCED,
     Kind.LOGGED: LOGGED,
+    Kind.STREAMED: STREAMED,
 }
 NOTHING = -1
 # What a worker does for an action; compute first, because that takes time.
-FORWARD, REDO, BACKWARD, INPUT, SEND, RECEIVE, GIVE, HEAL, REDUCE, MAKE_LOG, TAKE_LOG, VOTE = range(12)
+FORWARD, REDO, BACKWARD, INPUT, SEND, RECEIVE, GIVE, HEAL, REDUCE, MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM = (
+    range(14)
+)
 COMPUTE = INPUT
-POINT_OF = ("F", "f", "B", "I", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT")
+POINT_OF = ("F", "f", "B", "I", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT", "STREAM", "STREAM")
 NAMES = (
     "F",
     "f",
@@ -41,8 +44,10 @@ NAMES = (
     "LOG",
     "LOG (takes)",
     "COMMIT",
+    "STREAM",
+    "STREAM (takes)",
 )
-VALUES = ("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction")
+VALUES = ("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream")
 _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT}
 
 
@@ -118,8 +123,8 @@ def routed(program: Program, ownership: Ownership) -> _Routes:
             elif op is Op.REDUCE_GRAD:
                 for each in ownership.pipelines_of(worker, stage):
                     routes.sends(worker, key_of(REDUCED, each, stage))
-            elif op is Op.HEAL or op is Op.LOG:
-                key = key_of(STATE if op is Op.HEAL else LOGGED, pipeline, stage)
+            elif op in _FROM_OWNER:
+                key = _key_from_owner(action)
                 if ownership.owner(pipeline, stage) != worker:
                     routes.takes(worker, key)
                     continue
@@ -129,6 +134,14 @@ def routed(program: Program, ownership: Ownership) -> _Routes:
                         if ownership.owner(pipeline, other) != worker:
                             routes.takes(worker, key_of(REDUCED, pipeline, other))
     return routes
+
+
+_FROM_OWNER = {Op.HEAL: STATE, Op.LOG: LOGGED, Op.STREAM: STREAMED}
+
+
+def _key_from_owner(action: Action) -> int:
+    """Returns the number of what an owner sends to its shadows."""
+    return key_of(_FROM_OWNER[action.op], action.pipeline, action.stage, max(0, action.microbatch))
 
 
 def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:
@@ -163,9 +176,14 @@ def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
 
 
 def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:
-    stage, op, _, pipeline = action
+    stage, op, microbatch, pipeline = action
     slot = (pipeline, stage)
     owns = ownership.owner(*slot) == worker
+    if op is Op.STREAM:
+        key = _key_from_owner(action)
+        if owns:
+            return STREAM, slot, microbatch, key, routes.targets(worker, key)
+        return TAKE_STREAM, slot, microbatch, key, routes.source(key)
     if op is Op.HEAL:
         key = key_of(STATE, *slot)
         return (GIVE, slot, key, routes.targets(worker, key)) if owns else (HEAL, slot, key, routes.source(key))

@@ -44,6 +44,7 @@ def next_program(
     ownership: Ownership,
     redundancy: Redundancy,
     level: int,
+    log_every: int,
     members: tuple[int, ...],
     leaving: tuple[int, ...],
 ) -> tuple[Ownership, dict[int, Compiled]]:
@@ -55,15 +56,15 @@ def next_program(
         for worker in healed.shadows_of(*slot)
         if worker not in ownership.replicas(*slot)
     ]
-    return healed, shares_of(schedule, healed, redundancy, frozenset(new))
+    return healed, shares_of(schedule, healed, redundancy, frozenset(new), log_every)
 
 
 @lru_cache(maxsize=4096)
 def shares_of(
-    schedule: str, ownership: Ownership, redundancy: Redundancy, healing: frozenset[tuple[int, Slot]]
+    schedule: str, ownership: Ownership, redundancy: Redundancy, healing: frozenset[tuple[int, Slot]], log_every: int
 ) -> dict[int, Compiled]:
     """Returns everybody's share of the program of a whole step."""
-    return compiled(build_program(schedule, ownership, redundancy, healing), ownership)
+    return compiled(build_program(schedule, ownership, redundancy, healing, log_every), ownership)
 
 
 @lru_cache(maxsize=4096)

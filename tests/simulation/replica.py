@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 _KINDS = {number: kind for kind, number in KINDS.items()}
 
 
+Stream = tuple[int, int, tuple[tuple[int, int], ...]]  # how many are added, their sum, buffers and losses before each
+
+
 class Replica:
     """Weights, optimizer state and every pipeline's buffers as of the boundary, and how far it is in the open step."""
 
     __slots__ = (
         *("slot", "version", "weights", "optimizer", "buffers"),
-        *("running", "losses", "counted", "sums", "added", "logged", "forwards", "backwards"),
+        *("running", "losses", "counted", "sums", "added", "logged", "forwards", "backwards", "befores"),
     )
 
     def __init__(self, slot: Slot, version: int, weights: int, optimizer: int, buffers: tuple[int, ...]):
@@ -41,6 +44,7 @@ class Replica:
         self.logged: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
         self.forwards: list[int] = []
         self.backwards: list[int] = []
+        self.befores: list[tuple[int, int]] = []  # buffers and losses before each forward
 
     def state(self) -> tuple[int, int, tuple[int, ...]]:
         """Returns all that a heal carries."""
@@ -60,6 +64,7 @@ class Replica:
         if microbatch != self.counted:
             raise Violation(f"forward {microbatch} of slot {self.slot} after {self.counted} have been counted")
         self.counted += 1
+        self.befores.append((self.running, self.losses))
         self.forwards.append(microbatch)
         self.running = provenance.counted(self.running, given)
 
@@ -70,6 +75,23 @@ class Replica:
         self.added += 1
         self.backwards.append(microbatch)
         self.sums = provenance.added(self.sums, kept, given)
+
+    def stream(self, microbatch: int) -> Stream:
+        """Returns what it has added up after the backward of a microbatch, and all that was before the next forward."""
+        if self.added != microbatch + 1:
+            raise Violation(f"slot {self.slot} streams {microbatch}, and {self.added} have been added")
+        befores = (*self.befores, (self.running, self.losses))
+        return self.added, self.sums, befores[: self.added + 1]
+
+    def take_stream(self, stream: Stream) -> None:
+        """Brings it to where its owner was, but never back."""
+        added, sums, befores = stream
+        if added <= self.added:
+            raise Violation(f"slot {self.slot} has added {self.added} and takes a stream of {added}")
+        self.added, self.sums, self.backwards = added, sums, [*range(added)]
+        if added > self.counted:
+            self.counted, self.forwards = added, [*range(added)]
+            *self.befores, (self.running, self.losses) = befores
 
     def part(self, microbatches: int) -> tuple[int, int, int]:
         """Returns its share of the reduction; the accumulator stays as it is."""

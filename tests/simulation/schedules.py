@@ -30,6 +30,8 @@ PAIRED = (
     Case(2, 2, 2, "eager", ties=((0, 1),)),
     Case(2, 2, 3, "reroute", schedule="gpipe"),
     Case(3, 2, 2, level=2),
+    Case(3, 4, log_every=1),
+    Case(3, 5, redundancy="eager", level=2, log_every=2),
 )
 _TIMING = (0, 3)  # seeds without a spread: exit seen late and all in flight arrives; seen early and all is lost
 
@@ -95,7 +97,9 @@ def random_case(number: int) -> Case:
         seed=number,
         spread=rng.choice((0, 1, 3, 10)),
     )
-    return replace(case, faults=_faults(case, rng))
+    faults = _faults(case, rng)
+    streams = case.redundancy in ("lazy", "eager") and rng.random() < 0.4
+    return replace(case, faults=faults, log_every=rng.choice((1, 1, 2)) if streams else 0)
 
 
 def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from tests.simulation.case import Case, Fault
 from tests.simulation.run import run
 
 _MOST_RUNS = 2000
+_SIMPLEST: dict[str, Any] = {"log_every": 0, "ties": (), "schedule": "gpipe", "redundancy": "lazy"}
 
 
 def shrunk(case: Case) -> Case:
@@ -39,12 +41,9 @@ def _smaller(case: Case) -> Iterator[Case]:
         if value > 1:
             yield replace(case, **{field: value // 2})
             yield replace(case, **{field: value - 1})
-    if case.ties:
-        yield replace(case, ties=())
-    if case.schedule != "gpipe":
-        yield replace(case, schedule="gpipe")
-    if case.redundancy != "lazy":
-        yield replace(case, redundancy="lazy")
+    for field, simplest in _SIMPLEST.items():
+        if getattr(case, field) != simplest:
+            yield replace(case, **{field: simplest})
     for spread in {0, case.spread // 2} - {case.spread}:
         for seed in {case.seed, 0, 1, 2, 3}:
             yield replace(case, spread=spread, seed=seed)

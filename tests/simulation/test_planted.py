@@ -13,7 +13,7 @@ from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from tests.simulation import actions, plans, provenance
 from tests.simulation import replica as replicas
-from tests.simulation.case import Violation
+from tests.simulation.case import Case, Violation
 from tests.simulation.compiled import BACKWARD, FORWARD, INPUT, REDO
 from tests.simulation.planting import GROWN, SMALL, caught, kills, redone, troubled
 from tests.simulation.replica import Replica
@@ -165,3 +165,68 @@ def test_send_that_the_program_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "build_program", build)
     with pytest.raises(Violation, match="nobody sends"):
         run(SMALL)
+
+
+STREAMED = Case(stages=3, microbatches=4, log_every=1)
+
+
+def test_cases_that_stream_pass_where_nothing_is_planted() -> None:
+    for redundancy in ("lazy", "eager"):
+        for case in kills(replace(STREAMED, redundancy=redundancy)):
+            assert run(case).problem == "", case.text()
+
+
+def test_older_stream_takes_the_place_of_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: dict[Any, Any] = {}
+    take = Replica.take_stream
+
+    def take_stream(self: Replica, stream: Any) -> None:
+        added, sums, befores = stream
+        sums = first.setdefault((self.version, self.slot), sums)
+        take(self, (added, sums, befores))
+
+    monkeypatch.setattr(Replica, "take_stream", take_stream)
+    caught(kills(STREAMED), "clip factor of step . differs")
+
+
+def test_accumulator_that_is_taken_without_its_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Replica.take_stream
+
+    def take_stream(self: Replica, stream: Any) -> None:
+        take(self, stream)
+        self.added, self.backwards = 0, []
+
+    monkeypatch.setattr(Replica, "take_stream", take_stream)
+    caught(kills(STREAMED), "clip factor of step . differs")
+
+
+def test_stream_with_the_buffers_of_all_that_its_owner_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Replica.stream
+
+    def stream(self: Replica, microbatch: int) -> Any:
+        added, sums, befores = send(self, microbatch)
+        return added, sums, (*befores[:-1], (self.running, self.losses))
+
+    monkeypatch.setattr(Replica, "stream", stream)
+    caught(kills(STREAMED), "loss or the clip factor of step . differs|buffers of slot .* differ")
+
+
+def test_stream_that_is_taken_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = program.build_program
+
+    def build(*words: Any) -> Any:
+        return {worker: _exchanged(worker, line, words[1]) for worker, line in built(*words).items()}
+
+    monkeypatch.setattr(plans, "build_program", build)
+    caught(kills(STREAMED), "has added . and takes a stream of .")
+
+
+def _exchanged(worker: int, line: tuple[Action, ...], ownership: Ownership) -> tuple[Action, ...]:
+    """Returns a worker's actions with its first two receipts of a slot exchanged."""
+    places = [at for at, each in enumerate(line) if each.op is Op.STREAM and ownership.owner(0, each.stage) != worker][
+        :2
+    ]
+    swapped = list(line)
+    for one, other in zip(places, reversed(places), strict=True):
+        swapped[one] = line[other]
+    return tuple(swapped)

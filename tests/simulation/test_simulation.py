@@ -41,6 +41,7 @@ TURNS = {
     *("transfer of an old epoch is dropped", "transfer fails", "worker catches up"),
     *("commit comes too late", "plan comes too late", "vote comes too late", "replica is adopted", "log is sent again"),
     *("forward is redone", "backward is redone", "shadow is healed"),
+    *("stream is taken", "stream is taken by the fence"),
 }
 CHUNK = 500
 
@@ -76,6 +77,14 @@ def test_some_single_kills_of_large_shapes(shape: tuple[int, int, int]) -> None:
     for nth, case in enumerate(of_shape(shape)):
         stride = 11 * shape[0] * shape[1]
         assert all(len(history.struck) == 1 for history in all_well(single_kills(case, stride, nth * 7)))
+
+
+@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_single_kill_of_a_job_that_streams(redundancy: Redundancy, schedule: str) -> None:
+    for case in (Case(3, 4, 1, redundancy, log_every=1), Case(2, 5, 2, redundancy, log_every=2)):
+        histories = all_well(single_kills(replace(case, schedule=schedule)))
+        assert {history.phase for history in histories} == {Phase.FINISHED}
 
 
 @pytest.mark.parametrize("case", PAIRED, ids=Case.text)
@@ -151,7 +160,7 @@ def test_failing_case_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transfers_are_those_of_the_engine(redundancy: Redundancy) -> None:
     for grid in (Grid(3, 2), Grid(3, 2, 2, ((0, 2),))):
         ownership = first_ownership(grid, redundancy, 1)
-        program = build_program("1f1b", ownership, redundancy)
+        program = build_program("1f1b", ownership, redundancy, log_every=1)
         ours = compiled.routed(program, ownership)
         for worker in ownership.workers():
             theirs = routes_of(worker, program, ownership)

@@ -7,6 +7,7 @@ fence. Each rule is a method of its own, so that a test can take it out and see 
 from __future__ import annotations
 
 from engine.core.ownership import Slot
+from tests.simulation.actions import take_arrived
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
 from tests.simulation.plans import Document, Planned, next_program, planned
@@ -24,6 +25,7 @@ class Worker(Process):
         if self.number not in members:
             self.world.end(self, 85)
             return
+        take_arrived(self)
         self.epoch, self.mode, self.members = epoch, FROZEN, members
         self.inbox, self.ahead, self.broken = {}, {}, set()
         if not self.come_to("fence"):
@@ -133,7 +135,7 @@ class Worker(Process):
         """Begins the next step with what heals."""
         case = self.case
         ownership, shares = next_program(
-            case.schedule, self.ownership, case.redundancy, case.level, self.members, self.leaving
+            *(case.schedule, self.ownership, case.redundancy, case.level, case.log_every, self.members, self.leaving)
         )
         self.enter(ownership, shares.get(self.number, Compiled((), ())))
 

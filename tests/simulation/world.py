@@ -66,7 +66,7 @@ class World:
 
     def _begin(self) -> None:
         ownership = self.agent.ownership
-        shares = shares_of(self.case.schedule, ownership, self.case.redundancy, frozenset())
+        shares = shares_of(self.case.schedule, ownership, self.case.redundancy, frozenset(), self.case.log_every)
         for worker in self.workers:
             self._watch(worker)
             for slot in (*ownership.slots_of(worker.number), *ownership.shadowed_by(worker.number)):

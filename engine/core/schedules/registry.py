@@ -21,6 +21,7 @@ class Schedule:
     placement: Placement = "loop"
     stages_per_worker: tuple[int, int] = (1, 1)  # least and most
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
+    overlaps: bool = False  # whether a forward and the backward that follows it are to be run at once
 
     def takes(self, stages_per_worker: int) -> bool:
         """Says whether a worker may have so many stages."""
@@ -42,4 +43,5 @@ SCHEDULES: dict[str, Schedule] = {
     "zb1p": Schedule(zb1p),
     "zbv": Schedule(zbv, "v", (2, 2)),
     "dualpipev": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers),
+    "dualpipev-overlapped": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps=True),
 }

@@ -1,6 +1,6 @@
 """Compute lists as CSV: row n is worker n, a cell is an action, as torch's pipelining writes and reads it.
 
-Rules for what is read: an empty cell is an idle step and is skipped, a pair that torch would overlap stands for its two
+Rules for what is read: an empty cell is an idle step and is skipped, a pair that is to be overlapped stands for its two
 parts in a row, a reduction is skipped, for a pass adds it; a transfer is refused with worker and position. Of every
 stage the microbatches of the forwards, and of the backwards, are put in order at the places that they take: so what is
 computed does not depend on the schedule. Whether the result can run is for the verification to say.
@@ -14,15 +14,20 @@ from io import StringIO
 
 from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.errors import ScheduleError
+from engine.core.overlap import OVERLAPS
 from engine.core.schedules.compute import ComputeLists
 
 _TAKEN = (COMPUTE_OPS - {Op.REDO_F}) | {Op.REDUCE_GRAD}
-_OVERLAPPED = ("OVERLAP_F_B", "OVERLAP_B_F")
 
 
 def is_text(schedule: str) -> bool:
     """Says whether a schedule is given as CSV, not by name."""
     return "," in schedule or "\n" in schedule
+
+
+def has_pairs(text: str) -> bool:
+    """Says whether compute lists as CSV ask for a forward and a backward to be run at once."""
+    return any(op in text for op in OVERLAPS.values())
 
 
 def name_of(schedule: str) -> str:
@@ -55,7 +60,8 @@ def lists_from_csv(text: str) -> ComputeLists:
         for position, action in enumerate(row):
             if action.op not in _TAKEN or action.pipeline:
                 expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
-                raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, found {action}")
+                found = f"found {action}; bamboo schedule export --compute-only leaves them out"
+                raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, {found}")
     return tuple(_in_order(tuple(action for action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
 
 
@@ -105,6 +111,6 @@ def _parse_row(worker: int, row: Sequence[str]) -> Iterator[Action]:
 def _parts(cell: str) -> list[str]:
     """Returns the texts of a cell's actions: none, one, or the two of a pair such as (2F0;1B3)OVERLAP_F_B."""
     pair, end, op = cell.removeprefix("(").partition(")")
-    if cell.startswith("(") and end and op in _OVERLAPPED:
+    if cell.startswith("(") and end and op in OVERLAPS.values():
         return pair.split(";")
     return [cell] if cell else []
