@@ -1,8 +1,7 @@
 """The table of actions: one row for each thing that a worker has finished, with what it was done for.
 
 Rules: an action belongs to the epoch in which it began. It is *redundant* when a worker does it for a slot that another
-one owns, *replayed* when an owner of the slot had finished the same in the same step before. A forward and one that is
-redone are the same; so are a full backward and one for the input.
+one owns, *replayed* when an owner of the slot had finished the same in the same step before.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action, Op, parse_action
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, parse_action
+from engine.core.recovery_times import SAME
 
 Event = Mapping[str, Any]
 
@@ -23,13 +23,12 @@ _KIND_OF = {
     **dict.fromkeys((Op.F, Op.REDO_F), 0),
     Op.B: 1,
     **dict.fromkeys((Op.I, Op.W), 2),
-    **dict.fromkeys(RECEIVE_OPS | SEND_OPS, 3),
-    **dict.fromkeys((Op.REDUCE_GRAD, Op.LOG), 4),
+    **dict.fromkeys(RECEIVE_OPS | SEND_OPS | SHARD_OPS, 3),
+    **dict.fromkeys((Op.STREAM, Op.REDUCE_GRAD, Op.LOG), 4),
     **dict.fromkeys((Op.COMMIT, Op.STEP), 5),
     Op.HEAL: 6,
 }
-_SAME = {Op.F: "F", Op.REDO_F: "F", Op.B: "B", Op.I: "B", Op.W: "W"}
-_NOT_A_REPLICA = RECEIVE_OPS | SEND_OPS | {Op.HEAL, Op.REDUCE_GRAD}
+_NOT_A_REPLICA = RECEIVE_OPS | SEND_OPS | SHARD_OPS | {Op.HEAL, Op.REDUCE_GRAD}
 
 
 def actions_table(events: Sequence[Event], stages: int) -> pd.DataFrame:
@@ -68,7 +67,7 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
             "op": pd.array([each.op.value for each in actions], dtype="str"),
             "microbatch": np.array([each.microbatch for each in actions], dtype=np.int64),
             "kind": np.array([_KIND_OF[each.op] for each in actions], dtype=np.int64),
-            "same": pd.array([_SAME.get(each.op, "") for each in actions], dtype="str"),
+            "same": pd.array([SAME.get(each.op, each.op).value for each in actions], dtype="str"),
             "counts_for_replica": np.array([each.op not in _NOT_A_REPLICA for each in actions], dtype=bool),
         }
     )

@@ -6,43 +6,61 @@ nothing where there is no such cell. A field of several cells shows the worst of
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.core.cell_result import CellResult
 
 _LETTERS = {"failed": "F", "invalid": "I", "": "-", "passed": "P"}  # the worst first
 _ANSI = {"F": "31", "I": "33", "-": "90", "P": "32"}
-_CSS = {"F": "#b3261e", "I": "#8a5a00", "-": "#6b6b6b", "P": "#1b7f3b"}
 LEGEND = "P passed  F failed  I invalid  - not run"
 
 Labels = Mapping[str, str]
+Column = tuple[str, str]  # fault and stage
+Cell = tuple[str, CellResult | None]  # its name, and what came of it, unless it was not run
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The fields of a grid: row and column names, and the letter of each (row, column) that has a cell."""
+    """The fields of a grid: row and column names, and the cells of each (row, column), the worst first."""
 
     rows: tuple[str, ...]
-    columns: tuple[tuple[str, str], ...]
-    letters: Mapping[tuple[str, tuple[str, str]], str]
+    columns: tuple[Column, ...]
+    fields: Mapping[tuple[str, Column], tuple[Cell, ...]]
+
+    def letter(self, row: str, column: Column) -> str | None:
+        """Returns the letter of a field, or None where there is no cell."""
+        cells = self.fields.get((row, column))
+        return letter_of(cells[0][1]) if cells else None
 
 
 def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResult]) -> Grid:
     """Returns the grid of the cells, (name, labels), as far as there are `results` of them by name."""
     order = list(_LETTERS.values())
-    letters: dict[tuple[str, tuple[str, str]], str] = {}
+    fields: dict[tuple[str, Column], list[Cell]] = {}
     for name, labels in cells:
-        result = results.get(name)
-        letter = _LETTERS[result.result if result else ""]
-        field = (_row(name, labels), (labels.get("fault", labels.get("do", "")), labels.get("stage", "")))
-        letters[field] = min(letter, letters.get(field, "P"), key=order.index)
-    rows = tuple(dict.fromkeys(row for row, _ in letters))
-    stages = {stage: number for number, (_, stage) in enumerate(dict.fromkeys(column for _, column in letters))}
-    faults = {fault: number for number, fault in enumerate(dict.fromkeys(column[0] for _, column in letters))}
-    columns = sorted({column for _, column in letters}, key=lambda each: (faults[each[0]], stages[each[1]]))
-    return Grid(rows, tuple(columns), letters)
+        column = (labels.get("fault", labels.get("do", "")), labels.get("stage", ""))
+        fields.setdefault((_row(name, labels), column), []).append((name, results.get(name)))
+    rows = tuple(dict.fromkeys(row for row, _ in fields))
+    stages = _in_order([[stage for row, (_, stage) in fields if row == each] for each in rows])
+    faults = {fault: number for number, fault in enumerate(dict.fromkeys(column[0] for _, column in fields))}
+    columns = sorted({column for _, column in fields}, key=lambda each: (faults[each[0]], stages[each[1]]))
+    worst_first = {
+        field: tuple(sorted(found, key=lambda cell: order.index(letter_of(cell[1])))) for field, found in fields.items()
+    }
+    return Grid(rows, tuple(columns), worst_first)
+
+
+def _in_order(stages: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Returns the place of each stage: as in the rows that have the most of them, for not every action has all."""
+    longest_first = sorted(stages, key=lambda each: len(set(each)), reverse=True)
+    return {stage: place for place, stage in enumerate(dict.fromkeys(chain.from_iterable(longest_first)))}
+
+
+def letter_of(result: CellResult | None) -> str:
+    """Returns the letter of one cell."""
+    return _LETTERS[result.result if result else ""]
 
 
 def _row(name: str, labels: Labels) -> str:
@@ -52,7 +70,7 @@ def _row(name: str, labels: Labels) -> str:
 def grid_text(grid: Grid, colours: bool) -> str:
     """Returns the grid for a terminal."""
     first = max((len(row) for row in grid.rows), default=0)
-    groups = _groups(grid.columns)
+    groups = column_groups(grid.columns)
     widths = [max(len(fault), 2 * len(stages)) + 2 for fault, stages in groups]
     head = "".join(fault.ljust(width) for (fault, _), width in zip(groups, widths, strict=True))
     below = "".join(
@@ -63,13 +81,13 @@ def grid_text(grid: Grid, colours: bool) -> str:
     for row in grid.rows:
         fields = []
         for (fault, stages), width in zip(groups, widths, strict=True):
-            shown = "".join(f"{_shown(grid.letters.get((row, (fault, stage))), colours)} " for stage in stages)
+            shown = "".join(f"{_shown(grid.letter(row, (fault, stage)), colours)} " for stage in stages)
             fields.append(shown + " " * (width - 2 * len(stages)))
         lines.append(f"{row:<{first}}  {''.join(fields)}".rstrip())
     return "\n".join([line for line in lines if line.strip()] + [LEGEND])
 
 
-def _groups(columns: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+def column_groups(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
     """Returns the stages of each fault."""
     groups: dict[str, list[str]] = {}
     for fault, stage in columns:
@@ -81,22 +99,3 @@ def _shown(letter: str | None, colours: bool) -> str:
     if letter is None:
         return " "
     return f"\x1b[{_ANSI[letter]}m{letter}\x1b[0m" if colours else letter
-
-
-def grid_html(grid: Grid) -> str:
-    """Returns the grid as a table, for a page."""
-    groups = _groups(grid.columns)
-    head = "".join(f'<th colspan="{len(stages)}">{html.escape(fault)}</th>' for fault, stages in groups)
-    below = "".join(f"<th>{html.escape(stage)}</th>" for _, stages in groups for stage in stages)
-    rows = []
-    for row in grid.rows:
-        fields = "".join(_field(grid.letters.get((row, column))) for column in grid.columns)
-        rows.append(f"<tr><th>{html.escape(row)}</th>{fields}</tr>")
-    table = f"<thead><tr><th></th>{head}</tr><tr><th></th>{below}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<table class="cells">{table}</table><p>{LEGEND}</p>'
-
-
-def _field(letter: str | None) -> str:
-    if letter is None:
-        return "<td></td>"
-    return f'<td style="background:{_CSS[letter]};color:#fff;text-align:center">{letter}</td>'

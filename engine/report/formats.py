@@ -50,6 +50,7 @@ _SUMMARY = [
     "pause_ms",
     "total_ms",
     "redone_actions",
+    "rung",
 ]
 
 

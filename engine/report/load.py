@@ -58,11 +58,8 @@ class RunTables:
 
 
 def load(events: Iterable[Mapping[str, Any]], name: str = "") -> RunTables:
-    """Returns the tables of a run, from its events in any order.
-
-    Several processes write them, so that a record may stand behind one of something that came of it.
-    """
-    events = sorted(events, key=lambda event: event.get("at_ns", event.get("end_ns", 0)))
+    """Returns the tables of a run, from its events in the order of the file."""
+    events = list(events)
     job: Mapping[str, Any] = next((event for event in events if event["event"] == "job"), {})
     ended: Mapping[str, Any] = next((event for event in events if event["event"] == "ended"), {})
     failed: Mapping[str, Any] = next((event for event in events if event["event"] == "failed"), {})

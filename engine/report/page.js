@@ -2,6 +2,7 @@
 function show(from, to) {
   view = [from, to];
   draw();
+  if (LINE.follower) Plotly.relayout(LINE.follower, { "xaxis.range": view });
 }
 
 function windows() {
@@ -13,7 +14,8 @@ function windows() {
   });
   const middle = Math.floor(LINE.commits.length / 2);
   const three = [LINE.commits[middle - 2] ?? 0, LINE.commits[middle + 1] ?? LINE.end];
-  return [...found, ["Some steps", ...three], ["Whole run", 0, LINE.end]];
+  if (LINE.commits.length) found.push(["Some steps", ...three]);
+  return [...found, [LINE.all, 0, LINE.end]];
 }
 
 function makeControls() {
@@ -50,7 +52,7 @@ function drawCharts() {
   }
 }
 
-makeControls();
 drawCharts();
-DARK.addEventListener("change", () => { draw(); drawCharts(); });
+makeControls();
+DARK.addEventListener("change", () => { drawCharts(); show(...view); });
 document.body.dataset.drawn = "yes";

@@ -1,9 +1,9 @@
 """The table of recoveries: one row per recovery, and one per death that nobody recovered from.
 
-Rules: phases come from `engine.core.recovery_times`; this adds what only tables know. *merged* is from the catch-up
-point to the commit, *heal* from that commit to the one with which every slot has its shadows again. Throughput before
-and after is the median of up to ten steps. Times are milliseconds, those of `begin_ms` and the like since training
-began.
+Rules: phases come from `engine.core.recovery_times`; this adds what only tables know. *heal* is from the first commit
+to the one with which every slot has its shadows again. Bytes are those that the workers sent: in the plan's program up
+to that commit, and to the new shadows. Throughput before and after is the median of up to ten steps. Times are
+milliseconds, those of `begin_ms` and the like since training began.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Event = Mapping[str, Any]
 
 ALL_PHASES = (*PHASES, "merged", "heal")
 PHASE_COLUMNS = [f"{phase}_ms" for phase in ALL_PHASES]
-_TEXTS = ["outcome", "what", "who", "slots", "step", "last_action"]
-_TIMES = [*PHASE_COLUMNS, "pause_ms", "total_ms", "extra_ms"]
-_COSTS = ["redone_actions", "samples_redone", "lost_steps"]
+_TEXTS = ["outcome", "what", "verdict", "who", "slots", "step", "last_action"]
+_TIMES = [*PHASE_COLUMNS, "pause_ms", "total_ms", "extra_ms", "gap_ms"]
+_COSTS = ["redone_actions", "samples_redone", "lost_steps", "plan_bytes", "heal_bytes"]
 _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_after"]
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
@@ -42,6 +42,7 @@ def recovery_table(
     for recovery, following in zip(found, [*found[1:], None], strict=False):
         until_ns = following.begin_ns if following else None
         rows.append(_row(recovery, job, actions, steps, origin_ns, until_ns) | _outcome(recovery, ended))
+        rows[-1] |= _moved(recovery, events)
     recovered = {worker for recovery in found for worker, _ in recovery.verdict}
     rows += _without_recovery(events, recovered, actions, origin_ns)
     table = pd.DataFrame(rows, columns=COLUMNS).sort_values("begin_ms", kind="stable", ignore_index=True)
@@ -70,22 +71,24 @@ def _row(
         "catch_up_ms": _since(catch_up_ns, origin_ns),
         "resume_ms": _since(recovery.resume_ns, origin_ns),
         "healed_ms": _since(healed_ns, origin_ns),
-        "merged_ms": _since(recovery.resume_ns, catch_up_ns),
+        "merged_ms": _since(recovery.merged_ns, 0),
         "heal_ms": _since(healed_ns, recovery.resume_ns),
         "pause_ms": _since(recovery.pause_ns, 0),
         "total_ms": _since(recovery.resume_ns, recovery.begin_ns),
         "extra_ms": _since(recovery.extra_ns, 0),
+        "gap_ms": _since(recovery.gap_ns, 0),
     }
     who = ", ".join(str(worker) for worker, _ in recovery.verdict)
-    what = "; ".join(f"worker {worker} {why}" for worker, why in recovery.verdict) or "nobody was out"
+    verdict = "; ".join(f"worker {worker} {why}" for worker, why in recovery.verdict) or "nobody was out"
     faults = f"{', '.join(recovery.faults)}: " if recovery.faults else ""
     return {
-        "what": faults + what,
+        "what": faults + verdict,
+        "verdict": verdict,
         "who": who,
         "slots": " ".join(f"{pipeline}.{stage}" for (pipeline, stage), _, _ in recovery.heirs),
         "step": recovery.step,
         "last_action": ", ".join(at[1] for at in recovery.last_actions.values() if at),
-        "rung": _rung(recovery),
+        "rung": recovery.rung,
         "heirs": ", ".join(dict.fromkeys(str(heir) for _, _, heir in recovery.heirs)),
         "lost_steps": recovery.lost_steps,
         "epoch": recovery.epoch,
@@ -100,15 +103,6 @@ def _row(
 def _since(at_ns: int | None, from_ns: int | None) -> float | None:
     """Returns milliseconds between two times, if there are two."""
     return None if at_ns is None or from_ns is None else (at_ns - from_ns) / 1e6
-
-
-def _rung(recovery: Recovery) -> str:
-    """Returns what the state came from: the ladder's rung."""
-    if recovery.resume_ns is None:
-        return "none"
-    if recovery.lost_steps:
-        return "checkpoint"
-    return "live replica" if recovery.heirs else "nothing was lost"
 
 
 def _healed_ns(
@@ -135,6 +129,14 @@ def _redone(recovery: Recovery, job: Mapping[str, Any], actions: pd.DataFrame) -
     num_microbatches = len(again.drop_duplicates(["step", "pipeline", "microbatch"]))
     samples = num_microbatches * int(job.get("microbatch_size", 1)) + recovery.lost_steps * samples_per_step(job)
     return {"redone_actions": len(again), "samples_redone": samples}
+
+
+def _moved(recovery: Recovery, events: Sequence[Event]) -> dict[str, int]:
+    """Returns the bytes that workers sent: for every plan of the step, and to new shadows since the last of them."""
+    moved = [event for event in events if event["event"] == "moved"]
+    plan = [each["bytes"] for each in moved if (each["program"], each["step"]) == ("plan", recovery.step)]
+    heal = [each["bytes"] for each in moved if (each["program"], each["epoch"]) == ("heal", recovery.epoch)]
+    return {"plan_bytes": sum(plan), "heal_bytes": sum(heal)}
 
 
 def _throughput(
@@ -167,6 +169,7 @@ def _without_recovery(
                 {
                     "outcome": "not recovered",
                     "what": f"worker {event['of']} was ended by {how_it_ended(event)}",
+                    "verdict": "",
                     "who": str(event["of"]),
                     "slots": "",
                     "step": None if last is None else last["step"],

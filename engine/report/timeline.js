@@ -93,8 +93,8 @@ function traceOf(kind, which) {
       pattern: { shape: at.map((i) => ["", "/", "x", "x"][ACTIONS.mark[i]]), size: 6, solidity: 0.35,
         fgcolor: "#16191d", fillmode: "overlay" },
     },
-    hovertemplate: "<b>%{customdata[0]}</b>%{customdata[6]}<br>worker %{customdata[1]}, step %{customdata[2]}, epoch " +
-      "%{customdata[3]}<br>%{customdata[4]:.3f} ms from %{customdata[5]:.3f} ms<extra></extra>",
+    hovertemplate: `<b>%{customdata[0]}</b>%{customdata[6]}<br>${LINE.told}<br>` +
+      `%{customdata[4]:.3~f} ${LINE.unit} from %{customdata[5]:.3~f} ${LINE.unit}<extra></extra>`,
   };
 }
 
@@ -152,7 +152,7 @@ function coarseTrace() {
       bar.worker, 100 * busy[i], bar.end - bar.start]),
     marker: { color: "#56B4E9", opacity: busy.map((each) => 0.25 + 0.75 * each), line: { width: 0 } },
     hovertemplate: "<b>%{customdata[0]}</b><br>worker %{customdata[1]}, busy %{customdata[2]:.0f} %" +
-      "<br>%{customdata[3]:.2f} ms<extra></extra>",
+      `<br>%{customdata[3]:.2~f} ${LINE.unit}<extra></extra>`,
   };
 }
 
@@ -266,7 +266,7 @@ function draw() {
     hoverdistance: 4,
     showlegend: false,
     margin: { l: 8, r: 12, t: 28, b: 50 },
-    xaxis: { range: view, title: { text: "ms since training began" }, tickformat: ",~f", automargin: false, zeroline: false },
+    xaxis: { range: view, title: { text: LINE.axis }, tickformat: ",~f", automargin: false, zeroline: false },
     yaxis: { range: [rows - 0.4, withPhases ? -1.5 : -0.6], fixedrange: true, showgrid: false, zeroline: false,
       tickvals: [...(withPhases ? [-1] : []), ...names.keys()], ticktext: [...(withPhases ? ["recovery"] : []), ...names] },
     shapes: shapes(),

@@ -18,7 +18,7 @@ from engine.report.recovery import ALL_PHASES
 from engine.report.workers import TRANSFER
 
 MAX_ACTIONS = 150_000
-_REDUNDANT, _REPLAYED = 1, 2  # what a bar's pattern says
+REDUNDANT, _REPLAYED = 1, 2  # what a bar's pattern says
 
 
 def timeline(run: RunTables) -> dict[str, Any]:
@@ -26,20 +26,24 @@ def timeline(run: RunTables) -> dict[str, Any]:
     shown = _nearest(run.actions, run.recovery)
     codes, texts = pd.factorize(shown["action"])
     origin_ns = run.origin_ns
-    marks = shown["redundant"] * _REDUNDANT + shown["replayed"] * _REPLAYED
+    marks = shown["redundant"] * REDUNDANT + shown["replayed"] * _REPLAYED
     return {
+        "unit": "ms",
+        "axis": "ms since training began",
+        "all": "Whole run",
+        "told": "worker %{customdata[1]}, step %{customdata[2]}, epoch %{customdata[3]}",
         "kinds": list(KINDS),
         "texts": [str(text) for text in texts],
         "workers": [_worker(row) for row in run.workers.itertuples()],
         "actions": {
-            "worker": _packed(shown["worker"], "<i4"),
-            "start": _packed((shown["start_ns"] - origin_ns) / 1e6, "<f8"),
-            "length": _packed((shown["end_ns"] - shown["start_ns"]) / 1e6, "<f4"),
-            "step": _packed(shown["step"], "<i4"),
-            "epoch": _packed(shown["epoch"], "<i4"),
-            "text": _packed(codes, "<i4"),
-            "kind": _packed(shown["kind"], "<u1"),
-            "mark": _packed(marks, "<u1"),
+            "worker": packed(shown["worker"], "<i4"),
+            "start": packed((shown["start_ns"] - origin_ns) / 1e6, "<f8"),
+            "length": packed((shown["end_ns"] - shown["start_ns"]) / 1e6, "<f4"),
+            "step": packed(shown["step"], "<i4"),
+            "epoch": packed(shown["epoch"], "<i4"),
+            "text": packed(codes, "<i4"),
+            "kind": packed(shown["kind"], "<u1"),
+            "mark": packed(marks, "<u1"),
         },
         "bars": _bars(run.actions, origin_ns),
         "commits": [round(at, 4) for at in run.steps["commit_ms"]],
@@ -62,7 +66,7 @@ def _nearest(actions: pd.DataFrame, recovery: pd.DataFrame) -> pd.DataFrame:
     return actions.sort_values("start_ns", kind="stable")
 
 
-def _packed(values: Any, dtype: str) -> tuple[str, str]:
+def packed(values: Any, dtype: str) -> tuple[str, str]:
     """Returns the type of an array and base64 of its bytes."""
     return dtype[1:], base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()
 
@@ -79,12 +83,12 @@ def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
     bars = grouped.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), busy_ns=("busy_ns", "sum"))
     length_ns = (bars["end_ns"] - bars["start_ns"]).clip(lower=1)
     return {
-        "worker": _packed(bars["worker"], "<i4"),
-        "step": _packed(bars["step"], "<i4"),
-        "epoch": _packed(bars["epoch"], "<i4"),
-        "start": _packed((bars["start_ns"] - origin_ns) / 1e6, "<f8"),
-        "length": _packed(length_ns / 1e6, "<f4"),
-        "busy": _packed(bars["busy_ns"] / length_ns, "<f4"),
+        "worker": packed(bars["worker"], "<i4"),
+        "step": packed(bars["step"], "<i4"),
+        "epoch": packed(bars["epoch"], "<i4"),
+        "start": packed((bars["start_ns"] - origin_ns) / 1e6, "<f8"),
+        "length": packed(length_ns / 1e6, "<f4"),
+        "busy": packed(bars["busy_ns"] / length_ns, "<f4"),
     }
 
 

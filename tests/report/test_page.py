@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,11 @@ import pytest
 
 from engine.report.load import RunTables, load
 from engine.report.page import page
-from tests.report.browser import Browser, find_browser
+from tests.report.browser import Browser
 from tests.report.made_up import MadeUpRun
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> ${x} %{y}"
 GOAL_S = 2.0
-
-
-@pytest.fixture(scope="module", name="browser")
-def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium here to open the page in (Debian: apt-get install chromium)")
-    with Browser(path, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 @pytest.fixture(name="standard")

@@ -25,7 +25,7 @@ def test_a_recovery_is_one_row_with_its_phases(run: RunTables) -> None:
     }
     assert row["regroup_ms"] + row["inventory_ms"] == PHASES_MS["regroup"] + PHASES_MS["inventory"]
     assert row["what"] == "5:2: worker 2 was ended by SIGKILL"
-    assert (row["heirs"], row["rung"], row["lost_steps"], row["last_action"]) == ("1", "live replica", 0, "2RECV_B3")
+    assert (row["heirs"], row["rung"], row["lost_steps"], row["last_action"]) == ("1", "shadow", 0, "2RECV_B3")
 
 
 def test_the_phases_of_a_recovery_add_up(run: RunTables) -> None:
@@ -45,6 +45,17 @@ def test_what_was_done_again_is_counted(run: RunTables) -> None:
     assert set(replayed["worker"]) == {1}
     assert set(replayed["step"]) == {5}
     assert list(replayed["action"]) == [f"2f{m}" for m in range(5)] + [f"2B{m}" for m in range(3)]
+
+
+def test_what_was_sent_for_a_recovery_is_counted() -> None:
+    moved = [("plan", 2, 5, 100), ("plan", 2, 5, 20), ("heal", 2, 6, 3000), ("plan", 3, 8, 7), ("heal", 3, 9, 1)]
+    events = [
+        agent("moved", 2000, program=program, epoch=epoch, step=step, bytes=num_bytes)
+        for program, epoch, step, num_bytes in moved
+    ]
+    recovery = load([*MadeUpRun(dead=((5, 2), (8, 0))).events(), *events]).recovery
+    assert list(recovery["plan_bytes"]) == [120, 7]
+    assert list(recovery["heal_bytes"]) == [3000, 1]
 
 
 def test_throughput_is_told_before_during_and_after(run: RunTables) -> None:

@@ -1,0 +1,82 @@
+"""The page of a matrix in a real browser: its colours, what it tells of a cell, and that text cannot act."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.core.cell_result import CellResult
+from engine.report.cell_grid import LEGEND, grid_of
+from engine.report.matrix_page import matrix_page
+from tests.report.browser import Browser
+from tests.report.test_matrix_forms import ALL, FAILED, INVALID, PASSED, cells_of
+
+EVIL = "</style><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+NOT_RUN = ("step/F/last", {"action": "F", "stage": "last", "fault": "kill"})
+
+
+def opened(browser: Browser, folder: Path, results: list[CellResult], name: str = "smoke") -> None:
+    grid = grid_of([*cells_of(results), NOT_RUN], {each.cell: each for each in results})
+    path = folder / "report.html"
+    path.write_text(matrix_page(name, grid, results, lambda cell: f"bamboo matrix smoke --cell {cell}"))
+    browser.open(path)
+
+
+def colour(browser: Browser, row: int, column: int) -> str:
+    cell = f"document.querySelector('.cells tbody').rows[{row}].cells[{column}]"
+    return str(browser.ask(f"{cell}.innerText[0] + getComputedStyle({cell}).backgroundColor"))
+
+
+def test_good_is_green_bad_is_red_and_what_did_not_run_is_grey(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, ALL)
+    titles = "[...document.querySelectorAll('.cells th')].map((each) => each.innerText)"
+    assert browser.ask(titles) == ["", "kill", "stop", "", "first", "last", "first", "F", "B"]
+    assert (colour(browser, 0, 1), colour(browser, 0, 2)) == ("Prgb(27, 127, 59)", "-rgb(107, 107, 107)")
+    assert (colour(browser, 1, 2), colour(browser, 1, 3)) == ("Irgb(138, 90, 0)", "Frgb(179, 38, 30)")
+    assert browser.ask("document.querySelector('h1').innerText") == "1 passed, 1 failed, 1 invalid"
+    assert LEGEND.replace("  ", " ") in browser.ask("document.querySelector('.note').innerText")
+    assert [INVALID.text in each for each in listed(browser)] == [False, True]
+    assert (browser.complaints, browser.requests) == ([], [])
+
+
+def listed(browser: Browser) -> list[str]:
+    """Returns what is told of the cells that did not pass."""
+    found: list[str] = browser.ask("[...document.querySelectorAll('.others li')].map((each) => each.innerText)")
+    return found
+
+
+def test_pointing_at_a_field_tells_cell_verdict_and_how_to_run_it_again(browser: Browser, tmp_path: Path) -> None:
+    opened(browser, tmp_path, [PASSED])
+    seen = (
+        "[...document.querySelectorAll('.told')].filter((each) => each.offsetHeight > 0).map((each) => each.innerText)"
+    )
+    browser.point_at(1.0, 1.0)
+    assert browser.ask(seen) == []
+    box = "document.querySelector('.cell.P').getBoundingClientRect()"
+    browser.point_at(*browser.ask(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]"))
+    assert browser.wait_for(f"{seen}[0]").splitlines() == [
+        "step/F/first passed in 0.5 s",
+        "bamboo matrix smoke --cell step/F/first",
+    ]
+    browser.point_at(1.0, 1.0)
+    browser.ask("document.querySelector('.cell.none').focus()")  # as a click does
+    assert browser.wait_for(f"{seen}[0]").splitlines() == [
+        "step/F/last not run",
+        "bamboo matrix smoke --cell step/F/last",
+    ]
+
+
+def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) -> None:
+    labels = {"action": EVIL, "stage": EVIL, "fault": EVIL}
+    opened(browser, tmp_path, [FAILED, CellResult(EVIL, "failed", "hang", EVIL, "kill", 1, 0, "", labels)], EVIL)
+    assert browser.ask("document.images.length + document.scripts.length") == 0
+    assert EVIL in browser.ask("document.body.innerText")
+    assert (browser.complaints, browser.ask("document.title").startswith(EVIL)) == ([], True)
+
+
+def test_a_field_of_many_cells_tells_the_worst_first(browser: Browser, tmp_path: Path) -> None:
+    many = [CellResult(f"case-{number}", "passed", "", "", "kill", 1, 0, "", PASSED.labels) for number in range(20)]
+    worst = CellResult("case-20", "failed", "hang", "no end", "kill", 1, 0, "", PASSED.labels)
+    opened(browser, tmp_path, [*many, worst])
+    told = browser.ask("document.querySelector('.cell.F .told').textContent")
+    assert told.startswith("case-20 failed (hang) in 1.0 s: no end")
+    assert told.endswith("and 9 more")
