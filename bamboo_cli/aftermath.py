@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.errors import BambooError, ExitCode
 from engine.core.fault import Fault
 from engine.core.job import Job
-from engine.core.recovery_times import Recovery, RecoveryLog, recoveries
+from engine.core.recovery_times import Recovery, recoveries
 from engine.core.twin import Comparison
 from engine.files.events_file import has_event, read_events
 from engine.files.run_folder import RunFolder
@@ -92,41 +92,3 @@ def aftermath_of(
         except BambooError as error:
             aftermath.twin_error = error
     return aftermath
-
-
-def state_lost_lines(job: Job, folder: RunFolder, ending: Ending) -> list[str]:
-    """Returns what a user wants to know when the state of a stage is lost: who died, what is left, what to do."""
-    log = RecoveryLog()
-    for event in read_events(folder.events):
-        list(log.read(event))
-    lines = []
-    for sign in log.signs:
-        if sign["event"] == "exit":
-            worker, at = sign["of"], log.last_action(sign["of"])
-            slots = [slot for slot, owner in sorted(log.owners.items()) if owner == worker]
-            stages = " ".join(f"{stage}@{pipeline}" if pipeline else str(stage) for pipeline, stage in slots)
-            where = (
-                f"its last action was {at[1]} of step {at[0]}" if at else "it had done nothing since the last commit"
-            )
-            lines.append(f"died   worker {worker} (stage {stages or 'none'}): {where}")
-    committed = len(ending.view.account.losses) - 1
-    lines.append(f"kept   steps 0 to {committed} were committed" if committed >= 0 else "kept   no step was committed")
-    lines.append(f"why    {_why(job)}")
-    lines.append("next   there is no checkpoint to resume from: start the run again, with")
-    num_workers = job.stages // job.stages_per_worker * job.pipelines
-    could_keep_more = job.redundancy in ("lazy", "eager") and job.redundancy_level < num_workers - 1
-    more = [f"--redundancy-level {job.redundancy_level + 1}"] if could_keep_more else []
-    more += ["--redundancy lazy"] if job.redundancy == "none" else []
-    more += [f"--pipelines {job.pipelines + 1}"]
-    lines.append(f"       {' or '.join(more)} to survive this")
-    return lines
-
-
-def _why(job: Job) -> str:
-    if job.redundancy == "none":
-        return "no redundancy: each stage is held by its owners only"
-    if job.redundancy == "reroute":
-        return "reroute: a stage is held by its owners, one per pipeline, and by nobody else"
-    copies = (job.redundancy_level + 1) * job.pipelines
-    text = f"{job.redundancy} redundancy of level {job.redundancy_level}: {copies} copies of each stage"
-    return f"{text}, and all of some are gone"

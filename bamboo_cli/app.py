@@ -1,6 +1,7 @@
 """The program `bamboo`: its commands, and how an error becomes a message and an exit code.
 
-Rule: nothing here, or imported from here at the top, loads torch or pandas; `--help` owes its user 0.2 s.
+Rules: what a command needs is loaded when that command is called; `--help` owes its user 0.2 s, and knows of each
+command only what is said here.
 """
 
 from __future__ import annotations
@@ -9,34 +10,75 @@ import json
 import os
 import signal
 import sys
-import traceback
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from bamboo_cli.bench import bench
-from bamboo_cli.compare import EPILOG as COMPARE_EPILOG
-from bamboo_cli.compare import compare
-from bamboo_cli.doctor import doctor
-from bamboo_cli.init import EPILOG as INIT_EPILOG
-from bamboo_cli.init import init
-from bamboo_cli.inject import EPILOG as INJECT_EPILOG
-from bamboo_cli.inject import inject
-from bamboo_cli.matrix import EPILOG as MATRIX_EPILOG
-from bamboo_cli.matrix import matrix
-from bamboo_cli.report import EPILOG as REPORT_EPILOG
-from bamboo_cli.report import report
-from bamboo_cli.run import EPILOG, run
-from bamboo_cli.schedule import schedule
-from bamboo_cli.schema import EPILOG as SCHEMA_EPILOG
-from bamboo_cli.schema import schema
-from bamboo_cli.status import status
-from bamboo_cli.validate import EPILOG as VALIDATE_EPILOG
-from bamboo_cli.validate import validate
 from engine.core.errors import BambooError, ExitCode, StorageError
+
+# Module of a command, which has a function or a group of that name -> the beginning of its help.
+COMMANDS = {
+    "run": "Train a model in a pipeline of worker processes.",
+    "doctor": "Say what this machine can do, one line per check with the fix",
+    "status": "Say who owns what in a run, its step, heartbeats and verdicts",
+    "inject": "Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it.",
+    "validate": "Check scenarios and matrices: fields, moments that can come, victims that there are.",
+    "schema": "Print the JSON schema of scenario or job files.",
+    "matrix": "Run every cell of a matrix of scenarios.",
+    "init": "Write a job and a first scenario; with --ci also a workflow.",
+    "report": "Say what happened in a run: tables, a page that opens without a network, a trace.",
+    "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and what got slower.",
+    "schedule": "The program of a job: show it, check it, export it, compare schedules.",
+    "bench": "Measure bamboo beside its peers, interleaved in one run.",
+}
+
+
+class _Group(TyperGroup):
+    """A group of commands whose flags are false where nobody gives them.
+
+    By themselves some are nothing, and Typer loads pydantic to find out that nothing is no mistake.
+    """
+
+    def get_params(self, ctx: Any) -> Any:
+        """Returns the options of the group itself."""
+        params = super().get_params(ctx)
+        for each in params:
+            each.default = False if each.default is None else each.default
+        return params
+
+
+class _Commands(_Group):
+    """All commands by their names; whichever is called takes the place of its name."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands.update({name: TyperCommand(name, help=text) for name, text in COMMANDS.items()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns what `args` call, loaded."""
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load(name: str) -> Any:
+    """Returns a command, or a group of commands, that can be called."""
+    module = import_module(f"bamboo_cli.{name}")
+    found = getattr(module, name)
+    loader = typer.Typer(add_completion=False)
+    if isinstance(found, typer.Typer):
+        loader.add_typer(found, name=name, cls=_Group)
+    else:
+        loader.command(name, epilog=getattr(module, "EPILOG", None))(found)
+    return get_group(loader).commands[name]
+
 
 app = typer.Typer(
     name="bamboo",
+    cls=_Commands,
     no_args_is_help=True,
     invoke_without_command=True,
     rich_markup_mode="rich",
@@ -46,18 +88,6 @@ app = typer.Typer(
     epilog="Examples:  bamboo run  |  bamboo run --stages 2 --steps 10 --json  |  bamboo run --dry-run  |  "
     "bamboo schedule show --stages 4  |  bamboo doctor",
 )
-app.command(epilog=EPILOG)(run)
-app.command()(doctor)
-app.command()(status)
-app.command(epilog=INJECT_EPILOG)(inject)
-app.command(epilog=VALIDATE_EPILOG)(validate)
-app.command(epilog=SCHEMA_EPILOG)(schema)
-app.command(epilog=MATRIX_EPILOG)(matrix)
-app.command(epilog=INIT_EPILOG)(init)
-app.command(epilog=REPORT_EPILOG)(report)
-app.command(epilog=COMPARE_EPILOG)(compare)
-app.add_typer(schedule, name="schedule")
-app.add_typer(bench, name="bench")
 
 
 @app.callback()
@@ -84,6 +114,8 @@ def main() -> NoReturn:
         # What a run writes goes to one folder; whatever else may fail has been given a name where it happens.
         _refuse(StorageError(f"{error.filename or 'output'}: {error.strerror or error}"))
     except Exception:
+        import traceback
+
         _refuse(BambooError(f"internal error, please report it\n{traceback.format_exc().rstrip()}"))
     sys.exit(ExitCode.OK)
 

@@ -10,13 +10,16 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from bamboo_cli.case import Case, case_of
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
-from engine.core.expansion import expand
+from engine.core.expansion import describe, expand
 from engine.core.expectations import Observed
 from engine.core.fault import After, At, Fault, to_plain
 from engine.core.job import Job
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
+_COMMITS = 4  # by which a job's pace is judged
 _STEPS_AFTER = 2  # committed after the last sign of a fault: the run goes on
 
 
@@ -40,6 +44,8 @@ def attach(loaded: Loaded, folder: RunFolder) -> Case:
     """
     events = _Events(folder)
     loaded = _fitted(loaded, events)
+    for line in describe(loaded.faults, loaded.scenario.job):
+        typer.echo(line, err=True)
     _request(folder, loaded.faults)
     _wait(events, loaded.faults)
     ended = events.last("ended") or {"exit_code": 0}
@@ -57,7 +63,8 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
 
     job, expect = events.job(), replace(loaded.scenario.expect, trajectory=None, leftovers=None)
     # Until the launcher has taken the request, a quick job commits many steps.
-    first_step = events.committed + 2 + events.committed_lately()
+    meanwhile = events.steps_a_second()  # while it waits, more are committed
+    first_step = events.committed + 2 + meanwhile
     left = replace(job, steps=max(1, job.steps - first_step))
     scenario = replace(loaded.scenario, job=left, expect=expect)
     problems = check_scenario(scenario, {kind.name for kind in kinds().values() if kind.ends})
@@ -101,15 +108,25 @@ def _wait(events: _Events, faults: tuple[Fault, ...]) -> None:
             raise error
         late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.committed]
         struck = {event["fault"] for event in events.known if event["event"] == "fault"}
-        if missed := [each for each in late if each.id not in struck]:
-            error = BambooError(
-                f"step {events.committed} is committed, and this did not strike: {missed[0]}; try again"
-            )
+        if missed := skipped(faults, {each.id for each in late} - struck):
+            lines = [
+                f"step {events.committed} is committed, and these did not strike; try again",
+                *(f"{each.id}: {each}" for each in missed),
+            ]
+            error = BambooError("\n".join(lines))
             error.exit_code = ExitCode.INVALID_CASE
             raise error
-        if events.has_shown(ids) and not any(each.resume_ns is None for each in recoveries(events.known)):
+        if have_shown(faults, events.known) and not any(each.resume_ns is None for each in recoveries(events.known)):
             return
         time.sleep(_POLL_S)
+
+
+def skipped(faults: Sequence[Fault], late: Collection[str]) -> list[Fault]:
+    """Returns the faults whose moment is over, and those that wait for one of them, directly or not."""
+    out = {*late}
+    for _ in faults:  # as long as a chain of them may be
+        out |= {each.id for each in faults if isinstance(each.moment, After) and each.moment.fault in out}
+    return [each for each in faults if each.id in out]
 
 
 class _Events:
@@ -146,21 +163,42 @@ class _Events:
         commit = self.last("commit")
         return -1 if commit is None else int(commit["step"])
 
-    def committed_lately(self) -> int:
-        """Returns how many steps were committed in the time that it takes to be heard, one second."""
-        times_ns = [each["at_ns"] for each in self.known if each["event"] == "commit"]
-        return sum(times_ns[-1] - each < 1_000_000_000 for each in times_ns[:-1]) if times_ns else 0
+    def steps_a_second(self) -> int:
+        """Returns how many steps are committed in the time that it takes to be heard, one second.
+
+        For the first few commits it waits, but not for long: steps that take so long are no danger.
+        """
+        until_s = time.monotonic() + _HEARD_WITHIN_S
+        while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
+            time.sleep(_POLL_S)
+        return pace(self._commits_ns())
+
+    def _commits_ns(self) -> list[int]:
+        return [each["at_ns"] for each in self.known if each["event"] == "commit"]
 
     def job(self) -> Job:
         """Returns the job that runs."""
         fields = Job.__dataclass_fields__.keys()
         return Job(**{name: value for name, value in self.known[0].items() if name in fields})
 
-    def has_shown(self, ids: set[str]) -> bool:
-        """Says whether these faults have been confirmed, and steps have been committed since."""
-        confirmed = {each["fault"]: each["at_ns"] for each in self.known if each["event"] == "confirmed"}
-        if not ids <= confirmed.keys():
-            return False
-        since_ns = max(confirmed[name] for name in ids)
-        commits = [each for each in self.known if each["event"] == "commit" and each["at_ns"] > since_ns]
-        return len(commits) >= _STEPS_AFTER
+
+def pace(times_ns: Sequence[int]) -> int:
+    """Returns how many steps are taken in a second, by the times of the last commits; 0 where that is not known."""
+    lately_ns = times_ns[-_COMMITS:]
+    return (len(lately_ns) - 1) * 10**9 // max(1, lately_ns[-1] - lately_ns[0]) if lately_ns else 0
+
+
+def have_shown(faults: Sequence[Fault], events: Sequence[Mapping[str, Any]]) -> bool:
+    """Says whether all faults have been confirmed, or can no longer strike, and steps have been committed since.
+
+    Whoever is to be struck in a recovery may not be there: once that recovery is over nobody waits for it.
+    """
+    struck = {each["fault"] for each in events if each["event"] == "fault"}
+    confirmed = {each["fault"]: each["at_ns"] for each in events if each["event"] == "confirmed"}
+    waiting = [each for each in faults if each.id not in confirmed]
+    if any(each.id in struck or isinstance(each.moment, At) for each in waiting):
+        return False
+    delays_ns = sum(each.moment.delay_ns for each in waiting if isinstance(each.moment, After))
+    since_ns = max(at_ns for name, at_ns in confirmed.items() if name in {each.id for each in faults}) + delays_ns
+    commits = [each for each in events if each["event"] == "commit" and each["at_ns"] > since_ns]
+    return len(commits) >= _STEPS_AFTER

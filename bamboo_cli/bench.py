@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,87 +34,103 @@ def pipeline(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step's forwards and backwards, against torch.distributed.pipelining and the ideal time."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_session import bench_pipeline, pipeline_jobs
 
     jobs = pipeline_jobs()
-    names = _matching(case, jobs)
-    _end_by_exception()
-    folder = bench_folder(results)
-    rows: list[Row] = []
-    for name in names:
-        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
-        rows += bench_pipeline(name, jobs[name], 3 if quick else 20, folder)
-    _show("pipeline", rows, as_json, folder)
+
+    def measure(name: str, folder: Path) -> list[Row]:
+        return bench_pipeline(name, jobs[name], 3 if quick else 20, folder)
+
+    _run("pipeline", _each(case, jobs, measure), as_json, results)
+
+
+@bench.command()
+def schedules(
+    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
+) -> None:
+    """Time of a step's forwards and backwards under each schedule, against its dry run and torch's schedule."""
+    from engine.core.bench_schedules import WITHOUT_PEER, schedule_jobs
+    from engine.runtime.bench_session import bench_schedule
+
+    jobs = schedule_jobs()
+    for name in WITHOUT_PEER:
+        typer.echo(f"not measured, for torch runs its pairs of actions one after the other: {name}", err=True)
+
+    def measure(name: str, folder: Path) -> list[Row]:
+        return bench_schedule(name, jobs[name], 3 if quick else 20, folder)
+
+    _run("schedules", _each(case, jobs, measure), as_json, results)
 
 
 @bench.command()
 def launch(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time from the command to the end of the first optimizer step with 4 workers, against torchrun."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_runs import bench_launch
 
-    _end_by_exception()
-    folder = bench_folder(results)
-    _show("launch", bench_launch(1 if quick else 7, folder), as_json, folder)
+    _run("launch", lambda folder: bench_launch(1 if quick else 7, folder), as_json, results)
 
 
 @bench.command()
 def audit(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time of a step with an audit of each, against steps without any."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_runs import bench_audit
 
-    _end_by_exception()
-    folder = bench_folder(results)
-    rows = bench_audit(1, 4, folder) if quick else bench_audit(5, 80, folder)
-    _show("audit", rows, as_json, folder)
+    _run("audit", lambda folder: bench_audit(*((1, 4) if quick else (5, 80)), folder), as_json, results)
+
+
+@bench.command()
+def recording(
+    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
+) -> None:
+    """Time of a step whose actions are recorded, against that of one whose actions are not, in the same run."""
+    from engine.runtime.bench_recording import bench_recording, recording_jobs
+
+    jobs = recording_jobs()
+
+    def measure(name: str, folder: Path) -> list[Row]:
+        return bench_recording(name, jobs[name], 2 if quick else 60, folder)
+
+    _run("recording", _each(case, jobs, measure), as_json, results)
 
 
 @bench.command()
 def kv(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time of a call to the coordinator's store and of a watch's news, against the bare etcd3 client."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_kv import bench_kv
 
-    _end_by_exception()
-    folder = bench_folder(results)
-    _show("kv", bench_kv(50 if quick else 2000, folder), as_json, folder)
+    _run("kv", lambda folder: bench_kv(50 if quick else 2000, folder), as_json, results)
 
 
 @bench.command()
 def coordination(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time from an exit to everybody's knowing of it, to form a group, and to start a private etcd: against limits."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_relay import bench_etcd_start, bench_forming, bench_relay
 
-    _end_by_exception()
-    folder = bench_folder(results)
-    rows = bench_relay(5 if quick else 200, folder)
-    rows += bench_forming(3 if quick else 20, folder) + bench_etcd_start(1 if quick else 20, folder)
-    _show("coordination", rows, as_json, folder)
+    def measure(folder: Path) -> list[Row]:
+        rows = bench_relay(5 if quick else 200, folder)
+        rows += bench_forming(3 if quick else 20, folder) + bench_etcd_start(1 if quick else 20, folder)
+        return rows
+
+    _run("coordination", measure, as_json, results)
 
 
 @bench.command()
 def recovery(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
-    """Pause after a SIGKILL, in phases, against what must be computed again; and against torchrun's restart."""
-    from engine.files.bench_file import bench_folder
-    from engine.runtime.bench_recovery import POINTS, bench_pause, bench_restart, recovery_cases
+    """Pause after a SIGKILL, in phases, against what must be redone; torchrun's restart; torchft, where installed."""
+    from engine.runtime.bench_recovery import POINTS, bench_pause, recovery_cases
+    from engine.runtime.bench_restart import bench_restart, bench_torchft, has_torchft
 
     cases = recovery_cases()
-    names = _matching(case, [*cases, "torchrun"])
-    _end_by_exception()
-    folder = bench_folder(results)
-    rows: list[Row] = []
-    for name in names:
-        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
-        if name == "torchrun":
-            rows += bench_restart(1 if quick else 5, folder)
-        else:
-            rows += bench_pause(cases[name], 1 if quick else 10, (0.5,) if quick else POINTS, folder)
-    _show("recovery", rows, as_json, folder)
+    peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if has_torchft() else {})
+
+    def measure(name: str, folder: Path) -> list[Row]:
+        if name in peers:
+            return peers[name](1 if quick else 5, folder)
+        return bench_pause(cases[name], 1 if quick else 10, (0.5,) if quick else POINTS, folder)
+
+    _run("recovery", _each(case, [*cases, *peers], measure), as_json, results)
 
 
 @bench.command()
@@ -122,57 +138,84 @@ def redundancy(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step and peak memory with lazy and eager redundancy, against none and what theory says."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_redundancy import MEMORY_CASE, bench_memory, bench_overhead, overhead_cases
 
     cases = overhead_cases()
-    names = _matching(case, [*cases, MEMORY_CASE])
-    _end_by_exception()
-    folder = bench_folder(results)
-    rows: list[Row] = []
-    for name in names:
-        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+
+    def measure(name: str, folder: Path) -> list[Row]:
         if name == MEMORY_CASE:
-            rows += bench_memory(folder, quick)
-        else:
-            rows += bench_overhead(name, cases[name], 1 if quick else 5, 4 if quick else 12, folder)
-    _show("redundancy", rows, as_json, folder)
+            return bench_memory(folder, quick)
+        return bench_overhead(name, cases[name], 1 if quick else 5, 4 if quick else 12, folder)
+
+    _run("redundancy", _each(case, [*cases, MEMORY_CASE], measure), as_json, results)
+
+
+@bench.command()
+def programs(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+    """Time to make and verify a large program, and to plan a large recovery, against limits."""
+    from engine.runtime.bench_programs import bench_programs
+
+    _run("programs", lambda folder: bench_programs(1 if quick else 5), as_json, results)
+
+
+@bench.command()
+def handover(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+    """What a SIGTERM with enough grace costs, and a step with one worker less, against limits and theory."""
+    from engine.runtime.bench_handover import bench_handover
+
+    sizes = (1, 1) if quick else (30, 8)
+    _run("handover", lambda folder: bench_handover(*sizes, folder), as_json, results)
 
 
 @bench.command()
 def matrix(quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS) -> None:
     """Time of a real fault case in a matrix, against the same case as a command of its own."""
-    from engine.files.bench_file import bench_folder
     from engine.runtime.bench_matrix import bench_matrix
 
-    _end_by_exception()
-    folder = bench_folder(results)
-    rows = bench_matrix(folder, case or ("kill/F" if quick else ""), 1 if quick else 5)
-    typer.echo(f"{60 / rows[0].ours:.0f} cases per minute", err=True)
-    _show("matrix", rows, as_json, folder)
+    def measure(folder: Path) -> list[Row]:
+        rows = bench_matrix(folder, case or ("kill/F" if quick else ""), 1 if quick else 5)
+        typer.echo(f"{60 / rows[0].ours:.0f} cases per minute", err=True)
+        return rows
+
+    _run("matrix", measure, as_json, results)
 
 
-def _matching(case: str, names: Collection[str]) -> list[str]:
-    """Returns the names that contain `case`; raises NothingMatchedError where none does."""
+def _each(
+    case: str, names: Collection[str], measure: Callable[[str, Path], Sequence[Row]]
+) -> Callable[[Path], Sequence[Row]]:
+    """Returns what measures, one after another, the cases whose names contain `case`; each is named on stderr.
+
+    Raises:
+        NothingMatchedError: there is no such case.
+    """
     from engine.core.errors import NothingMatchedError, nearest
 
     found = [name for name in names if case in name]
     if not found:
         hint = nearest(case, names)
         raise NothingMatchedError(f"no case {case!r}" + (f" ({hint})" if hint else ""))
-    return found
+
+    def measure_found(folder: Path) -> list[Row]:
+        rows: list[Row] = []
+        for name in found:
+            typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+            rows += measure(name, folder)
+        return rows
+
+    return measure_found
 
 
-def _end_by_exception() -> None:
-    """Has Ctrl-C and SIGTERM end the program by way of every `finally`, so that nothing is left behind."""
+def _run(name: str, measure: Callable[[Path], Sequence[Row]], as_json: bool, results: Path) -> None:
+    """Measures, writes the CSV and prints the rows: as a table, or as JSON.
+
+    Ctrl-C and SIGTERM end the program by way of every `finally`, so that nothing is left behind.
+    """
+    from engine.files.bench_file import bench_folder, write_bench
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-
-
-def _show(name: str, rows: Sequence[Row], as_json: bool, folder: Path) -> None:
-    """Writes the CSV and prints the rows: as a table, or as JSON."""
-    from engine.files.bench_file import write_bench
-
+    folder = bench_folder(results)
+    rows = measure(folder)
     path = write_bench(folder, name, datetime.now(), rows)
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows]))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.errors import BambooError, ExitCode
 from engine.core.expectations import Check, Observed, Result, check, exit_code, verdict
 from engine.core.fault import to_plain
+from engine.core.precision import precision
 from engine.core.recovery_times import Recovery, recoveries
 
 if TYPE_CHECKING:
@@ -53,11 +54,12 @@ class Case:
 
 
 def case_of(loaded: Loaded, folder: Path, seen: Observed) -> Case:
-    """Returns what came of the expectations of a scenario, by what was observed."""
+    """Returns what came of the expectations of a scenario, and whether its faults struck where it says."""
     from engine.runtime.faults.registry import kinds
 
     scenario = loaded.scenario
     checks = check(scenario.expect, scenario.job, loaded.faults, kinds(), seen)
+    checks = (*checks, precision(scenario.job, loaded.faults, seen.events))
     return Case(folder, checks, exit_code(checks, seen), tuple(recoveries(seen.events)))
 
 
@@ -71,13 +73,12 @@ def run_case(
     Raises:
         BambooError: it could not be started.
     """
-    from bamboo_cli.live import LivePicture
+    from bamboo_cli.live import run_shown
     from bamboo_cli.run import summary_of
     from engine.files.events_file import read_events
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
     from engine.runtime.leftovers import Traces
-    from engine.runtime.session import run_session
 
     started_s = time.monotonic()
     scenario = loaded.scenario
@@ -86,18 +87,7 @@ def run_case(
     shutil.copyfile(loaded.path, folder.path / "scenario.yaml")
     _write_facts(folder, loaded)
     traces = Traces(server)
-    with LivePicture(job, folder.events) as picture:
-        ending = run_session(
-            job,
-            folder.events,
-            folder.logs,
-            picture.show,
-            run_id=folder.path.name,
-            etcd=etcd,
-            faults=loaded.faults,
-            grace_s=grace_s,
-            server=server,
-        )
+    ending = run_shown(job, folder, etcd, faults=loaded.faults, grace_s=grace_s, server=server)
     left = traces.left(folder.logs, folder.path.name, etcd) if scenario.expect.leftovers else None
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,8 +35,8 @@ Grace = Annotated[
     str,
     typer.Option(
         "--grace",
-        metavar="SECONDS",
-        help="What a worker that gets SIGTERM has until it must be gone: 120 or 120s.",
+        metavar="DURATION",
+        help="What a worker that gets SIGTERM has until it must be gone: 2m, 120s, or 120 (seconds).",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -54,11 +53,10 @@ def faults_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> tuple[Fault
 
 
 def grace_seconds(text: str) -> float:
-    """Returns the seconds that `text` spells; raises UserError when it spells none."""
-    try:
-        seconds = float(text.strip().removesuffix("s"))
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise UserError([Problem("--grace", "seconds > 0, such as 120 or 120s", repr(text))])
-    return seconds
+    """Returns the seconds of a duration, or of a bare number of them; raises UserError for anything else and for 0."""
+    from engine.core.duration import DURATION_FORM, parse_duration
+
+    grace_ns = parse_duration(text if text.strip()[-1:].isalpha() else f"{text.strip()}s")
+    if not grace_ns:
+        raise UserError([Problem("--grace", f"{DURATION_FORM}, or seconds, above 0", repr(text))])
+    return grace_ns / 1e9

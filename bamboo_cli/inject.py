@@ -80,16 +80,14 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
 
 
 def _print_plan(loaded: Loaded, as_json: bool) -> None:
-    from engine.core.expansion import describe
-    from engine.core.fault import to_plain
+    from bamboo_cli.plan import faults_as_plain
 
-    lines = describe(loaded.faults, loaded.scenario.job)
+    faults = faults_as_plain(loaded.faults, loaded.scenario.job)
     if as_json:
-        faults = [to_plain(fault) | {"text": line} for fault, line in zip(loaded.faults, lines, strict=True)]
         typer.echo(json.dumps({"scenario": loaded.scenario.name, "seed": loaded.seed, "faults": faults}))
         return
-    for line in lines:
-        typer.echo(line)
+    for each in faults:
+        typer.echo(each["text"])
 
 
 def _print_case(loaded: Loaded, case: Case, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -24,18 +24,19 @@ FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def takes_job(command: Callable[..., None]) -> Callable[..., None]:
+def takes_job(command: Callable[..., None], instead: Mapping[str, str] = {}) -> Callable[..., None]:
     """Gives a command the job's argument and flags beside its own; it is called with the `Resolved` job first.
 
+    Fields that are named in `instead` have these values, whatever else says, and no flag.
     The annotations of `command` must exist when it is defined, not for type checkers only: Typer reads them.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    parameters = [*_job_parameters(), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
+    parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
 
     @functools.wraps(command)
     def with_job(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
-        command(resolve_options(values), **own_values)
+        command(resolve_options(values | dict(instead)), **own_values)
 
     # Typer asks a function for its signature, then for its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -56,12 +57,16 @@ def resolve_options(values: Mapping[str, Any]) -> Resolved:
     return resolve_job(values["job_file"], os.environ, values["set"] or (), flags)
 
 
-def _job_parameters() -> list[inspect.Parameter]:
+def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
     defaults = {each.name: each.default for each in fields(Job)}
     file = typer.Argument(metavar="JOB.yaml", help="job file: YAML with the fields below", show_default=False)
     setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
-    parameters += [_parameter(name, Annotated[str | None, _flag(name, defaults[name])]) for name in FLAG_FIELDS]
+    parameters += [
+        _parameter(name, Annotated[str | None, _flag(name, defaults[name])])
+        for name in FLAG_FIELDS
+        if name not in without
+    ]
     return [*parameters, _parameter("set", Annotated[list[str] | None, setting])]
 
 

@@ -1,4 +1,4 @@
-"""The picture of a running job on stderr: a live table on a terminal, plain lines anywhere else."""
+"""Runs a job and shows its picture on stderr meanwhile: a live table on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,12 +18,45 @@ from rich.table import Table
 from rich.text import Text
 
 from bamboo_cli.live_recoveries import GONE, LiveRecoveries
+from engine.core.fault import Fault
 from engine.core.job import Job
-from engine.runtime.session import View, WorkerView
+from engine.files.run_folder import RunFolder
+from engine.runtime.children import ForkServer
+from engine.runtime.etcd_settings import EtcdSettings
+from engine.runtime.session import Ending, View, WorkerView, run_session
 
 _PLAIN_EVERY_S = 2.0
 _RATE_OVER_S = 3.0
 _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "finished": "dim", "left": "dim"}
+
+
+def run_shown(
+    job: Job,
+    folder: RunFolder,
+    etcd: EtcdSettings | None,
+    *,
+    run_id: str = "",
+    faults: Sequence[Fault] = (),
+    grace_s: float = 120.0,
+    server: ForkServer | None = None,
+) -> Ending:
+    """Runs a job in a run folder, whose name is the run's unless it has another, and shows its picture.
+
+    Raises:
+        BambooError: it could not be started.
+    """
+    with LivePicture(job, folder.events) as picture:
+        return run_session(
+            job,
+            folder.events,
+            folder.logs,
+            picture.show,
+            run_id=run_id or folder.path.name,
+            etcd=etcd,
+            faults=faults,
+            grace_s=grace_s,
+            server=server,
+        )
 
 
 class LivePicture:

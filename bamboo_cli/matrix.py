@@ -76,27 +76,27 @@ def matrix(
     seconds = usual_seconds(_existing(times or ()))
     chosen = _chosen(found, shard, cell, seconds)
     if form != "text":
-        _print_cells(found, chosen, form, num_shards, seconds)
+        _print_cells(file, chosen, form, num_shards, seconds)
         return
     from bamboo_cli.matrix_run import MatrixRun, end_by_exception, usual_jobs
 
     end_by_exception()
     run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
     done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
-    _write(found, done, junit, page)
+    _write(found, done, run, junit, page or run.folder / "report.html")
     _print(found, chosen, done, run, shrunk, as_json)
     raise typer.Exit(_code(done))
 
 
 def _print_cells(
-    found: Matrix, chosen: Sequence[Planned], form: str, num_shards: int, seconds: Mapping[str, float]
+    file: str, chosen: Sequence[Planned], form: str, num_shards: int, seconds: Mapping[str, float]
 ) -> None:
     """Prints the names of the cells, or a workflow matrix that runs them."""
     from engine.core.shards import workflow_matrix
 
     names = [each.cell.name for each in chosen]
     if form == "github":
-        typer.echo(json.dumps(workflow_matrix(found.name, names, num_shards, seconds)))
+        typer.echo(json.dumps(workflow_matrix(file, names, num_shards, seconds)))
         return
     for name in names:
         typer.echo(name)
@@ -168,23 +168,30 @@ def _run(
     return [done[each.cell.name] for each in chosen], shrunk
 
 
-def _write(found: Matrix, done: Sequence[CellResult], junit: Path | None, page: Path | None) -> None:
-    """Writes JUnit, the page and what GitHub shows, as far as somebody wants them."""
-    from engine.report.cell_grid import grid_html, grid_of
+def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Path | None, page: Path) -> None:
+    """Writes the page, and JUnit and what GitHub shows as far as somebody wants them."""
+    from engine.report.cell_grid import grid_of
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
+    from engine.report.matrix_page import matrix_page
 
     if junit is not None:
         _write_file(junit, junit_xml(found.name, done))
-    if page is not None:
-        cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
-        _write_file(page, grid_html(grid_of(cells, {each.cell: each for each in done})) + "\n")
+    cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
+    grid = grid_of(cells, {each.cell: each for each in done})
+    _write_file(page, matrix_page(found.name, grid, done, lambda cell: _replay(found, run, cell)))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("a", encoding="utf-8") as stream:
             stream.write(step_summary(found.name, done))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in error_commands(str(found.path), done):
             typer.echo(line, err=True)  # the runner reads both streams
+
+
+def _replay(found: Matrix, run: MatrixRun, cell: str) -> str:
+    """Returns the command that runs a cell again."""
+    changed = [part for setting in run.settings for part in ("--set", setting)]
+    return shlex.join(["bamboo", "matrix", str(found.path), "--cell", cell, *changed])
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -215,12 +222,11 @@ def _print(
         return
     grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
     typer.echo(grid_text(grid, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    changed = [part for setting in run.settings for part in ("--set", setting)]
     for each in done:
         if each.result != "passed":
             kind = f" ({each.failure})" if each.failure else ""
             typer.echo(f"{each.result}{kind}: {each.cell}: {each.text}")
-            typer.echo(f"  again: {shlex.join(['bamboo', 'matrix', str(found.path), '--cell', each.cell, *changed])}")
+            typer.echo(f"  again: {_replay(found, run, each.cell)}")
     if shrunk is not None:
         typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
     typer.echo(f"{found.name}: {counted(done)}; {sum(each.seconds for each in done):.1f} s of cases")

@@ -45,18 +45,13 @@ def run_cell(task: dict[str, Any], server: ForkServer | None) -> CellResult:
 
 def _checked(loaded: Loaded, server: ForkServer | None, *, keep: bool) -> tuple[Any, Any, str, str]:
     from bamboo_cli.case import run_case
-    from engine.core.precision import precision
-    from engine.files.events_file import read_events
-    from engine.files.run_folder import RunFolder
 
     case = run_case(loaded, None, server=server)
     if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         sys.exit(int(case.exit_code))
-    events = list(read_events(RunFolder(case.folder).events))
-    checks = (*case.checks, precision(loaded.scenario.job, loaded.faults, events))
-    if not keep and all(each.result == "passed" for each in checks):
+    if not keep and case.verdict == "passed":
         shutil.rmtree(case.folder, ignore_errors=True)
-    return *judged(checks), case.folder.name
+    return *judged(case.checks), case.folder.name
 
 
 def scenario_text(values: dict[str, Any]) -> str:

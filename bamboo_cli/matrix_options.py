@@ -38,7 +38,7 @@ Limit = Annotated[float, typer.Option("--limit", help="Seconds after which a cel
 Shrink = Annotated[bool, typer.Option("--shrink", help="Shrink the first cell that fails.")]
 Budget = Annotated[int, typer.Option("--shrink-tries", help="Runs that shrinking may take.", min=1)]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")]
-Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the grid as HTML.")]
+Page = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the page here, not to its folder.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the run folders of cells that passed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Results = Annotated[Path, typer.Option(help="Folder that receives matrices/TIME-NAME-HEX/.")]

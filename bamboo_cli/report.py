@@ -57,6 +57,7 @@ def report(
     form: Annotated[
         Format, typer.Option("--format", help="In which form; others than terminal print nothing else.")
     ] = (Format.TERMINAL),
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page here, not to RUN/report.html.")
@@ -69,6 +70,7 @@ def report(
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Say what happened in a run: tables, a page that opens without a network, a trace. Reads its events only."""
+    form = Format.JSON if as_json else form
     folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])

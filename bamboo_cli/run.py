@@ -57,7 +57,7 @@ def run(
     if dry_run:
         from bamboo_cli.plan import print_plan
 
-        print_plan(resolved.job, as_json)
+        print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
         settings = etcd_settings(etcd, etcd_plain_http)
         raise typer.Exit(_train(resolved, as_json, settings, faults, grace_s, with_twin=not no_twin))
@@ -86,27 +86,16 @@ def _train(
     started_s = time.monotonic()
     # These load torch-free parts only; still, --help should not pay for them.
     from bamboo_cli.aftermath import aftermath_of
-    from bamboo_cli.live import LivePicture
+    from bamboo_cli.live import run_shown
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
-    from engine.runtime.session import run_session
 
     job = resolved.job
     folder = create_run_folder(
         Path(job.results), job.name or _run_name(job.model), datetime.now(), secrets.token_hex(2)
     )
     _write_facts(folder, resolved)
-    with LivePicture(job, folder.events) as picture:
-        ending = run_session(
-            job,
-            folder.events,
-            folder.logs,
-            picture.show,
-            run_id=folder.path.name,
-            etcd=etcd,
-            faults=faults,
-            grace_s=grace_s,
-        )
+    ending = run_shown(job, folder, etcd, faults=faults, grace_s=grace_s)
     wall_s = time.monotonic() - started_s
     write_trajectory(folder.trajectory, ending.view.account.rows)
     aftermath = aftermath_of(job, folder, ending, faults, etcd, with_twin=with_twin)
@@ -191,9 +180,10 @@ def _print_ending(
         for line in str(_with_origins(ending.error, resolved)).splitlines():
             typer.echo(f"bamboo: {line}", err=True)
     if ending.exit_code == ExitCode.STATE_LOST:
-        from bamboo_cli.aftermath import state_lost_lines
+        from bamboo_cli.state_lost import state_lost_lines
+        from engine.files.events_file import read_events
 
-        for line in state_lost_lines(resolved.job, folder, ending):
+        for line in state_lost_lines(resolved.job, read_events(folder.events), summary["steps"]):
             typer.echo(f"  {line}", err=True)
     for line in aftermath.lines(summary["steps"] - 1):
         typer.echo(line, err=as_json)

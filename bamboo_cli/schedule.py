@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,22 +17,40 @@ from bamboo_cli.plan import print_plan
 from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
 from engine.files.resolved_job import Resolved
 
+if TYPE_CHECKING:
+    from engine.core.schedule_table import Comparison
+
 schedule = typer.Typer(
     no_args_is_help=True,
     help="The program of a job: show it, check it, export it, compare schedules.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
-    "bamboo schedule compare --schedule zbv --stages 8 --stages-per-worker 2",
+    "bamboo schedule compare --stages 8 --stages-per-worker 2  |  bamboo schedule show --schedule zb1p --html FILE",
 )
 
+# A schedule that takes every number of stages per worker: the job's own is not asked for.
+_OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto"}
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @schedule.command()
 @takes_job
-def show(resolved: Resolved, *, as_json: AsJson = False) -> None:
+def show(
+    resolved: Resolved,
+    *,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens without a network.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the program of a job as a grid, with the predicted bubble and peak of stashed activations."""
     print_plan(resolved.job, as_json)
+    if page is not None:
+        from bamboo_cli.report import write
+        from engine.report.schedule_page import schedule_page
+
+        write(page, schedule_page(resolved.job))
+        typer.echo(str(page), err=True)
 
 
 @schedule.command()
@@ -47,6 +68,7 @@ def check(
     from engine.core.program import from_csv
     from engine.core.verify import verify
 
+    gc.disable()  # a program is a million tuples, and none of them garbage
     program, ownership = planned(resolved.job)
     if program_file is not None:
         program = from_csv(_read(program_file))
@@ -71,14 +93,23 @@ def check(
 def export(
     resolved: Resolved,
     *,
-    compute_only: Annotated[bool, typer.Option("--compute-only", help="Forwards and backwards alone.")] = False,
+    compute_only: Annotated[
+        bool, typer.Option("--compute-only", help="Forwards and backwards alone: torch and --schedule read no others.")
+    ] = False,
 ) -> None:
-    """Print the program as CSV, one row per worker; compute actions are spelled as torch's pipelining does."""
+    """Print the program as CSV, one row per worker; compute actions are spelled as torch's pipelining does.
+
+    A whole program is for `schedule check --program`. What torch's `_load_csv` and `--schedule FILE.csv` read are the
+    compute actions of one pipeline: `--compute-only`.
+    """
     from engine.core.action import COMPUTE_OPS
     from engine.core.planned import planned
     from engine.core.program import to_csv
 
-    program, _ = planned(resolved.job)
+    job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
+    program, _ = planned(job)
+    if not compute_only or job.pipelines > 1:
+        typer.echo("torch's pipelining and --schedule FILE.csv read --compute-only, of one pipeline", err=True)
     if compute_only:
         program = {
             worker: tuple(action for action in actions if action.op in COMPUTE_OPS)
@@ -88,29 +119,76 @@ def export(
 
 
 @schedule.command()
-@takes_job
-def compare(resolved: Resolved, *, as_json: AsJson = False) -> None:
-    """Compare every schedule on the workers of a job: length over ideal, bubble, peak stash, transfers."""
-    from engine.core.schedule_table import compare as rows_of
+@partial(takes_job, instead=_OF_ANY_SIZE)
+def compare(
+    resolved: Resolved,
+    *,
+    forward: Annotated[float, typer.Option(help="Cost of the forward of a stage on a microbatch.")] = 1,
+    backward: Annotated[float, typer.Option(help="Cost of the whole backward.")] = 2,
+    weights: Annotated[
+        float | None, typer.Option(help="Cost of its part for the weights.", show_default="half of it")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every schedule on the workers of a job: length over ideal, bubble, peak stash, transfers.
+
+    Transfers cost nothing. With `--redundancy eager`: what redundant forwards add to the time of a step.
+    """
+    from engine.core.list_schedule import op_costs
+    from engine.core.schedule_table import compare as comparison_of
 
     job = resolved.job
-    rows = list(rows_of(job.stages, job.microbatches, job.stages_per_worker))
+    weights = backward / 2 if weights is None else weights
+    _check_costs(forward, backward, weights)
+    costs = op_costs(forward, backward, weights)
+    comparison = comparison_of(
+        job.stages,
+        job.microbatches,
+        job.stages_per_worker,
+        lambda action: costs.get(action.op, 0.0),
+        job.redundancy,
+        job.redundancy_level,
+    )
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows]))
+        typer.echo(json.dumps(asdict(comparison)))
         return
     typer.echo(
         f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
-        "backward = 2 x forward, in equal parts"
+        f"forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
     )
+    _print_comparison(comparison, job.redundancy == "eager")
+
+
+def _check_costs(forward: float, backward: float, weights: float) -> None:
+    """Raises UserError with every cost that cannot be."""
+    problems = [
+        Problem(name, "a finite number > 0", f"{cost:g}")
+        for name, cost in (("--forward", forward), ("--backward", backward))
+        if not 0 < cost < math.inf
+    ]
+    if not problems and not 0 <= weights <= backward:
+        problems.append(Problem("--weights", f"a number from 0 to the whole backward's {backward:g}", f"{weights:g}"))
+    if problems:
+        raise UserError(problems)
+
+
+def _print_comparison(comparison: Comparison, is_eager: bool) -> None:
     typer.echo(
         f"{'schedule':<22}{'V':>3}{'placement':>11}{'length':>9}{'over ideal':>12}{'bubble':>8}{'stash':>7}{'sends':>8}"
+        + f"{'over none':>11}" * is_eager
     )
-    for row in rows:
+    for row in comparison.rows:
         typer.echo(
             f"{row.schedule:<22}{row.stages_per_worker:>3}{row.placement:>11}{row.makespan:>9g}"
             f"{row.over_ideal:>12.3f}{row.bubble:>8.1%}{row.peak_stash:>7}{row.transfers:>8}"
+            + f"{row.over_none:>11.1%}"
+            * is_eager
         )
+    for name, reason in comparison.skipped.items():
+        typer.echo(f"{name:<22}  left out: {reason}")
     typer.echo("stash: residuals of stages, each a part 1/V of a worker's layers")
+    if is_eager:
+        typer.echo("over none: what redundant forwards add to the time of a step; they count in bubble and stash")
 
 
 def _read(path: Path) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +14,10 @@ import typer
 
 if TYPE_CHECKING:
     from engine.core.run_status import RunStatus
+    from engine.files.run_folder import RunFolder
 
 _EVERY_S = 1.0
+_START_S = 60.0  # within which a run has a store, holds the coordinator's role there, and starts its workers
 
 
 def status(
@@ -34,32 +36,47 @@ def status(
         bool, typer.Option("--json", help="Print one JSON object (with --watch, one per line).")
     ] = False,
 ) -> None:
-    """Say who owns what in a run, its step, heartbeats and verdicts: from etcd while it lives, else from its events."""
+    """Say who owns what in a run, its step, heartbeats and verdicts: from etcd while it lives, else from its events.
+
+    Exits with 69 when the launcher of the run is gone, and has not said how the run ended.
+    """
+    from engine.core.errors import CoordinatorUnavailableError
+    from engine.core.run_status import STARTING, without_word
+
     while True:
-        found, live = _find(results, run, plain_http)
+        found, live, has_launcher = _find(results, run, plain_http)
+        found = found if has_launcher else without_word(found)
         typer.echo(json.dumps(asdict(found) | {"live": live}) if as_json else "\n".join(_lines(found, live)))
-        if not (watch and live):
+        if not has_launcher:
+            last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
+            raise CoordinatorUnavailableError(f"the launcher is gone, the run ended without its word; {last}")
+        if not (watch and (live or found.phase == STARTING)):
             return
         time.sleep(_EVERY_S)
 
 
-def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool]:
+def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool, bool]:
+    """Returns the status of a run, whether its store told it, and whether its launcher is there or has had its word."""
     from engine.core.run_status import status_of_events
-    from engine.files.events_file import read_events
     from engine.files.run_folder import find_run
 
     folder = find_run(results, run)
-    events = list(read_events(folder.events))
+    events = _events(folder)
     store: dict[str, Any] = next((event for event in events if event["event"] == "store"), {})
-    if not store or _has_ended(events):
-        return status_of_events(folder.path.name, events), False
-    live = _from_store(store, plain_http)
-    if live is not None:
-        return live, True
-    # A run says that it has ended before its store goes away.
-    events = list(read_events(folder.events))
+    if store and not _has_ended(events):
+        if (told := _from_store(store, plain_http)) is not None:
+            return told, True, True
+        events = _events(folder)  # a run says that it has ended before its store goes away
     found = status_of_events(folder.path.name, events)
-    return found if _has_ended(events) else replace(found, phase="ended without a word"), False
+    is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
+    return found, False, is_new or _has_ended(events)
+
+
+def _events(folder: RunFolder) -> list[dict[str, Any]]:
+    """Returns the events of a run so far; none of one that has only made its folder."""
+    from engine.files.events_file import read_events
+
+    return list(read_events(folder.events)) if folder.events.exists() else []
 
 
 def _has_ended(events: Sequence[dict[str, Any]]) -> bool:

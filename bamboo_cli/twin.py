@@ -47,17 +47,14 @@ def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: Fo
 
 
 def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None) -> list[Row]:
-    from bamboo_cli.live import LivePicture
+    from bamboo_cli.live import run_shown
     from engine.core.twin import twin_of
     from engine.files.run_folder import RunFolder
-    from engine.runtime.session import run_session
 
     own = RunFolder(folder.path / "twin")
     own.logs.mkdir(mode=0o700, parents=True)
     twin = twin_of(job)
-    with LivePicture(twin, own.events) as picture:
-        run_id = f"{folder.path.name}-twin"
-        ending = run_session(twin, own.events, own.logs, picture.show, run_id=run_id, etcd=etcd, server=server)
+    ending = run_shown(twin, own, etcd, run_id=f"{folder.path.name}-twin", server=server)
     if ending.exit_code:
         error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
         interrupted = ending.outcome == "interrupted"

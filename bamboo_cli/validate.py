@@ -1,4 +1,4 @@
-"""`bamboo validate`: reads scenario files and says what is wrong with them, without running anything."""
+"""`bamboo validate`: reads files of scenarios and matrices, and says what is wrong with them; it runs nothing."""
 
 from __future__ import annotations
 
@@ -19,35 +19,54 @@ EPILOG = (
 def validate(
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="scenario files, or names from the library", show_default=False),
+        typer.Argument(
+            metavar="FILE...", help="files of scenarios or matrices, or scenarios of the library", show_default=False
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of what is random (default: the job's seed).", min=0)
     ] = None,
 ) -> None:
-    """Check scenarios: fields, moments that can come, victims that there are. Exit with 2 when any is no good."""
+    """Check scenarios and matrices: fields, moments that can come, victims that there are.
+
+    Exit with 2 when any is no good, with 5 when a name is unknown.
+    """
     found = [_checked(each, seed, as_json) for each in files]
-    good = all(each["valid"] for each in found)
-    code = ExitCode.OK if good else ExitCode.USAGE
+    code = min((each["exit_code"] for each in found if each["exit_code"]), default=ExitCode.OK)
     if as_json:
         typer.echo(json.dumps({"exit_code": int(code), "files": found}))
     raise typer.Exit(code)
 
 
 def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
-    from engine.files.scenario_file import load_scenario
-    from engine.runtime.faults.registry import kinds
-
     try:
-        loaded = load_scenario(name, kinds(), seed)
+        text, facts = _read(name, seed)
     except BambooError as error:
         problems = [asdict(each) for each in error.problems] if isinstance(error, UserError) else []
         if not as_json:
             for line in str(error).splitlines():
                 typer.echo(f"bamboo: {line}", err=True)
-        return {"file": name, "valid": False, "problems": problems, "error": str(error)}
+        code = int(error.exit_code)
+        return {"file": name, "valid": False, "exit_code": code, "problems": problems, "error": str(error)}
     if not as_json:
-        number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
-        typer.echo(f"{name}: valid: {number}, expects {loaded.scenario.expect.outcome}")
-    return {"file": name, "valid": True, "problems": [], "faults": [str(each) for each in loaded.faults]}
+        typer.echo(f"{name}: valid: {text}")
+    return {"file": name, "valid": True, "exit_code": 0, "problems": [], **facts}
+
+
+def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
+    """Returns what a file says, as text and as plain values; raises what its reader raises."""
+    from engine.files.matrix_file import read_matrix
+    from engine.files.scenario_file import find_scenario, is_matrix, load_document
+    from engine.files.strict_yaml import read_yaml
+    from engine.runtime.faults.registry import kinds
+
+    path = find_scenario(name)
+    document = read_yaml(path)
+    if is_matrix(document):
+        cells = [each.cell.name for each in read_matrix(str(path), kinds()).cells]
+        return f"a matrix of {len(cells)} cells", {"cells": cells}
+    loaded = load_document(path, document, kinds(), seed)
+    number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
+    faults = [str(each) for each in loaded.faults]
+    return f"{number}, expects {loaded.scenario.expect.outcome}", {"faults": faults}

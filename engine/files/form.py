@@ -6,11 +6,11 @@ that whoever builds on the values meets only good ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.core.errors import Problem, nearest
+from engine.core.errors import Problem, UserError, nearest
 from engine.files.job_value import shown
 from engine.files.strict_yaml import Document, KeyPath
 
@@ -35,6 +35,17 @@ class Reading:
         while path and path not in places:
             path, places = path[:-1], self.document.places
         return places.get(path, (1, 1))
+
+    def located(self, problem: Problem) -> Problem:
+        """Returns a problem that names its field only with the line and column of that field, or of what is around."""
+        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in problem.field.split("."))
+        line, column = self.place(path)
+        return replace(problem, source=self.document.source, line=line, column=column)
+
+
+def in_order(problems: Iterable[Problem]) -> UserError:
+    """Returns the error with all problems of one file, from its first line to its last."""
+    return UserError(sorted(problems, key=lambda each: (each.line, each.column)))
 
 
 @dataclass(frozen=True, slots=True)

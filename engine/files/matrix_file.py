@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError
 from engine.core.fault_kind import FaultKind
 from engine.core.matrix import SPREAD, Axis, Case, Cell, cells, spread_axes
-from engine.files.form import BAD, Entry, ListOf, Mapped, Reading, Scalar, text
+from engine.files.form import BAD, Entry, ListOf, Mapped, Reading, Scalar, in_order, text
 from engine.files.job_value import shown
-from engine.files.scenario_file import Loaded, find_scenario, load_document
+from engine.files.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
 from engine.files.scenario_schema import ID_PATTERN, VERSION
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
@@ -78,23 +78,24 @@ def read_matrix(name_or_path: str, kinds: Mapping[str, FaultKind], settings: Ite
         UserError: with every problem found.
         NothingMatchedError: the library has no such matrix.
     """
-    path = find_scenario(name_or_path)
+    path = find_file(name_or_path, "matrix", library_names())
     document = read_yaml(path)
     reading = Reading(document, list(document.problems))
     settings = tuple(settings)
-    if isinstance(document.value, dict) and "cases" not in document.value and "faults" in document.value:
+    if isinstance(document.value, dict) and "faults" in document.value and not is_matrix(document):
         return _of_one_scenario(path, load_document(path, document, kinds, None, settings), document)
     values = _MATRIX.check(reading, (), document.value)
-    if values is BAD or reading.problems:
-        raise _in_order(reading.problems)
+    if values is BAD:
+        raise in_order(reading.problems)
     axes = tuple(_axis(reading, name, each) for name, each in values.get("axes", {}).items())
-    cases = tuple(_case(reading, number, values, {axis.name: axis for axis in axes}) for number in _numbers(values))
+    by_name = {axis.name: axis for axis in axes}
+    cases = tuple(_case(reading, number, values, by_name) for number in _whole_cases(values))
     if reading.problems:
-        raise _in_order(reading.problems)
+        raise in_order(reading.problems)
     try:
         made = cells(axes, cases)
     except UserError as error:
-        raise _in_order(_at_place(each, reading) for each in error.problems) from None
+        raise in_order(reading.located(each) for each in error.problems) from None
     planned, absent = _checked(reading, path, made, kinds, settings)
     return Matrix(path, values["name"], values["about"].strip(), axes, planned, absent)
 
@@ -106,8 +107,10 @@ def _of_one_scenario(path: Path, loaded: Loaded, document: Document) -> Matrix:
     return Matrix(path, scenario.name, scenario.about, (), (Planned(cell, loaded, 1),), ())
 
 
-def _numbers(values: Mapping[str, Any]) -> range:
-    return range(len(values["cases"]))
+def _whole_cases(values: Mapping[str, Any]) -> list[int]:
+    """Returns the numbers of the cases that have what a case must have."""
+    cases = enumerate(values.get("cases", ()))
+    return [number for number, each in cases if each is not BAD and {"name", "faults"} <= each.keys()]
 
 
 def _axis(reading: Reading, name: str, value: Any) -> Axis:
@@ -131,12 +134,12 @@ def _axis(reading: Reading, name: str, value: Any) -> Axis:
 def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mapping[str, Axis]) -> Case:
     own = matrix["cases"][number]
     path: KeyPath = ("cases", number)
-    if any(each["name"] == own["name"] for each in matrix["cases"][:number]):
+    if any(each is not BAD and each.get("name") == own["name"] for each in matrix["cases"][:number]):
         reading.refuse((*path, "name"), "a name of its own", repr(own["name"]))
     values = {
         "version": VERSION,
         "name": own["name"],
-        "about": own.get("about", matrix["about"]),
+        "about": own.get("about", matrix.get("about")),
         "job": {**matrix.get("job", {}), **own.get("job", {})},
         "faults": own["faults"],
         "expect": {**matrix.get("expect", {}), **own.get("expect", {})},
@@ -183,10 +186,10 @@ def _checked(
         try:
             loaded = load_document(path, _document(reading, cell), kinds, None, settings)
         except UserError as error:
-            if all(_is_absent(each) for each in error.problems):
+            wrong = [each for each in error.problems if not _is_absent(each)]
+            problems |= {(each.field, each.line, each.column, each.expected): each for each in wrong}
+            if not wrong:
                 absent.append(cell)
-            else:
-                problems |= {(each.field, each.line, each.column, each.expected): each for each in error.problems}
             continue
         planned.append(Planned(cell, loaded, reading.place(cell.origins[()])[0]))
     there = {label for each in planned for label in each.cell.labels}
@@ -198,7 +201,7 @@ def _checked(
             problem = Problem(f"axes.{axis}", "values with a cell", repr(label), hint, str(path), line, column)
             problems[problem.field, line, column, label] = problem
     if problems:
-        raise _in_order(problems.values())
+        raise in_order(problems.values())
     return tuple(planned), tuple(absent)
 
 
@@ -219,13 +222,3 @@ def _document(reading: Reading, cell: Cell) -> Document:
         for key in (False, True)
     )
     return Document(reading.document.source, cell.values, places, key_places)
-
-
-def _at_place(problem: Problem, reading: Reading) -> Problem:
-    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in problem.field.split("."))
-    line, column = reading.place(path)
-    return replace(problem, source=reading.document.source, line=line, column=column)
-
-
-def _in_order(problems: Iterable[Problem]) -> UserError:
-    return UserError(sorted(problems, key=lambda each: (each.line, each.column)))

@@ -7,7 +7,7 @@ library that comes with the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from engine.core.fault import After, At, Fault
 from engine.core.fault_kind import FaultKind
 from engine.core.job import Job, Scalar
 from engine.core.scenario import Every, Expect, Limits, Scenario, Target, Trigger, Wanted
-from engine.core.scenario_rules import check_scenario
-from engine.files.form import Reading
+from engine.core.scenario_rules import Found, check_found
+from engine.files.form import Reading, in_order
 from engine.files.job_file import merge
 from engine.files.job_layers import document_layer, set_layer
 from engine.files.job_value import shown
@@ -29,6 +29,7 @@ from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 SUFFIX = ".yaml"
 MATRIX_PREFIX = "matrix-"
+RUN_MATRIX = "bamboo matrix {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +62,31 @@ def find_scenario(name_or_path: str) -> Path:
     """Returns the file of a scenario; whatever looks like a path is one.
 
     Raises:
-        NothingMatchedError: it is a bare name that the library does not have.
+        NothingMatchedError: it is a bare name that no scenario of the library has.
+    """
+    return find_file(name_or_path, "scenario", scenario_names())
+
+
+def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
+    """Returns the path that is given, or the file in the library of one of the bare `names`, which are of `what`.
+
+    Raises:
+        NothingMatchedError: it is another bare name.
     """
     path = Path(name_or_path)
     if path.suffix in (SUFFIX, ".yml") or len(path.parts) != 1:
         return path
-    names = library_names()
     if name_or_path not in names:
-        hint = nearest(name_or_path, names) or f"there is {', '.join(names)}"
-        raise NothingMatchedError(f"no scenario is called {name_or_path!r} ({hint}); a file is given by its path")
+        is_matrix = name_or_path in library_names()
+        hint = f"it is a matrix: {RUN_MATRIX.format(name_or_path)}" if is_matrix else nearest(name_or_path, names)
+        hint = hint or f"there is {', '.join(names)}"
+        raise NothingMatchedError(f"no {what} is called {name_or_path!r} ({hint}); a file is given by its path")
     return library() / f"{name_or_path}{SUFFIX}"
+
+
+def is_matrix(document: Document) -> bool:
+    """Says whether a document has the form of a matrix of many scenarios, and not of one."""
+    return any((name,) in document.key_places for name in ("cases", "axes"))
 
 
 def load_scenario(
@@ -85,7 +101,11 @@ def load_scenario(
         NothingMatchedError: the library has no such scenario.
     """
     path = find_scenario(name_or_path)
-    return load_document(path, read_yaml(path), kinds, seed, settings)
+    document = read_yaml(path)
+    if is_matrix(document):
+        hint = f"run it with {RUN_MATRIX.format(path)}"
+        raise UserError([Problem("", "a scenario", "a matrix of many", hint, document.source)])
+    return load_document(path, document, kinds, seed, settings)
 
 
 def load_document(
@@ -102,7 +122,7 @@ def load_document(
     try:
         return Loaded(path, scenario, seed, expand(scenario, seed))
     except UserError as error:
-        raise _in_order(_at_place(each, reading) for each in error.problems) from None
+        raise in_order(reading.located(each) for each in error.problems) from None
 
 
 def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterable[str]) -> Scenario:
@@ -112,23 +132,20 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterab
     job = _job(reading, settings)
     values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
     values = values if isinstance(values, dict) else {}
-    faults = [_wanted(reading, *each, kinds, job) for each in enumerate(values.get("faults", ()))]
-    if reading.problems:
-        raise _in_order(reading.problems)
-    wanted = tuple(each for each in faults if each is not None)
-    scenario = Scenario(values["name"], values["about"].strip(), job, wanted, _expect(values.get("expect", {})))
-    problems = check_scenario(scenario, {kind.name for kind in kinds.values() if kind.ends})
-    if problems:
-        raise _in_order(_at_place(each, reading) for each in problems)
-    return scenario
+    listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
+    faults = {number: each for number, each in enumerate(listed) if each is not None}
+    expect = _expect(values.get("expect", {}))
+    whole = len(faults) == len(listed) and all(each.do for each in faults.values())
+    found = Found(job, faults, whole)
+    ending = {kind.name for kind in kinds.values() if kind.ends}
+    reading.problems += [reading.located(each) for each in check_found(found, expect, ending)]
+    if reading.problems or job is None:
+        raise in_order(reading.problems)
+    return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
 
 
-def _in_order(problems: Iterable[Problem]) -> UserError:
-    return UserError(sorted(problems, key=lambda each: (each.line, each.column)))
-
-
-def _job(reading: Reading, settings: Iterable[str]) -> Job:
-    """Returns the job of a scenario; of one that is no good the default, with its problems reported."""
+def _job(reading: Reading, settings: Iterable[str]) -> Job | None:
+    """Returns the job of a scenario; None, with its problems reported, when it is no good."""
     # The document's own problems have been reported; a part of it has none but those of its values.
     try:
         return merge([document_layer(_part(reading.document, "job")), set_layer(settings)]).job
@@ -136,14 +153,7 @@ def _job(reading: Reading, settings: Iterable[str]) -> Job:
         for each in error.problems:
             name = f"job.{each.field}" if each.field else "job"
             reading.problems.append(replace(each, field=name, source=each.source or reading.document.source))
-    return Job()
-
-
-def _at_place(problem: Problem, reading: Reading) -> Problem:
-    """Returns a problem with the line and column of its field, or of what is around it."""
-    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in problem.field.split("."))
-    line, column = reading.place(path)
-    return replace(problem, source=reading.document.source, line=line, column=column)
+    return None
 
 
 def _part(document: Document, name: str) -> Document:
@@ -157,14 +167,12 @@ def _part(document: Document, name: str) -> Document:
 
 
 def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job) -> Wanted | None:
-    """Returns one fault; None, with its problems reported, where something is missing."""
+    """Returns one fault; None, with its problems reported, where its id or moment is no good."""
     path: KeyPath = ("faults", number)
     if not isinstance(values, dict):
         return None
     kind = kinds.get(str(values.get("do")))
-    if kind is None:
-        return None
-    parameters = _parameters(reading, path, kind, values, kinds)
+    parameters = {} if kind is None else _parameters(reading, path, kind, values, kinds)
     trigger: Trigger | None = None
     if "at" in values:
         trigger = _at(reading, (*path, "at"), values["at"], job)
@@ -172,10 +180,13 @@ def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, F
         trigger = After(values["after"]["fault"], values["after"].get("phase"), values["after"].get("delay", 0))
     elif "every" in values and {"mtbf", "count"} <= values["every"].keys():
         trigger = Every(values["every"]["mtbf"], values["every"]["count"])
-    if trigger is None:
+    bad = {each.field for each in reading.problems}
+    name, moment, target = (".".join(map(str, (*path, each))) for each in ("id", "at", "target"))
+    if trigger is None or name in bad or any(each.startswith(moment) for each in bad):
         return None
-    name = values.get("id", f"fault-{number + 1}")
-    return Wanted(name, trigger, Target(**values.get("target", {})), kind.name, parameters)
+    whom = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
+    do = "" if kind is None else kind.name
+    return Wanted(values.get("id", f"fault-{number + 1}"), trigger, Target(**whom), do, parameters)
 
 
 def _parameters(

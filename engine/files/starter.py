@@ -68,7 +68,9 @@ jobs:
           python-version: "3.11"
       - run: INSTALL
       - id: plan
-        run: echo "matrix=$(bamboo matrix matrix-smoke --format github --shards 2)" >> "$GITHUB_OUTPUT"
+        run: |
+          matrix=$(bamboo matrix matrix-smoke --format github --shards 2)
+          echo "matrix=$matrix" >> "$GITHUB_OUTPUT"
 
   cells:
     needs: plan

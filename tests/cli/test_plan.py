@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bamboo_cli.plan import print_plan
+from engine.core.expansion import describe
+from engine.core.fault import parse_kills
 from engine.core.job import Job
 from engine.core.planned import planned
 
@@ -60,3 +62,13 @@ def test_json_has_the_shadows_of_each_stage_and_pipeline(capsys: pytest.CaptureF
 def test_every_worker_but_the_owner_may_shadow() -> None:
     _, ownership = planned(Job(**SIZES, pipelines=2, redundancy_level=5))
     assert all(len(set(ownership.replicas(*slot))) == 6 for slot in ownership.grid.slots())
+
+
+def test_faults_are_described_as_inject_does(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(**SIZES)
+    faults = parse_kills(["5:2", "7:1:LOG:during"], job)
+    print_plan(job, as_json=False, faults=faults)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "kill" in line] == describe(faults, job)
+    print_plan(job, as_json=True, faults=faults)
+    assert [each["text"] for each in json.loads(capsys.readouterr().out)["faults"]] == describe(faults, job)

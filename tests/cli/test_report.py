@@ -39,10 +39,10 @@ def test_the_latest_run_is_told_and_its_page_written(folder: Path) -> None:
     first, titles, row = said.stdout.splitlines()
     assert first.startswith(f"{folder.name}: Worker 2 was lost in step 5; worker 1 took over after a pause of 24 ms.")
     assert titles.split() == (
-        "what step heirs detect agree fence regroup inventory plan replay pause total redone".split()
+        "what step heirs detect agree fence regroup inventory plan replay pause total redone rung".split()
     )
     assert row.startswith("5:2: worker 2 was ended by SIGKILL")
-    assert row.split()[-3:] == ["24", "78.4", "8"]
+    assert row.split()[-4:] == ["24", "78.4", "8", "shadow"]
     page = folder / "report.html"
     assert said.stderr.strip() == str(page)
     assert page.read_text().startswith("<!doctype html>")
@@ -55,6 +55,10 @@ def test_a_form_for_programs_prints_nothing_else(folder: Path, form: str) -> Non
     assert not (folder / "report.html").exists()
     begins = {"csv": "run,step,epoch", "json": '[{"run":"', "markdown": "| run | step |", "html": "<table>"}
     assert said.stdout.startswith(begins[form])
+
+
+def test_json_is_a_form(folder: Path) -> None:
+    assert say(folder, "--json").stdout == say(folder, "--format", "json").stdout
 
 
 def test_tables_pages_and_traces_go_where_they_are_told(folder: Path, tmp_path: Path) -> None:

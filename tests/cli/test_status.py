@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from bamboo_cli.status import status
-from engine.core.errors import NothingMatchedError, StorageError, UserError
+from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
 from engine.files.run_folder import create_run_folder
 
 APP = typer.Typer()
@@ -70,21 +72,55 @@ def test_json_is_one_object_and_watching_an_ended_run_ends(tmp_path: Path) -> No
 
 
 def test_a_run_is_named_by_the_beginning_of_its_name_and_the_latest_is_the_default(tmp_path: Path) -> None:
-    early = make_run(tmp_path, "early", STARTED, hour=1)
+    early = make_run(tmp_path, "early", ENDED, hour=1)
     late = make_run(tmp_path, "late", [STARTED[0]], hour=2)
     assert say("--results", tmp_path).startswith(f"{late}: starting, epoch 0, step 0 of 9 (from events)")
-    assert say(early[:13], "--results", tmp_path).startswith(f"{early}: running, epoch 1, step 2 of 9")
+    assert say(early[:13], "--results", tmp_path).startswith(f"{early}: failed, epoch 1, step 2 of 9")
 
 
-def test_a_run_whose_store_is_gone_did_not_say_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lament(results: Path, last: str) -> list[str]:
+    """Returns what the command prints of a run whose launcher is gone, before it says so and fails."""
+    done = CliRunner().invoke(APP, ["--watch", "--results", str(results)])
+    assert isinstance(done.exception, CoordinatorUnavailableError)
+    assert str(done.exception) == f"the launcher is gone, the run ended without its word; {last}"
+    return done.stdout.splitlines()
+
+
+def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the environment says is about a kept etcd, and is asked for with one only."""
     monkeypatch.setenv("BAMBOO_ETCD_CA", "no such file")
-    name = make_run(tmp_path, "mlp", [STORE, *STARTED])
-    said = say("--watch", "--results", tmp_path)
-    assert said.startswith(f"{name}: ended without a word, epoch 1, step 2 of 9 (from events)")
+    name = make_run(tmp_path, "mlp", [STORE, *STARTED, {"event": "exit", "of": 1, "code": -9, "expected": False}])
+    assert lament(tmp_path, "last committed step 1") == [
+        f"{name}: launcher gone, epoch 1, step 2 of 9 (from events)",
+        "  worker 0  pid 11  stage 0.0  gone",
+        "  worker 1  pid 12  stage 0.1 1.1  dead",
+        "  epoch 1: every worker has joined",
+    ]
     make_run(tmp_path, "mlp", [STORE | {"private": False}, *STARTED], hour=2)
     with pytest.raises(UserError, match="BAMBOO_ETCD_CA"):
         say("--results", tmp_path)
+
+
+def test_watching_waits_for_a_run_to_start_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has made its folder, then says what it does, then where its store is; then it says nothing for too long."""
+    name = make_run(tmp_path, "mlp", [])
+    folder = tmp_path / name
+    events = folder / "events.jsonl"
+    events.unlink()
+
+    def say_more(event: dict[str, Any]) -> None:
+        with events.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    turns = iter([lambda: say_more(STARTED[0]), lambda: say_more(STORE), lambda: os.utime(folder, (1, 1))])
+    sleep = time.sleep  # the client of the store needs it too
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(turns)() if seconds == 1.0 else sleep(seconds))
+    assert lament(tmp_path, "no step was committed") == [
+        f"{name}: starting, epoch 0, no step yet (from events)",
+        *2 * [f"{name}: starting, epoch 0, step 0 of 9 (from events)"],
+        f"{name}: launcher gone, epoch 0, step 0 of 9 (from events)",
+    ]
+    assert next(turns, None) is None
 
 
 def test_what_cannot_be_found_or_read_says_so(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_json_has_every_file_with_its_problems(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(GOOD.replace("stage: 1", "stage: 7"))
     result = call("validate", "--json", "kill-middle-stage", str(bad), "no-such-name")
-    assert (result.exit_code, result.stderr) == (2, "")
+    assert (result.exit_code, result.stderr) == (2, "")  # the file is worse than the name
     said = json.loads(result.stdout)
     assert said["exit_code"] == 2
     first, second, third = said["files"]
@@ -58,6 +58,24 @@ def test_json_has_every_file_with_its_problems(tmp_path: Path) -> None:
         "column": 27,
     }
     assert third["error"].startswith("no scenario is called 'no-such-name'")
+    assert [each["exit_code"] for each in said["files"]] == [0, 2, 5]
+
+
+@pytest.mark.parametrize("arguments", [["no-such-name"], ["kill-middle-stage", "no-such-name"], ["matrix-smoke"]])
+def test_a_name_that_is_none_matches_nothing(arguments: list[str]) -> None:
+    assert call("validate", *arguments).exit_code == 5
+
+
+@pytest.mark.parametrize("path", sorted(library().glob("matrix-*.yaml")), ids=lambda path: path.stem)
+def test_a_matrix_is_known_by_its_form(path: Path, tmp_path: Path) -> None:
+    result = call("validate", str(path))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"{path}: valid: a matrix of " in result.stdout
+    bad = tmp_path / "m.yaml"
+    bad.write_text(path.read_text().replace("cases:", "casse:"))
+    result = call("validate", str(bad))
+    assert result.exit_code == 2
+    assert "casse: expected a field that is known here, found 'casse' (did you mean 'cases'?)" in result.stderr
 
 
 def test_a_seed_chooses_the_random_faults(tmp_path: Path) -> None:

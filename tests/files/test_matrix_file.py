@@ -148,3 +148,15 @@ def test_the_matrices_of_the_library_can_be_read(path: Path) -> None:
     assert found.name == path.stem
     assert all(each.loaded.scenario.expect.trajectory == "identical" for each in found.cells)
     assert all(each.loaded.scenario.expect.culprit == "exact" for each in found.cells)
+
+
+def test_all_layers_of_mistakes_come_out_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("about: what", "abuot: what").replace("stage: [first, last]", "stage: [first, first]")
+    text = text.replace("cases:\n", "cases:\n  - name: none\n").replace("with: $fault", "with: $stage")
+    assert [each.split(" ")[1].rstrip(":") for each in problems(tmp_path, text)] == [
+        "about",
+        "abuot",
+        "axes.stage.1",
+        "cases.0.faults",
+        "cases.1.faults.0.with",
+    ]

@@ -175,7 +175,10 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         ),
         (
             fault("{after: {fault: x}, do: kill}"),
-            ["case.yaml:5:13: faults.0.after: expected phase or delay, found none of them"],
+            [
+                "case.yaml:5:13: faults.0.after: expected phase or delay, found none of them",
+                "case.yaml:5:21: faults.0.after.fault: expected the id of another fault, found 'x'",
+            ],
         ),
         (
             fault("{every: {mtbf: 20, count: 0}, do: kill}"),
@@ -233,3 +236,42 @@ def test_a_path_is_a_path_and_a_bare_name_is_of_the_library(tmp_path: Path) -> N
         find_scenario("kill-midle-stage")
     with pytest.raises(UserError, match=r"x.yaml: expected a file that can be read"):
         load_scenario(f"{tmp_path}/x.yaml", KINDS)
+
+
+def test_all_layers_of_mistakes_come_out_at_once(tmp_path: Path) -> None:
+    """Fields that are no good, and what cannot be between those that are; nothing that only follows from the first."""
+    faults = """faults:
+  - {id: a, at: {step: 1, stage: 9}, do: kil}
+  - {id: a, at: {step: 99, stage: 1, action: B, microbatch: -1}, do: kill}
+  - {id: a, at: {step: 99, stage: 1}, target: {stage: x, worker: 0}, do: kill}
+  - {after: {fault: b, phase: plan}, do: kill}
+  - {id: c, after: {fault: c, phase: plan}, do: kill, grace: 1s}
+expect: {recovery: {max: 1s}, outcome: state-lost, steps_lost: none}
+"""
+    found = [each.split(" ")[1].rstrip(":") for each in problems(tmp_path, HEAD + faults)]
+    assert found == [
+        "faults.0.at.stage",
+        "faults.0.do",
+        "faults.1.at.microbatch",
+        "faults.2.id",
+        "faults.2.at.step",
+        "faults.2.target.stage",
+        "faults.4.after.fault",
+        "faults.4.grace",
+        "expect.recovery",
+        "expect.steps_lost",
+    ]
+    # Without a good job nobody knows which stages and steps there are.
+    found = problems(tmp_path, HEAD + "job: {stages: 0}\n" + faults)
+    assert not [each for each in found if "faults.0.at" in each or "faults.2.at" in each]
+    assert [each for each in found if "job.stages" in each]
+
+
+def test_a_matrix_is_no_scenario(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"expected a scenario, found a matrix of many \(run it with bamboo matrix /"):
+        load_scenario(str(library() / "matrix-smoke.yaml"), KINDS)
+    with pytest.raises(NothingMatchedError, match=r"'matrix-smoke' \(it is a matrix: bamboo matrix matrix-smoke\)"):
+        find_scenario("matrix-smoke")
+    with pytest.raises(NothingMatchedError) as caught:
+        find_scenario("zzz")
+    assert "matrix-" not in str(caught.value)

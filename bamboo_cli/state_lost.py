@@ -1,0 +1,120 @@
+"""What a user wants to know when the state of a stage is lost: who died, what is left, why, and what to do.
+
+Rules: nothing is said of copies that this job could not have had, and nothing advised that would not have helped: with
+what is advised, any as many workers may be gone at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.core.job import Job
+from engine.core.ownership import Slot
+from engine.core.planned import fresh_ownership
+from engine.core.recovery_times import RecoveryLog, has_left
+
+
+@dataclass(slots=True)
+class Loss:
+    """How the state was lost.
+
+    `workers` is how many there were when every slot had its shadows for the last time, `gone` names those who were lost
+    since, each with how. Without redundancy nothing is made whole again, so that is the beginning of the run.
+    """
+
+    job: Job
+    workers: int
+    gone: dict[int, str] = field(default_factory=dict)
+
+    def why(self) -> str:
+        """Returns why nobody holds the state any more."""
+        job = self.job
+        if job.redundancy == "none":
+            return "no redundancy: each stage is held by its owners only"
+        if self.workers == 1:
+            return "there was one worker, and nobody else to hold a stage"
+        level = 1 if job.redundancy == "reroute" else job.redundancy_level
+        name = job.redundancy if job.redundancy == "reroute" else f"{job.redundancy} redundancy of level {level}"
+        kept = min(level, self.workers - 1) + 1
+        gone = "one was" if len(self.gone) == 1 else f"{len(self.gone)} were"
+        return (
+            f"{name} keeps each stage on at least {kept} of {self.workers} workers; {gone} gone before others held it"
+        )
+
+    def advice(self) -> list[str]:
+        """Returns the options that would each have helped."""
+        job, gone = self.job, len(self.gone)
+        found = []
+        if gone < self.workers:
+            level = f"--redundancy-level {gone}" if gone > job.redundancy_level else ""
+            lazy = "--redundancy lazy" if job.redundancy in ("none", "reroute") else ""
+            found += [" ".join(filter(None, (lazy, level)))] if lazy or level else []
+        pipelines = job.pipelines + 1
+        while fewest_holders(replace(job, pipelines=pipelines)) <= gone:
+            pipelines += 1
+        return [*found, f"--pipelines {pipelines}"]
+
+
+def fewest_holders(job: Job) -> int:
+    """Returns how many workers hold the stage that the fewest hold, in any pipeline, while nobody has failed."""
+    ownership = fresh_ownership(job)
+    return min(
+        len({worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage)})
+        for stage in range(job.stages)
+    )
+
+
+def loss_of(job: Job, events: Iterable[Mapping[str, Any]]) -> Loss:
+    """Returns how the state was lost, by the events of the run."""
+    log = RecoveryLog()
+    loss = Loss(job, job.stages // job.stages_per_worker * job.pipelines)
+    owners: dict[Slot, int] = {}
+    members, is_quiet = loss.workers, True
+    for event in events:
+        list(log.read(event))
+        match event["event"]:
+            case "started":
+                owners |= dict.fromkeys(map(tuple, event["slots"]), event["of"])
+            case "exit" if not event["expected"]:
+                is_quiet = False
+                loss.gone[event["of"]] = _how(event["of"], owners, log)
+            case "epoch":
+                is_quiet = False
+                for worker, why in event["verdict"]:
+                    if not has_left(why):
+                        loss.gone.setdefault(worker, _how(worker, owners, log))
+                members = len(event["members"])
+                owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
+            case "commit":
+                # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.
+                if is_quiet and job.redundancy != "none":
+                    loss.workers, loss.gone = members, {}
+                is_quiet = True
+    return loss
+
+
+def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
+    slots = [
+        f"{stage}@{pipeline}" if pipeline else str(stage)
+        for (pipeline, stage), at in sorted(owners.items())
+        if at == worker
+    ]
+    named = f"stage{'' if len(slots) == 1 else 's'} {' and '.join(slots)}" if slots else "no stage"
+    at = log.last_action(worker)
+    where = f"its last action was {at[1]} of step {at[0]}" if at else "it had done nothing since the last commit"
+    return f"worker {worker} ({named}): {where}"
+
+
+def state_lost_lines(job: Job, events: Iterable[Mapping[str, Any]], num_committed: int) -> list[str]:
+    """Returns the screen that says all of this; `num_committed` steps are."""
+    loss = loss_of(job, events)
+    kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
+    return [
+        *(f"died   {how}" for how in loss.gone.values()),
+        f"kept   {kept}",
+        f"why    {loss.why()}",
+        "next   there is no checkpoint to resume from: start the run again, with",
+        f"       {' or '.join(loss.advice())} to survive this",
+    ]

@@ -1,0 +1,71 @@
+"""`bamboo schedule`: the table of schedules, and what is exported for others to read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from bamboo_cli.schedule import schedule
+from engine.core.errors import UserError
+from engine.core.schedules.choice import check_schedule
+from engine.core.schedules.registry import SCHEDULES
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def said(*arguments: str) -> Result:
+    return CliRunner().invoke(schedule, arguments, catch_exceptions=False)
+
+
+def test_schedules_are_compared_for_any_number_of_stages_per_worker() -> None:
+    Path("job.yaml").write_text("schedule: zbv\nstages: 8\nstages_per_worker: 4\n")
+    found = json.loads(said("compare", "job.yaml", "--json").stdout)
+    assert [row["stages_per_worker"] for row in found["rows"]] == [1, 1, 4, 4, 4, 1]
+    assert {"zbv", "dualpipev"} <= {*found["skipped"]}
+    assert {*found["skipped"]} | {row["schedule"] for row in found["rows"]} == {*SCHEDULES}
+    table = said("compare", "job.yaml").stdout
+    assert "zbv                     left out: stages_per_worker: expected 2" in table
+    assert "over none" not in table
+
+
+def test_costs_change_the_table_and_must_make_sense() -> None:
+    table = said("compare", "--forward", "2", "--backward", "5", "--weights", "1", "--redundancy", "eager").stdout
+    assert "forward 2, backward 5, of which 1 for the weights" in table
+    assert "over none" in table
+    (line,) = [line for line in table.splitlines() if line.startswith("gpipe")]
+    assert line.split()[3:5] == ["77", "1.375"]
+    with pytest.raises(UserError) as caught:
+        said("compare", "--forward", "0", "--backward", "inf")
+    assert [each.field for each in caught.value.problems] == ["--forward", "--backward"]
+    with pytest.raises(UserError, match=r"--weights: expected a number from 0 to the whole backward's 2, found 3"):
+        said("compare", "--weights", "3")
+
+
+@pytest.mark.parametrize("redundancy", ["none", "eager"])
+def test_compute_actions_alone_can_be_read_again(redundancy: str) -> None:
+    done = said("export", "--compute-only", "--redundancy", redundancy)
+    assert done.stderr == ""
+    assert check_schedule(done.stdout, 4, 1, 8, "auto") == []
+
+
+def test_a_whole_program_comes_with_a_word_on_who_cannot_read_it() -> None:
+    assert "--schedule FILE.csv read --compute-only" in said("export").stderr
+    assert "of one pipeline" in said("export", "--compute-only", "--pipelines", "2").stderr
+    Path("whole.csv").write_text(said("export").stdout)
+    with pytest.raises(UserError, match="export --compute-only leaves them out"):
+        said("check", "--schedule", "whole.csv")
+    assert said("check", "--program", "whole.csv").exit_code == 0
+
+
+def test_a_page_is_written() -> None:
+    done = said("show", "--html", "page.html", "--redundancy", "eager")
+    assert done.stderr == "page.html\n"
+    assert "lengthen the step by 3.0% over none" in done.stdout
+    assert "<h1" in Path("page.html").read_text()

@@ -1,0 +1,160 @@
+"""What is said when the state of a stage is lost: true for every job, and what is advised would have helped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from bamboo_cli.state_lost import Loss, fewest_holders, loss_of, state_lost_lines
+from engine.core.job import Job
+from engine.core.planned import fresh_ownership
+
+LAZY = Job(stages=3, steps=9)
+
+
+def loss(job: Job, workers: int, gone: int) -> Loss:
+    return Loss(job, workers, dict.fromkeys(range(gone), "somehow"))
+
+
+@pytest.mark.parametrize(
+    ("job", "workers", "gone", "why", "advice"),
+    [
+        (
+            LAZY,
+            *(3, 2),
+            "lazy redundancy of level 1 keeps each stage on at least 2 of 3 workers; 2 were gone before others held it",
+            ["--redundancy-level 2", "--pipelines 2"],
+        ),
+        (LAZY, 3, 3, "", ["--pipelines 2"]),
+        (LAZY, 1, 1, "there was one worker, and nobody else to hold a stage", ["--pipelines 2"]),
+        (Job(stages=1), 1, 1, "there was one worker, and nobody else to hold a stage", ["--pipelines 2"]),
+        (
+            Job(stages=2, redundancy="eager", redundancy_level=3),
+            *(2, 2),
+            "eager redundancy of level 3 keeps each stage on at least 2 of 2 workers; "
+            "2 were gone before others held it",
+            ["--pipelines 2"],
+        ),
+        (
+            replace(LAZY, redundancy="none"),
+            *(3, 1),
+            "no redundancy: each stage is held by its owners only",
+            ["--redundancy lazy", "--pipelines 2"],
+        ),
+        (
+            replace(LAZY, redundancy="none", pipelines=2),
+            *(6, 2),
+            "no redundancy: each stage is held by its owners only",
+            ["--redundancy lazy --redundancy-level 2", "--pipelines 3"],
+        ),
+        (
+            replace(LAZY, redundancy="reroute", pipelines=2),
+            *(6, 2),
+            "reroute keeps each stage on at least 2 of 6 workers; 2 were gone before others held it",
+            ["--redundancy lazy --redundancy-level 2", "--pipelines 3"],
+        ),
+    ],
+)
+def test_why_and_what_to_do(job: Job, workers: int, gone: int, why: str, advice: list[str]) -> None:
+    found = loss(job, workers, gone)
+    assert found.advice() == advice
+    assert not why or found.why() == why
+
+
+def with_options(job: Job, text: str) -> Job:
+    words = text.split()
+    given: dict[str, Any] = {}
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        given[flag.removeprefix("--").replace("-", "_")] = int(value) if value.isdigit() else value
+    return replace(job, **given)
+
+
+def survives(job: Job, gone: int) -> bool:
+    """Says whether somebody still holds each stage, whichever workers are gone."""
+    ownership = fresh_ownership(job)
+    holders = [
+        {worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage)}
+        for stage in range(job.stages)
+    ]
+    return all(each - {*victims} for victims in combinations(ownership.workers(), gone) for each in holders)
+
+
+@pytest.mark.parametrize("redundancy", ["none", "lazy", "eager", "reroute"])
+def test_all_that_is_advised_survives_as_many(redundancy: Any) -> None:
+    for stages, pipelines, level in product((1, 2, 3), (1, 2), (1, 2)):
+        if redundancy == "reroute" and pipelines == 1:
+            continue
+        job = Job(stages=stages, pipelines=pipelines, redundancy=redundancy, redundancy_level=level)
+        workers = stages * pipelines
+        for gone in range(fewest_holders(job), min(workers, 3) + 1):
+            assert not survives(job, gone)
+            found = loss(job, workers, gone).advice()
+            assert all(survives(with_options(job, each), gone) for each in found), (job, gone, found)
+
+
+def exit_of(worker: int) -> dict[str, Any]:
+    return {"event": "exit", "of": worker, "code": -9, "expected": False, "seen_ns": 4, "at_ns": 5}
+
+
+def epoch(number: int, owners: list[int], verdict: list[Any]) -> dict[str, Any]:
+    members = sorted({*owners})
+    reason = "; ".join(f"worker {worker} {why}" for worker, why in verdict)
+    told = {"epoch": number, "members": members, "owners": owners, "verdict": verdict, "reason": reason}
+    return {"event": "epoch", "at_ns": 6, **told}
+
+
+def commit(step: int) -> dict[str, Any]:
+    return {"event": "commit", "step": step, "at_ns": 10 * step}
+
+
+BEGIN: list[dict[str, Any]] = [
+    {"event": "job", "stages": 3},
+    *({"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(3)),
+    {"event": "go", "epoch": 0, "at_ns": 0},
+    commit(0),
+]
+FIRST = [exit_of(1), epoch(1, [0, 0, 2], [[1, "was ended by SIGKILL"]]), commit(1)]
+
+
+def test_who_died_is_told_with_what_was_theirs() -> None:
+    done = {"event": "action", "worker": 2, "step": 1, "action": "2B0", "start_ns": 2, "end_ns": 3}
+    lines = state_lost_lines(LAZY, [*BEGIN, done, exit_of(1), exit_of(2)], 1)
+    assert lines.pop(3).startswith(
+        "why    lazy redundancy of level 1 keeps each stage on at least 2 of 3 workers; 2 were "
+    )
+    assert lines == [
+        "died   worker 1 (stage 1): it had done nothing since the last commit",
+        "died   worker 2 (stage 2): its last action was 2B0 of step 1",
+        "kept   steps 0 to 0 were committed",
+        "next   there is no checkpoint to resume from: start the run again, with",
+        "       --redundancy-level 2 or --pipelines 2 to survive this",
+    ]
+
+
+def test_those_who_are_gone_count_until_their_shadows_are_whole() -> None:
+    found = loss_of(LAZY, [*BEGIN, *FIRST, exit_of(0)])
+    assert (found.workers, [*found.gone]) == (3, [1, 0])
+    assert found.gone[0].startswith("worker 0 (stages 0 and 1)")
+    found = loss_of(LAZY, [*BEGIN, *FIRST, commit(2), exit_of(0)])
+    assert (found.workers, [*found.gone]) == (2, [0])
+    none = replace(LAZY, redundancy="none")
+    assert [*loss_of(none, [*BEGIN, *FIRST, commit(2), exit_of(0)]).gone] == [1, 0]
+
+
+def test_the_last_worker_stood_alone() -> None:
+    second = [exit_of(0), epoch(2, [2, 2, 2], [[0, "hangs for 9 s"]]), commit(3), commit(4)]
+    found = loss_of(LAZY, [*BEGIN, *FIRST, commit(2), *second, exit_of(2)])
+    assert (found.workers, [*found.gone]) == (1, [2])
+    assert found.gone[2].startswith("worker 2 (stages 0 and 1 and 2)")
+
+
+def test_whoever_is_given_up_is_gone_and_whoever_leaves_is_not() -> None:
+    hang = epoch(1, [0, 0, 2], [[1, "has been silent for 5.0 s"]])
+    assert [*loss_of(LAZY, [*BEGIN, hang, exit_of(2)]).gone] == [1, 2]
+    leaves = epoch(1, [0, 0, 2], [[1, "has left after step 0"]])
+    assert [*loss_of(LAZY, [*BEGIN, leaves, exit_of(2)]).gone] == [2]
+    found = loss_of(LAZY, [*BEGIN, leaves, commit(1), commit(2), exit_of(2)])
+    assert (found.workers, [*found.gone]) == (2, [2])
