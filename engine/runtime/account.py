@@ -10,7 +10,8 @@ from engine.core.commit import Ballot, Commit, Vote
 from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
 from engine.core.job import Job
 from engine.core.membership_effects import Verdict
-from engine.core.ownership import Ownership, with_shadows
+from engine.core.ownership import Ownership
+from engine.core.planned import is_due, shadowed
 from engine.core.trajectory import Row
 from engine.runtime.link import Message
 from engine.runtime.roster import Member
@@ -65,10 +66,9 @@ class Account:
 
     def heal(self, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
         """Begins the step after a committed one, with the shadows that are wanted: the workers do the same."""
-        job, ballot = self.job, self._ballot
+        ballot = self._ballot
         assert ballot is not None
-        grown = with_shadows(ballot.ownership, job.redundancy, job.redundancy_level, members, leaving)
-        self.open(ballot.epoch, grown)
+        self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
 
     def vote(self, worker: int, message: Message) -> Commit | None:
         """Takes in a vote; returns what everybody learns if it was the last one missing.
@@ -115,7 +115,7 @@ class Account:
     def owes_validation(self, is_last: bool) -> bool:
         """Says whether the last committed step is one to validate, and nobody has told the outcome."""
         every, step = self.job.validate_every, self.committed
-        return every > 0 and step >= 0 and step not in self.validations and ((step + 1) % every == 0 or is_last)
+        return step >= 0 and step not in self.validations and is_due(every, step, is_last)
 
 
 def error_of(member: Member, message: Message) -> BambooError:

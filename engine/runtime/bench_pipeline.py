@@ -16,10 +16,8 @@ import torch
 from torch import distributed
 
 from engine.core.bench_rows import Stamps
+from engine.core.bench_schedules import timed_program
 from engine.core.job import Job
-from engine.core.program import on_owners
-from engine.core.schedules.registry import SCHEDULES
-from engine.core.transfer_pass import with_transfers
 from engine.models import timed
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
@@ -68,10 +66,8 @@ class OurSide:
 
     def __init__(self, joined: Joined):
         ownership, self.plane = joined.ownership, joined.plane
-        lists = SCHEDULES[joined.around.job.schedule](ownership.grid.stages, ownership.grid.microbatches)
-        program = with_transfers(on_owners(lists, ownership), ownership)
         self.executor = Executor(joined.around)
-        self.executor.enter(self.plane, ownership, program)
+        self.executor.enter(self.plane, ownership, timed_program(joined.around.job, ownership))
 
     def run(self, iteration: int) -> None:
         """Runs the program once."""
@@ -95,7 +91,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     tempfile.tempdir = welcome["temporary"]
     from engine.runtime.bench_torch_side import TorchSide, join_default_group
 
-    join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["owners"]))
+    join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["ranks"]))
     _measure(around, {"ours": OurSide(joined), "peer": TorchSide(around)}, welcome["iterations"])
     control.send("finished")
     control.take("bye")

@@ -56,7 +56,7 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
     seconds: dict[Redundancy, list[float]] = {mode: [] for mode in _MODES}
     for number in range(num_rounds):
         for mode in _MODES[number % 3 :] + _MODES[: number % 3]:
-            run = run_bamboo(folder, *_flags(replace(job, redundancy=mode, steps=num_steps)))
+            run = run_bamboo(folder, *timed_flags(replace(job, redundancy=mode, steps=num_steps)))
             seconds[mode].append(seconds_between_commits(run))
     floor = overhead_floor(job.stages, job.microbatches, _FORWARD_MS, _BACKWARD_MS)
     return [
@@ -76,7 +76,7 @@ def bench_memory(folder: Path, quick: bool = False) -> list[Row]:
     found, tensors = {}, {}
     sizes = _stage_sizes(job, folder)
     for mode in _MODES:
-        run = run_bamboo(folder, *_flags(replace(job, redundancy=mode)))
+        run = run_bamboo(folder, *timed_flags(replace(job, redundancy=mode)))
         found[mode] = sum(json.loads(run.stdout)["peak_memory_mib"].values()) * 2**20
         tensors[mode] = _predicted_bytes(job, mode, sizes)
     metric = "peak memory / none, beside the model"
@@ -92,7 +92,8 @@ def bench_memory(folder: Path, quick: bool = False) -> list[Row]:
     ]
 
 
-def _flags(job: Job) -> list[str]:
+def timed_flags(job: Job) -> list[str]:
+    """Returns the flags of `bamboo run` for a job, with nothing beside the training."""
     flags = ["--audit", "0", "--validate-every", "0"]
     for name in ("model", "stages", "microbatches", "redundancy", "steps"):
         flags += [f"--{name}", str(getattr(job, name))]

@@ -1,4 +1,4 @@
-"""A worker of the relay benchmark: joins a group of its own epoch, waits, and says when it was told to stop.
+"""A worker of the relay benchmark: joins a group of its own epoch, waits, and says when it was told of an exit.
 
 The one that is named as the victim ends itself as soon as training begins.
 """
@@ -36,7 +36,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     sleep_exactly()
     control = _Stamped(Link.from_fd(control_fd))
     welcome = control.take("welcome")
-    recorder = Recorder(events_fd, welcome["worker"])
+    control.recorder = recorder = Recorder(events_fd, welcome["worker"])
     store = connect(welcome["store_port"], welcome["prefix"])
     plane = DataPlane(control, store, welcome["worker"], welcome["ranks"])  # kept, as its end would be seen by others
     recorder.event("formed")
@@ -50,6 +50,6 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         control.take("bye")
     except Stopped:
         time.sleep(_LINGER_S)
-        recorder.event("told", told_ns=control.told_ns)
+        recorder.event("told", at_ns=control.told_ns)
     plane.close()
     return 0

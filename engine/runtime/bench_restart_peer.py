@@ -38,7 +38,7 @@ def main() -> None:
     ends = (*starts[1:], len(model.layers))
     layers = nn.ModuleList(build_layer(job, model, index) for index in range(starts[rank], ends[rank]))
     batches = [data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
-    pipeline = TorchPipeline(job, model, rank, layers, batches)
+    pipeline = TorchPipeline(job, model, {rank: layers}, batches)
     optimizer = torch.optim.AdamW(layers.parameters(), lr=job.lr)
     for step in range(_load(folder, rank, optimizer), job.steps):
         if restart == 0 and (rank, step) == (_VICTIM, fatal_step):

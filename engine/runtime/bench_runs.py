@@ -34,7 +34,7 @@ def bench_launch(num_pairs: int, folder: Path) -> list[Row]:
     Raises:
         WorkerFailedError: a run of either side failed.
     """
-    ours, peer = _in_turns(lambda: _launch_ours(folder), lambda: _launch_torchrun(folder), num_pairs)
+    ours, peer = in_turns(lambda: _launch_ours(folder), lambda: _launch_torchrun(folder), num_pairs)
     return [paired_row(f"gpt, {Job().stages} workers", "command to first step s", ours, peer, LAUNCH_GOAL)]
 
 
@@ -45,7 +45,7 @@ def bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
         WorkerFailedError: a run failed.
     """
     flags = ("--steps", str(num_steps))
-    ours, peer = _in_turns(
+    ours, peer = in_turns(
         lambda: seconds_between_commits(run_bamboo(folder, "--audit", "1", *flags)),
         lambda: seconds_between_commits(run_bamboo(folder, "--audit", "0", *flags)),
         num_pairs,
@@ -53,7 +53,7 @@ def bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
     return [paired_row("gpt, --audit 1 beside --audit 0", "time between commits s", ours, peer, AUDIT_GOAL)]
 
 
-def _in_turns(ours: Callable[[], float], peer: Callable[[], float], num_pairs: int) -> tuple[list[float], list[float]]:
+def in_turns(ours: Callable[[], float], peer: Callable[[], float], num_pairs: int) -> tuple[list[float], list[float]]:
     """Returns the figures of both sides, pair by pair; every other pair begins with the peer."""
     figures: tuple[list[float], list[float]] = ([], [])
     for pair in range(num_pairs):
@@ -103,8 +103,23 @@ def run_bamboo(folder: Path, *flags: str) -> Run:
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
         run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags])
-        events = (Path(json.loads(run.stdout)["run_dir"]) / "events.jsonl").read_text().splitlines()
-        return Run(run.started_ns, run.stdout, [json.loads(line) for line in events])
+        return Run(run.started_ns, run.stdout, _events_of(json.loads(run.stdout)["run_dir"]))
+
+
+def run_scenario(folder: Path, file: Path) -> list[dict[str, Any]]:
+    """Runs the faults of a scenario file that expects nothing, in `folder`; returns the events of its run.
+
+    Raises:
+        WorkerFailedError: it failed, or a fault did not strike.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as results:
+        arguments = ["-m", "bamboo_cli", "inject", "--scenario", str(file), "--json", "--results", results]
+        (run,) = json.loads(run_python(folder, arguments).stdout)["runs"]
+        return _events_of(run["run_dir"])
+
+
+def _events_of(run_dir: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run_dir) / "events.jsonl").read_text().splitlines()]
 
 
 def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:

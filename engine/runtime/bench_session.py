@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.core.bench_rows import Row, Stamps, pipeline_rows
+from engine.core.bench_rows import Row, Stamps, pipeline_rows, schedule_rows, seconds_taken
+from engine.core.bench_schedules import peer_name, predicted_seconds, timed_job, timed_program
 from engine.core.errors import WorkerFailedError
 from engine.core.job import Args, Job
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.planned import fresh_ownership
 from engine.runtime.children import ForkServer
 from engine.runtime.link import Message
 from engine.runtime.progress_board import ProgressBoard
@@ -22,10 +23,10 @@ from engine.runtime.roster import Member, RendezvousStore, close_members, start_
 
 SIDES = ("ours", "peer")
 _SHAPES = ((4, 8), (8, 16), (4, 32))  # P, M
-_WIDTH = 256  # of the timed layers and of what enters them, so that nothing need be widened
 _BLOCKS: Args = {"width": 256, "depth": 6}
 
 Taken = dict[tuple[str, int], list[Stamps]]  # (side, worker) -> its iterations
+Iterations = list[tuple[Stamps, ...]]  # of one side: the stamps of every worker
 
 
 def pipeline_jobs() -> dict[str, Job]:
@@ -33,15 +34,7 @@ def pipeline_jobs() -> dict[str, Job]:
     jobs = {}
     for schedule in ("1f1b", "gpipe"):
         for stages, microbatches in _SHAPES:
-            jobs[f"{schedule} timed P={stages} M={microbatches}"] = Job(
-                model="timed",
-                model_args={"layers": stages, "width": _WIDTH},
-                data_args={"features": _WIDTH},
-                stages=stages,
-                microbatches=microbatches,
-                schedule=schedule,
-                redundancy="none",
-            )
+            jobs[f"{schedule} timed P={stages} M={microbatches}"] = timed_job(schedule, stages, microbatches)
         jobs[f"{schedule} gpt P=2 M=8"] = Job(
             model="gpt", model_args=_BLOCKS, stages=2, schedule=schedule, redundancy="none"
         )
@@ -54,19 +47,36 @@ def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> li
     Raises:
         WorkerFailedError: a worker ended before it had finished.
     """
+    return pipeline_rows(case, *_iterations(job, num_iterations, folder))
+
+
+def bench_schedule(case: str, job: Job, num_iterations: int, folder: Path) -> list[Row]:
+    """Measures one schedule as `bench_pipeline` does, and returns its rows beside its dry run and torch's schedule."""
+    ours, peer = _iterations(job, num_iterations, folder)
+    ownership = fresh_ownership(job)
+    program = timed_program(job, ownership)
+    predicted = [predicted_seconds(program, ownership, workers) for workers in ours]
+    ours_s, peer_s = ([seconds_taken(workers) for workers in side] for side in (ours, peer))
+    return schedule_rows(case, peer_name(job.schedule), ours_s, predicted, peer_s)
+
+
+def _iterations(job: Job, num_iterations: int, folder: Path) -> tuple[Iterations, Iterations]:
+    """Returns what each side took, iteration by iteration."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         taken = _measure(job, num_iterations, Path(name))
-    ours, peer = ([taken[side, worker] for worker in range(job.stages)] for side in SIDES)
-    return pipeline_rows(case, list(zip(*ours, strict=True)), list(zip(*peer, strict=True)))
+    workers = fresh_ownership(job).workers()
+    ours, peer = (list(zip(*(taken[side, worker] for worker in workers), strict=True)) for side in SIDES)
+    return ours, peer
 
 
 def _measure(job: Job, num_iterations: int, folder: Path) -> Taken:
-    ownership = one_slot_each(Grid(job.stages, job.microbatches))
+    ownership = fresh_ownership(job)
+    num_workers = len(ownership.workers())
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / "events.jsonl")
         stack.callback(os.close, events_fd)
         server = stack.enter_context(ForkServer())
-        board = ProgressBoard.create(job.stages)
+        board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
         store = RendezvousStore(server, folder)
         stack.callback(store.close)
@@ -81,7 +91,7 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> Taken:
                 shadows=ownership.shadows,
                 faults=(),
                 ranks=ownership.workers(),
-                num_lines=job.stages,
+                num_lines=num_workers,
                 store_port=store.port,
                 iterations=num_iterations,
                 temporary=str(folder),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import Store
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from engine.core.bench_schedules import TORCH_NAMES
 from engine.core.job import Job
 from engine.models.layers import Batch, Model
 from engine.runtime.executor import Surroundings
 
 LOOPBACK_INTERFACE = "lo"
-_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 def join_default_group(store: Store, rank: int, size: int) -> None:
@@ -25,16 +26,21 @@ def join_default_group(store: Store, rank: int, size: int) -> None:
 
 
 class TorchPipeline:
-    """One stage of torch's pipeline over the default process group."""
+    """One worker's stages of torch's pipeline over the default process group."""
 
-    def __init__(self, job: Job, model: Model, stage: int, layers: Iterable[nn.Module], batches: Sequence[Batch]):
+    def __init__(self, job: Job, model: Model, stages: Mapping[int, Iterable[nn.Module]], batches: Sequence[Batch]):
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return model.loss((output,), (target,))
 
-        peer = PipelineStage(nn.Sequential(*layers), stage, job.stages, torch.device("cpu"))
-        self.schedule = _SCHEDULES[job.schedule](peer, job.microbatches, loss_fn=loss)
-        self.inputs = (torch.cat([batch.inputs[0] for batch in batches]),) if stage == 0 else ()
-        is_last = stage == job.stages - 1
+        peers = [
+            PipelineStage(nn.Sequential(*layers), stage, job.stages, torch.device("cpu"))
+            for stage, layers in stages.items()
+        ]
+        schedule = getattr(schedules, TORCH_NAMES[job.schedule])
+        is_single = issubclass(schedule, PipelineScheduleSingle)
+        self.schedule = schedule(peers[0] if is_single else peers, job.microbatches, loss_fn=loss)
+        self.inputs = (torch.cat([batch.inputs[0] for batch in batches]),) if 0 in stages else ()
+        is_last = job.stages - 1 in stages
         self.targets = torch.cat([batch.targets[0] for batch in batches]) if is_last else None
 
     def run_step(self) -> None:
@@ -46,9 +52,10 @@ class TorchSide:
     """The pipeline as one of the two sides of the benchmark."""
 
     def __init__(self, around: Surroundings):
-        job, ((_, index), stage) = around.job, next(iter(around.replicas.stages.items()))
+        job, stages = around.job, around.replicas.stages
         batches = [around.data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
-        self.pipeline = TorchPipeline(job, stage.model, index, stage.layers.values(), batches)
+        layers = {index: stage.layers.values() for (_, index), stage in stages.items()}
+        self.pipeline = TorchPipeline(job, next(iter(stages.values())).model, layers, batches)
 
     def run(self, iteration: int) -> None:
         """Runs the schedule once on the whole batch."""

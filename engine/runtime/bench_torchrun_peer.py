@@ -33,7 +33,7 @@ def main() -> None:
     ends = (*starts[1:], len(model.layers))
     layers = nn.ModuleList(build_layer(job, model, index) for index in range(starts[stage], ends[stage]))
     batches = [data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
-    pipeline = TorchPipeline(job, model, stage, layers, batches)
+    pipeline = TorchPipeline(job, model, {stage: layers}, batches)
     optimizer = torch.optim.AdamW(layers.parameters(), lr=job.lr)
     pipeline.run_step()
     optimizer.step()

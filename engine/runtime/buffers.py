@@ -6,9 +6,10 @@ The tensors themselves are swapped, never overwritten, where autograd may have s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 Buffers = list[dict[str, Tensor | None]]  # of each module, in order
@@ -47,7 +48,7 @@ class BufferHistory:
 
     modules: list[nn.Module]
     _before: dict[int, Buffers] = field(default_factory=dict)
-    _last: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    _last: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def note(self, microbatch: int) -> None:
         """Remembers the buffers as they are now, before the forward of `microbatch`."""
@@ -60,11 +61,30 @@ class BufferHistory:
         if buffer is None:
             return None
         last = self._last.get((place, name))
-        if last is None or last[0] is not buffer or last[1] != buffer._version:
-            last = (buffer, buffer._version, buffer.clone())
-            self._last[place, name] = last
-        return last[2]
+        if last is None or not _same_bits(last, buffer):
+            last = self._last[place, name] = buffer.clone()
+        return last
+
+    def before(self, microbatch: int) -> Buffers:
+        """Returns the buffers as they were before that forward, or as they are if it has not been seen; not copies."""
+        return self._before.get(microbatch) or [module._buffers for module in self.modules]
+
+    def take_over(self, befores: Mapping[int, Buffers]) -> None:
+        """Takes in the buffers before some forwards of another replica; those before the last are the buffers now."""
+        self._before |= befores
+        replaced: dict[int, Tensor] = {}  # two modules may share one
+        for module, now in zip(self.modules, self._before[max(befores)], strict=True):
+            for name, buffer in now.items():
+                old = module._buffers[name]
+                if old is not None and buffer is not None:
+                    module._buffers[name] = replaced.setdefault(id(old), buffer.clone())
 
     def copy_before(self, microbatch: int) -> Buffers:
         """Returns copies of the buffers as they were before that forward; as they are now if it has not been seen."""
-        return _copies(self._before[microbatch]) if microbatch in self._before else copy_buffers(self.modules)
+        return _copies(self.before(microbatch))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compares the contents: BatchNorm does not count its changes in the version of a tensor."""
+    same_form = one.shape == other.shape and one.dtype == other.dtype
+    return same_form and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -3,7 +3,8 @@
 Rules: the main thread waits in one place only. Arrived transfers and the agent's words both wake it there, so that the
 control thread can always take the worker out of a wait. A new epoch is a fence: what was said before it is dropped,
 and every wait ends with `Fenced` until the main thread has accepted it. What the worker says itself belongs to the
-epoch that it has accepted.
+epoch that it has accepted. That somebody has ended is told before it is decided what comes of it: it is recorded, and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 from engine.core.errors import ExitCode
 from engine.runtime.link import Link, Message
+from engine.runtime.recorder import Recorder
 
 Found = TypeVar("Found")
 
@@ -47,6 +49,7 @@ class Control:
         self._of_faults: list[Message] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.has_given_notice = False
+        self.recorder: Recorder | None = None  # once the main thread knows whose it is
         self.at = (0, 0, False)  # step, actions begun in it, whether inside the last of them; the main thread writes it
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
@@ -59,6 +62,10 @@ class Control:
             if message["kind"] == "ping":
                 step, index, inside = self.at
                 self.send("heartbeat", step=step, index=index, inside=inside)
+                continue
+            if message["kind"] == "exit":
+                if self.recorder is not None:
+                    self.recorder.event("known", of=message["of"])
                 continue
             if message["kind"] == "stop":
                 self._stopped = True

@@ -26,11 +26,14 @@ from engine.runtime.control import Control, Fenced
 from engine.runtime.failpoints import Failpoints
 from engine.runtime.holdings import Holdings, retains
 from engine.runtime.link import Message
+from engine.runtime.overlap import run_in_order
 from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.replicas import Replicas
+from engine.runtime.sharded_stages import Shards
 from engine.runtime.step_end import Method, StepEnd
+from engine.runtime.stream import Streams
 from engine.runtime.tensor_spec import Border
 from engine.runtime.transfers import Receiver, carrier_key, receives_of
 
@@ -49,6 +52,7 @@ class Surroundings:
     recorder: Recorder
     board: ProgressBoard
     failpoints: Failpoints
+    shards: Shards | None = None
 
 
 class Executor:
@@ -60,6 +64,7 @@ class Executor:
         self.num_computed = 0
         self.holdings = Holdings(retains(around.job))
         self.end = StepEnd(around.job, around.worker, around.starts, around.replicas, around.control)
+        self.streams = Streams(around.job, around.worker, around.replicas)
         self._batches: dict[Action, Batch] = {}
         self._index = 0  # actions begun in this step, since the program began
 
@@ -78,6 +83,9 @@ class Executor:
         self._next_forwards = _next_forwards(actions)
         self._batches = {}
         self.end.enter(plane, ownership, routes)
+        self.streams.enter(plane, ownership, routes, actions)
+        if around.shards is not None:
+            around.shards.enter(plane, ownership)
         methods = [(action, str(action), self._method(action.op)) for action in actions]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
@@ -88,7 +96,9 @@ class Executor:
 
     def _method(self, op: Op) -> Method:
         where, name = _METHODS[op]
-        method: Method = getattr(self.end if where == "end" else self, name)
+        method: Method = getattr(
+            {"here": self, "end": self.end, "streams": self.streams, "shards": self.around.shards}[where], name
+        )
         return method
 
     def run_step(self) -> Message:
@@ -105,11 +115,9 @@ class Executor:
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps."""
         self._receiver = Receiver(self._plane, self._receives)
+        self.streams.begin()
         self._index = 0
-        check = self.around.control.check
-        for action, text, run in self._actions:
-            check()
-            self._run(action, text, run)
+        run_in_order(self._actions, self.around.control.check, self._run)
 
     def _run(self, action: Action, text: str, run: Method) -> None:
         around, step = self.around, self.step
@@ -175,11 +183,13 @@ class Executor:
         for stage in self.around.replicas.stages.values():
             stage.forget_step()
         self.end.clear()
+        self.streams.clear()
         self.holdings.clear()
         self._batches = {}
 
     def inventory(self) -> Inventory:
-        """Returns what this worker holds of the open step."""
+        """Returns what this worker holds of the open step, with what has been streamed to it by now."""
+        self.streams.settle()
         stages = {slot: self.around.replicas.stages[slot] for slot in self.around.replicas.whole()}
         kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
         kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
@@ -259,6 +269,9 @@ _METHODS = {
     Op.RECV_B: ("here", "_receive"),
     Op.SEND_F: ("here", "_send"),
     Op.SEND_B: ("here", "_send"),
+    Op.STREAM: ("streams", "run"),
+    Op.UNSHARD: ("shards", "unshard"),
+    Op.RESHARD: ("shards", "reshard"),
     Op.HEAL: ("end", "heal"),
     Op.REDUCE_GRAD: ("end", "reduce"),
     Op.LOG: ("end", "log"),

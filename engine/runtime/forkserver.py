@@ -28,9 +28,10 @@ ROLES = {
     "worker": ("engine.runtime.worker", "main"),
     "store": ("engine.runtime.store_server", "main"),
     "bench-pipeline": ("engine.runtime.bench_pipeline", "main"),
+    "bench-recording": ("engine.runtime.bench_recording", "main"),
     "bench-relay": ("engine.runtime.bench_relay_worker", "main"),
 }
-TAKES_NOTICE = ("worker",)  # SIGTERM waits for a thread that takes it, and ends nobody
+TAKES_NOTICE = ("worker", "bench-recording")  # SIGTERM waits for a thread that takes it, and ends nobody
 PRELOAD = ("engine.runtime.worker", "engine.runtime.store_server")
 
 

@@ -19,7 +19,10 @@ from engine.runtime.store_server import Rendezvous
 
 
 class Forming:
-    """One attempt: a thread that makes the plane of `epoch` among `members`, whose place there is their rank."""
+    """One attempt: a thread that makes the plane of `epoch` among `members`, whose place there is their rank.
+
+    They meet at the store on `store_port`, which the order of the epoch names: another than before if that has ended.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Forming:
         worker: int,
         epoch: int,
         members: Sequence[int],
+        store_port: int,
     ):
         self._control = control
         self._rendezvous = rendezvous
@@ -36,12 +40,14 @@ class Forming:
         self._before = descriptors_by_inode().keys()
         self._plane: DataPlane | None = None
         self._failed: WorkerFailedError | None = None
-        threading.Thread(target=self._form, args=(worker, epoch, members), name="forming", daemon=True).start()
+        where = (worker, epoch, members, store_port)
+        threading.Thread(target=self._form, args=where, name="forming", daemon=True).start()
 
-    def _form(self, worker: int, epoch: int, members: Sequence[int]) -> None:
+    def _form(self, worker: int, epoch: int, members: Sequence[int], store_port: int) -> None:
         try:
             self._control.mark("regroup")  # a fault in this phase strikes while the group forms
-            self._plane = DataPlane(self._control, self._rendezvous.of_epoch(epoch), worker, members)
+            store = self._rendezvous.of_epoch(epoch, store_port)
+            self._plane = DataPlane(self._control, store, worker, members)
             self._recorder.event("mark", phase="regroup", epoch=epoch)
         except WorkerFailedError as error:
             self._failed = error
@@ -61,6 +67,6 @@ class Forming:
         """Leaves the plane, made or half made."""
         if self._plane is not None:
             self._plane.close()
-        elif self._failed is None:
+        else:  # after a failure too: the answer to a question that was given up may be under way on the connection
             self._rendezvous.hang_up()
             shut_down(descriptors_by_inode().keys() - self._before)

@@ -14,7 +14,7 @@ from engine.runtime.segment import cut_off
 
 def retains(job: Job) -> bool:
     """Says whether somebody could take over a slot, so that what is made must stay until the commit."""
-    return job.redundancy != "none" or job.pipelines > 1
+    return job.redundancy != "none" or (job.pipelines > 1 and not job.fsdp)
 
 
 class Holdings:

@@ -23,7 +23,7 @@ from engine.runtime.link import Message
 from engine.runtime.process_state import process_state
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
-from engine.runtime.roster import Member
+from engine.runtime.roster import Member, tell_all
 
 _BEGIN_WITH: dict[type[Effect], Phase] = {
     PublishEpoch: "agree",
@@ -102,12 +102,7 @@ class Injector:
     def add(self, faults: Sequence[Fault]) -> None:
         """Takes in more faults while the job runs; their ids must be new."""
         self._waiting.update((fault.id, fault) for fault in faults)
-        self._tell_all("arm", faults=[to_plain(fault) for fault in faults])
-
-    def _tell_all(self, kind: str, **fields: Any) -> None:
-        for member in self._members.values():
-            if member.exit_code is None:
-                member.link.send(kind, **fields)
+        tell_all(self._members.values(), "arm", faults=[to_plain(fault) for fault in faults])
 
     def reached(self, phase: Phase, epoch: int) -> None:
         """Takes in that a phase of the recovery that leads to an epoch has begun."""
@@ -198,7 +193,7 @@ class Injector:
             self._recorder.event("fault", **_record(fault, state), of=worker, slot=slot)
         for worker, slot in victims.items():
             self._strike(struck, worker, slot)
-        self._tell_all("fired", fault=fault.id)
+        tell_all(self._members.values(), "fired", fault=fault.id)
         for next_one, cause in self._after(None):
             if cause is struck:
                 self._schedule(next_one)

@@ -19,6 +19,13 @@ _MAX_BYTES = 160_000  # below the kernel's default socket buffer of 208 KiB
 _MAX_FDS = 8
 
 
+def packet(kind: str, **fields: Any) -> bytes:
+    """Returns one message as it travels."""
+    data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
+    assert len(data) <= _MAX_BYTES, f"a {kind} message of {len(data)} bytes does not fit a packet"
+    return data
+
+
 class Link:
     """One end of a pair; `receive` returns None once the other end is gone.
 
@@ -47,8 +54,10 @@ class Link:
 
     def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> bool:
         """Sends one message; returns False when the other end is gone, or does not read and sending must not block."""
-        data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
-        assert len(data) <= _MAX_BYTES, f"a {kind} message of {len(data)} bytes does not fit a packet"
+        return self.send_packet(packet(kind, **fields), fds)
+
+    def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
+        """Sends one message that `packet` has made, once for many links; returns what `send` does."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self.socket.sendmsg([data], rights)

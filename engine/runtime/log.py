@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.models.layers import Tensors
-from engine.runtime.optimizer import trainable
 from engine.runtime.parcel import send_parcel, take_parcel
 from engine.runtime.plane import DataPlane, Key
 from engine.runtime.stage import Stage
-from engine.runtime.tensor_spec import TensorSpec
+from engine.runtime.tensor_spec import TensorSpec, laid_out_as
 
 Gradients = Mapping[int, Mapping[str, Tensor]]  # by layer and name
 
@@ -60,15 +59,9 @@ def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
     """Returns gradients by layer and name, each laid out in memory as its parameter: strides can decide bits."""
     rest = iter(gradients)
     return {
-        index: {name: _laid_out_as(parameter, next(rest)) for name, parameter in trainable(layer)}
-        for index, layer in stage.layers.items()
+        index: {name: laid_out_as(parameter, next(rest)) for name, parameter in named.items()}
+        for index, named in stage.weights.items()
     }
-
-
-def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 def send_entry(plane: DataPlane, targets: Iterable[int], key: Key, entry: LogEntry) -> None:
@@ -79,7 +72,7 @@ def send_entry(plane: DataPlane, targets: Iterable[int], key: Key, entry: LogEnt
 def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntry:
     """Waits for the entry of a slot that `stage` is a replica of."""
     pipelines = stage.job.pipelines
-    gradients = [TensorSpec.of(p).as_gradient() for layer in stage.layers.values() for _, p in trainable(layer)]
+    gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
     losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
     arrived = iter(take_parcel(plane, source, key, gradients + buffers * pipelines + losses * pipelines))

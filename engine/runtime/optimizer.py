@@ -17,6 +17,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from engine.core.errors import Problem, UserError
 from engine.core.job import Job
 from engine.models.arguments import check_builtin_args
+from engine.runtime.shards import as_shard_of
 
 Named = dict[str, Tensor]
 Rule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, their state, learning rate)
@@ -40,7 +41,8 @@ class LayerOptimizer:
         """Updates every trained parameter from its gradient by name, times `factor`; the gradients stay as they are."""
         with torch.no_grad():
             for name, parameter in trainable(self.layer):
-                gradient = gradients[name] if factor == 1.0 else gradients[name] * factor
+                gradient = as_shard_of(parameter, gradients[name])
+                gradient = gradient if factor == 1.0 else gradient * factor
                 self.rule(parameter, gradient, self.state[name], learning_rate)
 
     def state_tensors(self) -> Iterable[tuple[str, Tensor]]:

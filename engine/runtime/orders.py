@@ -30,13 +30,16 @@ from engine.core.ownership import Grid, Ownership
 from engine.runtime.account import Account, Epoch
 from engine.runtime.link import Message
 from engine.runtime.recorder import Recorder, now_ns
-from engine.runtime.roster import Member
+from engine.runtime.roster import Member, RendezvousStore, tell_all
 
 
 class Orders:
     """Carries out orders for one job, over members that have been started."""
 
-    def __init__(self, job: Job, members: dict[int, Member], recorder: Recorder, account: Account):
+    def __init__(
+        self, job: Job, members: dict[int, Member], recorder: Recorder, account: Account, store: RendezvousStore
+    ):
+        self.store = store
         self.members = members
         self.recorder = recorder
         self.account = account
@@ -53,9 +56,7 @@ class Orders:
 
     def broadcast(self, kind: str, **fields: Any) -> None:
         """Tells every worker that has not ended."""
-        for member in self.members.values():
-            if member.exit_code is None:
-                member.link.send(kind, **fields)
+        tell_all(self.members.values(), kind, **fields)
 
     def _publish_epoch(self, effect: PublishEpoch, state: State) -> None:
         if effect.epoch <= self._epoch["epoch"]:
@@ -66,6 +67,7 @@ class Orders:
             "members": effect.members,
             "gather": state.phase in GATHERING,
             "regroup": state.phase is Phase.FAILING_OVER,
+            "store_port": self.store.port,  # the group of this epoch is formed there, whatever there was before
         }
         at_ns = now_ns()
         self.broadcast(**self._epoch_message())

@@ -1,9 +1,10 @@
 """The data plane of one epoch: tensors from worker to worker, overlapped with compute, and stoppable at any time.
 
 Receives are posted ahead of use; one thread per sending worker waits for them in the order of posting and wakes the
-main thread where it waits for any news. Sends return at once and are reaped after the commit of their step, which
-proves that they were received. Gloo has no way to wake a blocked wait: a plane is left by shutting down its connected
-sockets, which ends every wait of the old epoch.
+main thread where it waits for any news. What is posted aside has a lane, and so a thread, of its own: it may be sent
+before or after whatever else comes from that worker. Sends return at once and are reaped after the commit of their
+step, which proves that they were received; one that is sent aside is let go as soon as it has been. Gloo has no way to
+wake a blocked wait: a plane is left by shutting down its connected sockets, which ends every wait of the old epoch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from engine.core.errors import WorkerFailedError
@@ -22,12 +24,12 @@ from engine.models.layers import Tensors
 from engine.runtime.control import Control
 from engine.runtime.link import LOOPBACK
 from engine.runtime.sockets import descriptors_by_inode, shut_down
-from engine.runtime.tensor_spec import Border
+from engine.runtime.tensor_spec import MAX_TENSORS, Border
 
 _JOIN_S = 0.05
-_PARTS = 16  # tensors in one transfer, at most
 
 Key = int  # names a transfer within a pair of workers and a step; the sender and the receiver compute the same
+_Item = tuple[int, Key | None, Tensors, list[Work]]  # the peer, the key of what is received, and what is under way
 
 
 class DataPlane:
@@ -42,28 +44,39 @@ class DataPlane:
         self._sockets = descriptors_by_inode().keys() - before
         self._arrived: dict[tuple[int, Key], Tensors] = {}
         self._failed: WorkerFailedError | None = None
-        self._posted: dict[int, queue.SimpleQueue[tuple[Key, Tensors, list[Work]] | None]] = {}
+        self._lanes: dict[tuple[object, ...], queue.SimpleQueue[_Item | None]] = {}
         self._waiters: list[threading.Thread] = []
         self._sends: list[tuple[int, list[Work], Tensors]] = []
+        self.bytes_sent = 0
 
-    def post(self, source: int, key: Key, border: Border) -> None:
-        """Posts the receive of one transfer from worker `source`; must be called in the order of sending."""
+    def post(self, source: int, key: Key, border: Border, aside: object = None) -> None:
+        """Posts the receive of one transfer from worker `source`; must be called in the order of sending in its lane.
+
+        `aside` names a lane beside the usual one.
+        """
         tensors = tuple(spec.empty() for spec in border)
         with _suspecting(f"transfer from worker {source}"):
             works = [
-                self._group.recv([tensor], self._rank[source], key * _PARTS + part)
+                self._group.recv([tensor], self._rank[source], key * MAX_TENSORS + part)
                 for part, tensor in enumerate(tensors)
             ]
-        if source not in self._posted:
-            self._posted[source] = queue.SimpleQueue()
-            waiter = threading.Thread(target=self._wait, args=(source,), name=f"from-{source}", daemon=True)
+        self._lane("from", source, aside).put((source, key, tensors, works))
+
+    def _lane(self, *name: object) -> queue.SimpleQueue[_Item | None]:
+        if name not in self._lanes:
+            self._lanes[name] = queue.SimpleQueue()
+            waiter = threading.Thread(target=self._wait, args=(self._lanes[name],), name=f"{name}", daemon=True)
             self._waiters.append(waiter)
             waiter.start()
-        self._posted[source].put((key, tensors, works))
+        return self._lanes[name]
 
     def has_arrived(self, source: int, key: Key) -> bool:
         """Says whether `take` would return at once."""
         return (source, key) in self._arrived
+
+    def take_arrived(self, source: int, key: Key) -> Tensors | None:
+        """Returns a posted transfer if it has arrived; it does not wait, and does not look whether it may."""
+        return self._arrived.pop((source, key), None)
 
     def take(self, source: int, key: Key) -> Tensors:
         """Waits for a posted transfer, returns its tensors; raises Stopped, or WorkerFailedError if the pair broke."""
@@ -71,20 +84,28 @@ class DataPlane:
         def look() -> Tensors | None:
             if self._failed is not None:
                 raise self._failed
-            return self._arrived.pop((source, key), None)
+            return self.take_arrived(source, key)
 
         return self.control.wait_until(look)
 
     def send(self, target: int, key: Key, tensors: Tensors) -> None:
         """Starts one transfer to worker `target`; the tensors must not change before the step is committed."""
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
+        self._sends.append((target, self._begin(target, key, sent), sent))
+
+    def send_aside(self, target: int, key: Key, tensor: Tensor) -> None:
+        """Starts a transfer of one tensor, which must not change before it has been received, and is let go then."""
+        self._lane("to", target).put((target, None, (tensor,), self._begin(target, key, (tensor,))))
+
+    def _begin(self, target: int, key: Key, tensors: Tensors) -> list[Work]:
+        self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
         try:
-            works = [
-                self._group.send([tensor], self._rank[target], key * _PARTS + part) for part, tensor in enumerate(sent)
+            return [
+                self._group.send([tensor], self._rank[target], key * MAX_TENSORS + part)
+                for part, tensor in enumerate(tensors)
             ]
         except RuntimeError as error:
             raise _suspicion(f"transfer to worker {target}", error) from error
-        self._sends.append((target, works, sent))
 
     def reap(self) -> None:
         """Releases the sends of a committed step; none of them can block any more."""
@@ -96,26 +117,27 @@ class DataPlane:
 
     def close(self) -> None:
         """Leaves the plane, whatever is still under way; returns within milliseconds."""
-        for waiting in self._posted.values():
-            waiting.put(None)
+        for lane in self._lanes.values():
+            lane.put(None)
         shut_down(self._sockets)
         for waiter in self._waiters:
             waiter.join(_JOIN_S)
         self._sends = []
 
-    def _wait(self, source: int) -> None:
-        posted = self._posted[source]
-        while (item := posted.get()) is not None:
-            key, tensors, works = item
+    def _wait(self, lane: queue.SimpleQueue[_Item | None]) -> None:
+        while (item := lane.get()) is not None:
+            peer, key, tensors, works = item
             try:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                self._failed = _suspicion(f"transfer from worker {source}", error)
+                self._failed = _suspicion(f"transfer {'to' if key is None else 'from'} worker {peer}", error)
                 self.control.wake()
                 return
-            self._arrived[source, key] = tensors
-            self.control.wake()
+            if key is not None:
+                self._arrived[peer, key] = tensors
+                self.control.wake()
+            del item, tensors, works  # nothing is held while this thread waits
 
 
 def _suspicion(what: str, error: RuntimeError) -> WorkerFailedError:

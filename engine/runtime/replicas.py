@@ -43,7 +43,9 @@ class Replicas:
             replica.border = borders[stage]
 
     def whole(self) -> tuple[Slot, ...]:
-        """Returns the slots of which this worker holds the state as of the last step boundary, in order."""
+        """Returns the slots of which this worker holds the state as of the last step boundary, in order: not shards."""
+        if self.job.fsdp:
+            return ()
         return tuple(sorted(self.stages.keys() - self._unfilled))
 
     def adopt(self, slot: Slot) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from engine.core.errors import InvariantError
 from engine.core.ownership import Ownership
 from engine.runtime.children import Child, ForkServer
-from engine.runtime.link import LOOPBACK, Link
+from engine.runtime.link import LOOPBACK, Link, packet
 from engine.runtime.progress_board import ProgressBoard
+
+_MAX_MUTE = 3
 
 
 @dataclass(slots=True)
@@ -59,21 +63,50 @@ def start_members(
 
 
 class RendezvousStore:
-    """The run's store: a process that serves on a loopback port bound here."""
+    """The run's store: a process that serves on a loopback port bound here. Groups that are formed do without it."""
 
     def __init__(self, server: ForkServer, logs: Path):
-        self.link, far = Link.pair()
-        log_fd = os.open(logs / "store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._server = server
+        self._log = logs / "store.log"
+        self._num_mute = 0  # how many in a row have ended before they served
+        self._start()
+
+    def _start(self) -> None:
+        link, far = Link.pair()
+        log_fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
-            self.port = listener.getsockname()[1]
-            self.child = server.fork("store", "bamboo-store", log_fd, [listener.fileno(), far.fileno()])
+            port = listener.getsockname()[1]
+            child = self._server.fork("store", "bamboo-store", log_fd, [listener.fileno(), far.fileno()])
+        self.link, self.port, self.child = link, port, child
         os.close(log_fd)
         far.close()
+
+    def start_again(self) -> None:
+        """Starts another one, on another port, in place of one that has ended.
+
+        Raises InvariantError when one after the other ends before it serves, EnvironmentLacksError when the fork server
+        has ended.
+        """
+        self._num_mute = 0 if self.link.receive() is not None else self._num_mute + 1
+        if self._num_mute == _MAX_MUTE:
+            raise InvariantError(f"no rendezvous store gets to serve; the last one wrote {self._log}")
+        ended_link, ended = self.link, self.child
+        self._start()
+        ended_link.close()
+        os.close(ended.pidfd)
 
     def close(self) -> None:
         """Lets the store end."""
         self.link.close()
         os.close(self.child.pidfd)
+
+
+def tell_all(members: Iterable[Member], /, kind: str, **fields: Any) -> None:
+    """Tells every worker that has not ended."""
+    data = packet(kind, **fields)
+    for member in members:
+        if member.exit_code is None:
+            member.link.send_packet(data)
 
 
 def close_members(members: Sequence[Member]) -> None:

@@ -13,8 +13,8 @@ from engine.core.errors import BambooError, CoordinatorUnavailableError, Environ
 from engine.core.fault import Fault, to_plain
 from engine.core.job import Job
 from engine.core.membership_state import Options, State, begin
-from engine.core.ownership import Ownership, with_shadows
-from engine.core.planned import fresh_ownership
+from engine.core.ownership import Ownership
+from engine.core.planned import fresh_ownership, shadowed
 from engine.runtime.account import Account
 from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer
@@ -91,7 +91,8 @@ def run_session(
     """
     _refuse_backend(job)
     started_at_ns = now_ns()
-    ownership = _shadowed(job, ownership or fresh_ownership(job))
+    ownership = ownership or fresh_ownership(job)
+    ownership = shadowed(job, ownership, ownership.workers())
     first = first_state(job, ownership, silence_s, hang_s)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
@@ -106,10 +107,10 @@ def run_session(
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
         tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
-        agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
+        agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
         for member in members.values():
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
-        supervise(agent, server, store, interrupts)
+        supervise(agent, server, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
         return ending
@@ -122,10 +123,6 @@ def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
     recorder = Recorder(events_fd, AGENT)
     recorder.event("job", **asdict(job))
     return recorder
-
-
-def _shadowed(job: Job, ownership: Ownership) -> Ownership:
-    return with_shadows(ownership, job.redundancy, job.redundancy_level, ownership.workers())
 
 
 def _ticking(watch: Callable[[View], None], board: ProgressBoard, requests: FaultRequests) -> Callable[[Agent], None]:

@@ -27,7 +27,7 @@ from engine.runtime.holdings import retains
 from engine.runtime.optimizer import LayerOptimizer, trainable
 from engine.runtime.residual import Checkpoint, Pending, Residual
 from engine.runtime.segment import Segment, cut_off
-from engine.runtime.tensor_spec import Border, border_of, check_border
+from engine.runtime.tensor_spec import MAX_TENSORS, Border, border_of, check_border, laid_out_as
 
 
 class Stage:
@@ -53,10 +53,9 @@ class Stage:
         self._first_returned: dict[int, Border] = {}
         self._share: Tensor | None = None
         self._history: BufferHistory | None = None
-        self._without_accumulator = self._trained()
-
-    def _trained(self) -> list[Tensor]:
-        return [parameter for layer in self.layers.values() for _, parameter in trainable(layer)]
+        # What is trained, by layer and name. Where weights lie in shards, it is what they are put together in.
+        self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
+        self._without_accumulator = self.trained()
 
     def buffers(self) -> Tensors:
         """Returns the buffers of the layers, in order."""
@@ -68,16 +67,34 @@ class Stage:
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
-        return {index: {name: _gradient(p) for name, p in trainable(layer)} for index, layer in self.layers.items()}
+        return {index: {name: _gradient(p) for name, p in named.items()} for index, named in self.weights.items()}
 
     def forget_step(self) -> None:
         """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
         self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
         self.counted = self.added = 0
         self._history = None
-        self._without_accumulator = self._trained()
+        self._without_accumulator = self.trained()
         for parameter in self._without_accumulator:
             parameter.grad = None
+
+    def history(self) -> BufferHistory:
+        """Returns the buffers as they were before each forward of the open step that this replica knows of."""
+        if self._history is None:
+            self._history = BufferHistory(modules_of(self.layers.values()))
+        return self._history
+
+    def trained(self) -> list[Tensor]:
+        """Returns the parameters that are trained, in order."""
+        return [parameter for named in self.weights.values() for parameter in named.values()]
+
+    def take_added(self, added: int, gradients: Sequence[Tensor | None]) -> None:
+        """Takes in what another replica has added up: the gradients of the trained parameters, where it has any."""
+        assert added > self.added, f"{added} backwards where {self.added} are in"
+        self.added = added
+        for parameter, gradient in zip(self.trained(), gradients, strict=True):
+            parameter.grad = None if gradient is None else laid_out_as(parameter, gradient)
+        self._without_accumulator = [each for each in self.trained() if each.grad is None]
 
     def prepare(self, step: int, microbatch: int) -> None:
         """Computes the keys of a coming forward."""
@@ -91,9 +108,7 @@ class Stage:
         """Runs the layers on the next microbatch and keeps its residual; the last stage also computes the loss."""
         assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
         if retains(self.job):
-            if self._history is None:
-                self._history = BufferHistory(modules_of(self.layers.values()))
-            self._history.note(microbatch)
+            self.history().note(microbatch)
         residual = self._forward(step, microbatch, inputs, targets)
         if residual.loss is not None:
             self.losses[microbatch] = self._finite(residual.loss.outputs[0].item(), step, microbatch)
@@ -151,7 +166,7 @@ class Stage:
         """Runs the next backward for the weights only: adds the same bits as the whole backward would."""
         assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
         for index, segment, gradients in self.pending.pop(microbatch):
-            segment.backward_weights(gradients, tuple(parameter for _, parameter in trainable(self.layers[index])))
+            segment.backward_weights(gradients, tuple(self.weights[index].values()))
             if self._without_accumulator:
                 self._own_accumulators(gradients)
         self.added += 1
@@ -203,6 +218,9 @@ class Stage:
         modules = self._modules(layers)
         with lending(modules, copy_buffers(modules)):
             self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
+        if len(self.border) > MAX_TENSORS:
+            where = self.where(layers[-1])
+            raise TypeError(f"{where}: at most {MAX_TENSORS} tensors can leave a stage, found {len(self.border)}")
         return self.border
 
     def where(self, index: int) -> str:
@@ -225,7 +243,10 @@ class Stage:
             key = self.keys.pop((step, index, microbatch), None)
             torch.default_generator.manual_seed(self._key(step, index, microbatch) if key is None else key)
             cut = cut_off(inputs)
+            before = [tensor._version for tensor in cut]
             outputs = self._call(index, cut)
+            if [tensor._version for tensor in cut] != before:  # somebody else may have use for it
+                raise TypeError(f"{self.where(index)}: a layer must not overwrite what it is called with")
             check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
             segments.append(Segment(cut, outputs))
             inputs = outputs

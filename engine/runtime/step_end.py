@@ -51,6 +51,7 @@ class StepEnd:
         self._routes = routes
         self._reduced = {}
         self._tied = {}
+        self.bytes_healed = 0
 
     def clear(self) -> None:
         """Drops what is held of the end of the open step."""
@@ -73,7 +74,9 @@ class StepEnd:
         slot = (action.pipeline, action.stage)
         key, replica = self._key(Purpose.HEAL, slot), self.replicas.stages[slot]
         if self._owns(slot):
+            before = self._plane.bytes_sent
             send_state(self._plane, self._targets(Kind.STATE, slot), key, replica)
+            self.bytes_healed += self._plane.bytes_sent - before
         else:
             take_state(self._plane, self._source(Kind.STATE, slot), key, replica)
             self.replicas.healed(slot)

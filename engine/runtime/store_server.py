@@ -6,10 +6,12 @@ It listens on a loopback socket that was bound before, because torch's store wou
 from __future__ import annotations
 
 import socket
+from collections.abc import Collection
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
+from engine.core.errors import WorkerFailedError
 from engine.runtime.link import LOOPBACK, Link
 from engine.runtime.sockets import descriptors_by_inode, shut_down
 
@@ -39,25 +41,30 @@ def _connected(port: int) -> TCPStore:
 
 
 class Rendezvous:
-    """This process's connection to the store, kept from one epoch to the next.
+    """This process's connection to the store, kept from one epoch to the next while these name the same store.
 
     A wait for what never comes holds the connection; hanging up ends it, and the next epoch connects anew.
     """
 
-    def __init__(self, port: int):
-        self._port = port
-        self._connect()
+    def __init__(self) -> None:
+        self._port = 0
+        self._client: TCPStore | None = None
+        self._sockets: Collection[int] = ()
 
-    def _connect(self) -> None:
-        before = descriptors_by_inode().keys()
-        self._client: TCPStore | None = _connected(self._port)
-        self._sockets = descriptors_by_inode().keys() - before
+    def of_epoch(self, epoch: int, port: int) -> PrefixStore:
+        """Returns the view that belongs to an epoch, of the store that listens on `port`.
 
-    def of_epoch(self, epoch: int) -> PrefixStore:
-        """Returns the view of the store that belongs to an epoch."""
-        if self._client is None:
-            self._connect()
-        assert self._client is not None
+        Raises WorkerFailedError when nobody does: a suspicion like any other, for the store may have just ended.
+        """
+        if self._client is None or port != self._port:
+            before = descriptors_by_inode().keys()
+            try:
+                socket.create_connection((LOOPBACK, port)).close()  # torch's client would try for its whole timeout
+                self._client = _connected(port)
+            except (OSError, RuntimeError) as error:
+                raise WorkerFailedError(f"the rendezvous store cannot be reached: {error}") from error
+            self._port = port
+            self._sockets = descriptors_by_inode().keys() - before
         return PrefixStore(f"epoch-{epoch}", self._client)
 
     def hang_up(self) -> None:

@@ -10,25 +10,26 @@ import time
 from engine.core.errors import InvariantError
 from engine.runtime.agent import Agent
 from engine.runtime.children import ForkServer
+from engine.runtime.hearing import hear
 from engine.runtime.interrupts import Interrupts
-from engine.runtime.roster import Member, RendezvousStore
+from engine.runtime.roster import Member
 
 _TICK_S = 0.25
 
 
-def supervise(agent: Agent, server: ForkServer, store: RendezvousStore, interrupts: Interrupts) -> None:
+def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
     """Serves until every worker has ended; afterwards the agent says how it went."""
     members = list(agent.members.values())
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
         selector.register(server.link, selectors.EVENT_READ, lambda: _note_exit(selector, agent, server))
-        selector.register(store.child.pidfd, selectors.EVENT_READ, lambda: _lose_store(selector, agent, store))
+        _watch_store(selector, agent)
         for member in members:
             _watch(selector, agent, member)
-        while server.has_early_exits():
-            _note_exit(selector, agent, server)
         ticked_s = 0.0
         while any(member.exit_code is None for member in members):
+            while server.has_early_exits():
+                _note_exit(selector, agent, server)
             due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
             wait_s = min(_TICK_S, due_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
@@ -57,7 +58,7 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> No
         if message is None:
             selector.unregister(member.link)
         else:
-            agent.hear(member, message)
+            hear(agent, member, message)
 
     selector.register(member.child.pidfd, selectors.EVENT_READ, ended)
     selector.register(member.link, selectors.EVENT_READ, spoken)
@@ -70,12 +71,18 @@ def _hear_last_words(agent: Agent, member: Member) -> None:
     """
     with contextlib.suppress(BlockingIOError):
         while (message := member.link.receive()) is not None:
-            agent.hear(member, message)
+            hear(agent, member, message)
 
 
-def _lose_store(selector: selectors.BaseSelector, agent: Agent, store: RendezvousStore) -> None:
-    selector.unregister(store.child.pidfd)
-    agent.fail(InvariantError(f"the rendezvous store (pid {store.child.pid}) has ended"))
+def _watch_store(selector: selectors.BaseSelector, agent: Agent) -> None:
+    def ended() -> None:
+        selector.unregister(child.pidfd)
+        if agent.replaces_store():
+            _watch_store(selector, agent)
+
+    child = agent.store.child
+    agent.recorder.event("rendezvous", child=child.pid, port=agent.store.port)
+    selector.register(child.pidfd, selectors.EVENT_READ, ended)
 
 
 def _note_exit(selector: selectors.BaseSelector, agent: Agent, server: ForkServer) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from engine.models.layers import Tensors
 
+MAX_TENSORS = 16  # in one transfer
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -71,3 +73,10 @@ def check_border(expected: Border, tensors: Tensors, where: str) -> None:
         )
         wrong = wrong or f"{len(found)} tensors instead of {len(expected)}"
         raise TypeError(f"{where}: a layer must return the same shapes every time, found {wrong}")
+
+
+def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient laid out in memory as its parameter; a copy only where it is not."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

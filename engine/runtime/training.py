@@ -8,11 +8,14 @@ the usual one. A broken transfer is a suspicion: it is told, and the next epoch 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Literal
 
 from engine.core.errors import WorkerFailedError
 from engine.core.inventory import from_json, to_json
-from engine.core.ownership import Ownership, Slot, with_shadows
+from engine.core.ownership import Ownership, Slot
+from engine.core.planned import is_due, shadowed
 from engine.core.program import Program, build_program
 from engine.core.recovery import Plan, PlanInput, make_plan
 from engine.runtime.control import Fenced
@@ -43,7 +46,7 @@ class Training:
         self._executor = Executor(around)
         self._members: tuple[int, ...] = ownership.workers()
         self._leaving: tuple[int, ...] = ()
-        self._is_steady = False  # whether the program is the one that every step has
+        self._program: Literal["usual", "plan", "heal"] = "usual"  # the usual one is what every step has
         self._is_over = False
         self._audited = -1  # the last step that was, or need not be
 
@@ -67,17 +70,29 @@ class Training:
 
     def _advance(self) -> None:
         """Runs the open step and what follows its commit."""
-        commit = self._executor.run_step()
+        commit = self._run_step()
         self._is_over = commit["last"]
         self._drop_others()  # what had no part in the step has missed it
         self._audit(commit, self._slots())
         if commit["then"] == "epoch":
             self._reconvene()  # an epoch follows at once; it says whether this step is to be validated
             return
-        if self._is_due(self.around.job.validate_every, commit):
+        if is_due(self.around.job.validate_every, commit["step"], commit["last"]):
             self._validate(commit["step"])
-        if not self._is_steady and not self._is_over:
+        if self._program != "usual" and not self._is_over:
             self._heal()
+
+    def _run_step(self) -> Message:
+        """Runs the open step; records how much was sent for a recovery, whatever becomes of it."""
+        step, before = self._executor.step, self._plane.bytes_sent
+        try:
+            return self._executor.run_step()
+        finally:
+            if self._program != "usual":
+                plan = self._program == "plan"
+                num_bytes = self._plane.bytes_sent - before if plan else self._executor.end.bytes_healed
+                fields = {"program": self._program, "epoch": self.around.control.accepted, "step": step}
+                self.around.recorder.event("moved", **fields, bytes=num_bytes)
 
     def _finish(self) -> None:
         around = self.around
@@ -111,31 +126,30 @@ class Training:
             if epoch["regroup"]:
                 self._regroup(epoch)
             told = control.take("plan")
-            program = self._plan(told).program
-            validate = told["validate"]
-            self._mark("plan")
+            plan = self._plan(told)
+            program, validate = plan.program, told["validate"]
+            self._mark("plan", adopted=plan.adopted)
         go = control.take("go")
         if self._forming is not None:
             self._plane = self._forming.plane()
             self._forming = None
-        self._is_steady = program is None
+        self._program = "usual" if program is None else "plan"
         self._is_over = go["end"]
         self._executor.enter(self._plane, self.ownership, program or self._usual_program())
         if validate:
             self._validate(self._executor.step - 1)
 
-    def _mark(self, phase: str) -> None:
+    def _mark(self, phase: str, **fields: object) -> None:
         self.around.control.mark(phase)
-        self.around.recorder.event("mark", phase=phase, epoch=self.around.control.accepted)
+        self.around.recorder.event("mark", phase=phase, epoch=self.around.control.accepted, **fields)
 
     def _regroup(self, epoch: Message) -> None:
         around = self.around
         if self._forming is not None:
             self._forming.give_up()
         self._plane.close()
-        self._forming = Forming(
-            *(around.control, self._rendezvous, around.recorder, around.worker, epoch["epoch"], epoch["members"])
-        )
+        what = (around.worker, epoch["epoch"], epoch["members"], epoch["store_port"])
+        self._forming = Forming(around.control, self._rendezvous, around.recorder, *what)
 
     def _plan(self, told: Message) -> Plan:
         """Catches up with the last commit, makes the plan, and takes over what it says."""
@@ -170,28 +184,26 @@ class Training:
 
     def _heal(self) -> None:
         """Opens a step with the shadows that are wanted: once more with those who get their replica, then as usual."""
-        job, before = self.around.job, self.ownership
-        self.ownership = with_shadows(before, job.redundancy, job.redundancy_level, self._members, self._leaving)
+        before = self.ownership
+        self.ownership = shadowed(self.around.job, before, self._members, self._leaving)
         new = frozenset(
             (worker, slot)
             for slot in before.grid.slots()
             for worker in self.ownership.shadows_of(*slot)
             if worker not in before.shadows_of(*slot)
         )
-        self._is_steady = not new
+        self._program = "heal" if new else "usual"
         self._executor.enter(self._plane, self.ownership, self._usual_program(new))
 
     def _usual_program(self, healing: frozenset[tuple[int, Slot]] = frozenset()) -> Program:
         job = self.around.job
-        return build_program(job.schedule, self.ownership, job.redundancy, healing)
-
-    def _is_due(self, every: int, commit: Message) -> bool:
-        return every > 0 and ((commit["step"] + 1) % every == 0 or commit["last"])
+        return build_program(job.schedule, self.ownership, job.redundancy, healing, job.log_every, job.fsdp)
 
     def _validate(self, step: int) -> None:
         """Runs a validation pass; so that it can be redone, nobody begins the next step before the outcome is told."""
         control = self.around.control
-        result = Validation(self.around, self._plane, self.ownership).run()
+        with self.around.shards.all_whole() if self.around.shards else contextlib.nullcontext():
+            result = Validation(self.around, self._plane, self.ownership).run()
         if result is not None:
             control.send("validation", step=step, loss=result.loss, metric=result.metric)
         control.take("validated")
@@ -199,9 +211,11 @@ class Training:
     def _audit(self, commit: Message, slots: Sequence[Slot]) -> None:
         """Tells the agent the hash of every layer of these replicas, if the step is one to audit."""
         self._audited = commit["step"]
-        if not self._is_due(self.around.job.audit, commit):
+        if not is_due(self.around.job.audit, commit["step"], commit["last"]):
             return
         for pipeline, index in slots:
+            if self.around.shards is not None:
+                self.around.shards.meet(index)
             stage = self.around.replicas.stages[pipeline, index]
             rows = [
                 [layer, hash_tensors(stage.optimizers[layer].state_tensors()), hash_tensors(module.named_buffers())]

@@ -31,6 +31,8 @@ class Purpose(IntEnum):
     ENDING = 6  # buffers and losses of a pipeline
     LOG = 7
     HEAL = 8
+    STREAM = 9
+    MEETING = 10  # nothing: whoever has it knows that the other is there
 
 
 def transfer_key(grid: Grid, purpose: Purpose, pipeline: int, stage: int, index: int = 0) -> int:

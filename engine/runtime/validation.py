@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from engine.core.program import build_validation
 from engine.core.requires import carried
 from engine.core.routes import routes_of
+from engine.models.chunks import Mark, merge
 from engine.models.layers import Tensors
 from engine.runtime.executor import Surroundings
 from engine.runtime.plane import DataPlane
@@ -18,7 +18,7 @@ from engine.runtime.transfers import Receiver, carrier_key, receives_of
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Mean loss over the validation microbatches, and mean metric if the model has one."""
+    """Loss of a validation microbatch, or the mean of all; and the metric if the model has one."""
 
     loss: float
     metric: float | None
@@ -41,7 +41,7 @@ class Validation:
         """Runs the pass; the owner of the last stage gets the result, the others None."""
         receiver = Receiver(self.plane, self.receives)
         made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
-        results: list[tuple[float, float | None]] = []
+        results: list[Validated] = []
         for action in self.actions:
             self.around.control.check()
             if action.op is Op.RECV_F:
@@ -53,14 +53,9 @@ class Validation:
                     self.plane.send(target, carrier_key(self.grid, action, validation=True), tensors)
             else:
                 self._forward(action, made, results)
-        if not results:
-            return None
-        losses, metrics = zip(*results, strict=True)
-        return Validated(fmean(losses), None if metrics[0] is None else fmean(metrics))
+        return merge(results, Mark.MEAN) if results else None
 
-    def _forward(
-        self, action: Action, made: dict[tuple[int, int], Tensors], results: list[tuple[float, float | None]]
-    ) -> None:
+    def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[Validated]) -> None:
         around, stage = self.around, self.around.replicas.stages[0, action.stage]
         batch = None
         if action.stage == 0 or stage.is_last:
@@ -72,6 +67,6 @@ class Validation:
             outputs = stage.evaluate(made.pop((action.stage - 1, action.microbatch)))
         if stage.is_last:
             assert batch is not None
-            results.append(stage.evaluate_loss(outputs, batch.targets))
+            results.append(Validated(*stage.evaluate_loss(outputs, batch.targets)))
         else:
             made[action.stage, action.microbatch] = outputs

@@ -29,6 +29,7 @@ from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder
 from engine.runtime.replicas import Replicas
+from engine.runtime.sharded_stages import Shards
 from engine.runtime.stage import Stage
 from engine.runtime.store_server import Rendezvous
 from engine.runtime.tensor_spec import Border, TensorSpec
@@ -82,7 +83,8 @@ def _live(control: Control, events_fd: int, board_fd: int) -> None:
     board = ProgressBoard(board_fd, welcome["num_lines"])
     data = open_data(job)
     model = build_model(job, data.facts)
-    joined = join(control, welcome, job, data, model, Recorder(events_fd, welcome["worker"]), board)
+    control.recorder = Recorder(events_fd, welcome["worker"])
+    joined = join(control, welcome, job, data, model, control.recorder, board)
     training = Training(*joined)
     control.send("ready")
     training.run()
@@ -100,13 +102,15 @@ def join(
     ownership = Ownership(grid, owners, tuple(map(tuple, welcome["shadows"])))
     slots = (*ownership.slots_of(worker), *ownership.shadowed_by(worker))
     replicas = Replicas(job, model, starts, slots)
-    rendezvous = Rendezvous(welcome["store_port"])
-    plane = DataPlane(control, rendezvous.of_epoch(0), worker, welcome["ranks"])
+    rendezvous = Rendezvous()
+    store = rendezvous.of_epoch(0, welcome["store_port"])
+    plane = DataPlane(control, store, worker, welcome["ranks"])
     owned = {slot: replicas.stages[slot] for slot in ownership.slots_of(worker)}
     borders = _learn_borders(control, job, data, owned)
     replicas.learn(borders)
     failpoints = Failpoints(control, worker, [from_plain(each) for each in welcome["faults"]], replicas)
-    around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints)
+    shards = Shards(worker, replicas, ownership, store) if job.fsdp else None
+    around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, shards)
     return Joined(around, ownership, rendezvous, plane)
 
 

@@ -1,14 +1,20 @@
-"""What the tests of this folder share, because it takes a second to start: peers, their store, and one etcd."""
+"""What the tests of this folder share: peers, their store and one etcd, which take a second to start; a control."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from engine.core.errors import ExitCode
+from engine.runtime.control import Control
 from engine.runtime.embedded_etcd import EmbeddedEtcd
 from engine.runtime.etcd_settings import EtcdSettings
+from engine.runtime.link import Link
 from engine.runtime.roster import RendezvousStore
 from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
 from tests.runtime.peers import PeerServer, peer_server
@@ -54,3 +60,23 @@ def fragile(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         backend = EtcdBackend(server.settings(), server)
         yield backend
         backend.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Control, Link]]:
+    """A control and the agent's end; when that closes, the thread ends here instead of the process."""
+    exit_codes: list[int] = []
+
+    def leave(code: int) -> NoReturn:
+        exit_codes.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", leave)
+    near, far = Link.pair()
+    control = Control(near)
+    (thread,) = (each for each in threading.enumerate() if each.name == "control")
+    yield control, far
+    far.close()
+    thread.join(5.0)
+    near.close()
+    assert exit_codes == [ExitCode.INTERNAL], "a worker without an agent ends"

@@ -44,12 +44,12 @@ _TIMEOUT_S = 30.0
 
 
 class Block(nn.Module):
-    """Normalises, multiplies and drops: buffers and random numbers."""
+    """Normalises, multiplies and drops: random numbers, buffers and a residual connection in one layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + nn.functional.dropout(self.linear(self.norm(x)), 0.3, self.training)
@@ -60,7 +60,31 @@ def normed() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 1)]
 
 
+class Turned(nn.Module):
+    """Like spectral normalisation: what it returns depends on a buffer that every forward changes."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen * 0.5 + x.detach().mean(0)
+        if self.seen[0] > self.seen[1]:  # so that a parameter has a gradient, or not, after some microbatches
+            x = x + self.sometimes(x)
+        return self.block(x) * self.seen
+
+
+def stateful() -> list[nn.Module]:
+    """Makes a model whose forwards depend on all that were before."""
+    return [nn.Linear(WIDTH, WIDTH), Turned(), Turned(), Turned(), nn.Linear(WIDTH, 1)]
+
+
 NORMED = {"model": "tests.runtime.small_run:normed", "data": "synthetic", "microbatch_size": 4}
+STATEFUL = NORMED | {"model": "tests.runtime.small_run:stateful"}
 TIED_GPT = {"model": "gpt", "model_args": {"width": 16, "depth": 2, "heads": 2, "tied": True}, "microbatch_size": 2}
 
 
@@ -130,7 +154,7 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
         executor.catch_up(told["commit"])
         if told["inventories"] is None:
             healing = frozenset((each, (d, s)) for each, d, s in told["healing"])
-            program = build_program(job.schedule, ownership, job.redundancy, healing)
+            program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every)
         else:
             inventories = tuple(from_json(text) for text in told["inventories"])
             plan = make_plan(PlanInput(epoch["epoch"], told["committed"], ownership, inventories))

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.errors import ExitCode, WorkerFailedError
+from engine.core.errors import ExitCode, InvariantError, WorkerFailedError
 from engine.core.job import Job
 from engine.runtime.children import Child, ForkServer
+from engine.runtime.roster import RendezvousStore
 from engine.runtime.session import run_session
+from tests.runtime.peers import PeerServer
 
 
 def test_a_worker_that_dies_while_others_are_forked_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,3 +38,43 @@ def test_a_worker_that_dies_while_others_are_forked_is_named(monkeypatch: pytest
     assert str(ending.error) == f"training did not recover: worker 1 was ended by SIGKILL; {who}"
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.NOT_RECOVERED)
     assert [each.state for each in ending.view.workers] == ["starting", "dead", "starting"]
+
+
+def test_a_store_that_ends_before_training_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first group may be half formed, and nobody has anything to lose yet."""
+    fork = ForkServer.fork
+
+    def fork_and_kill_the_store(self: ForkServer, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        child = fork(self, role, name, log_fd, fds)
+        if role == "store":
+            child.signal(signal.SIGKILL)
+        return child
+
+    monkeypatch.setattr(ForkServer, "fork", fork_and_kill_the_store)
+    ending = run_session(Job(model="mlp", stages=2), tmp_path / "events.jsonl", tmp_path)
+    assert isinstance(ending.error, InvariantError)
+    assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.INTERNAL)
+    assert "the rendezvous store" in str(ending.error)
+
+
+def test_stores_that_never_serve_are_not_started_for_ever(
+    monkeypatch: pytest.MonkeyPatch, peers: PeerServer, tmp_path: Path
+) -> None:
+    fork = ForkServer.fork
+
+    def fork_something_else(self: ForkServer, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        return fork(self, "nobody", name, log_fd, fds)
+
+    monkeypatch.setattr(ForkServer, "fork", fork_something_else)
+    store = RendezvousStore(peers.server, tmp_path)
+    ports = {store.port}
+    for _ in range(2):
+        assert select.select([store.child.pidfd], [], [], 5)[0]
+        store.start_again()
+        ports.add(store.port)
+    assert len(ports) == 3
+    assert select.select([store.child.pidfd], [], [], 5)[0]
+    with pytest.raises(InvariantError, match=r"no rendezvous store gets to serve; the last one wrote .*store\.log"):
+        store.start_again()
+    assert (tmp_path / "store.log").read_text().count("KeyError: 'nobody'") == 3
+    store.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import WorkerFailedError
-from engine.runtime.bench_relay import _allowed, _relay_s, bench_etcd_start, bench_forming, bench_relay
+from engine.runtime.bench_relay import Events, _allowed, _relay_s, bench_etcd_start, bench_forming, bench_relay
 
 
 def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:
@@ -18,16 +18,18 @@ def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:
 
 
 def test_the_last_one_to_learn_counts_and_everyone_must() -> None:
-    formed = [{"event": "formed"}] * 3
+    formed: Events = [{"event": "formed"}] * 3
     seen = {"event": "exit", "expected": False, "seen_ns": 1_000_000}
-    told = [{"event": "told", "told_ns": each} for each in (2_000_000, 4_000_000)]
-    assert _relay_s([*formed, seen, *told, {"event": "exit", "expected": True, "seen_ns": 9}]) == 0.003
-    with pytest.raises(WorkerFailedError, match="1 of 2 workers were told"):
-        _relay_s([*formed, seen, told[0]])
+    told = [{"event": "told", "at_ns": each} for each in (2_000_000, 4_000_000)]
+    known = [{"event": "known", "at_ns": each} for each in (1_500_000, 1_200_000)]
+    events: Events = [*formed, *known, seen, *told, {"event": "exit", "expected": True, "seen_ns": 9}]
+    assert (_relay_s(events, "known"), _relay_s(events, "told")) == (0.0005, 0.003)
+    with pytest.raises(WorkerFailedError, match="1 of 2 workers have an event 'told'"):
+        _relay_s([*formed, seen, told[0]], "told")
 
 
 def test_all_of_them_run_and_leave_their_folder_empty(tmp_path: Path) -> None:
     rows = bench_relay(2, tmp_path) + bench_forming(1, tmp_path) + bench_etcd_start(1, tmp_path)
-    assert [row.n for row in rows] == [2, 2, 1, 1, 1, 1]
+    assert [row.n for row in rows] == [2, 2, 2, 2, 1, 1, 1, 1]
     assert all(0 < row.ours < 5 for row in rows if "added" not in row.metric)
     assert list(tmp_path.iterdir()) == []

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from engine.core.errors import ExitCode
 from engine.runtime.control import Control, Fenced, Stopped
 from engine.runtime.link import Link
+from engine.runtime.recorder import Recorder, open_events
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-exit_codes: list[int] = []
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Control, Link]]:
-    """A control and the agent's end; when that closes, the thread ends here instead of the process."""
-
-    def leave(code: int) -> NoReturn:
-        exit_codes.append(code)
-        raise SystemExit
-
-    monkeypatch.setattr(os, "_exit", leave)
-    exit_codes.clear()
-    near, far = Link.pair()
-    control = Control(near)
-    (thread,) = (each for each in threading.enumerate() if each.name == "control")
-    yield control, far
-    far.close()
-    thread.join(5.0)
-    near.close()
-    assert exit_codes == [ExitCode.INTERNAL], "a worker without an agent ends"
 
 
 def later(act: Callable[[], object]) -> None:
@@ -146,6 +126,22 @@ def test_it_speaks_in_the_epoch_that_it_has_accepted(pair: tuple[Control, Link])
     control.send("inventory")
     said = [agent.receive(), agent.receive()]
     assert [(each["kind"], each["epoch"]) for each in said if each] == [("vote", 0), ("inventory", 2)]
+
+
+def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
+    control, agent = pair
+    agent.send("exit", of=1)  # before anybody knows where to record it
+    agent.send("seen")
+    assert control.take("seen")
+    events_fd = open_events(tmp_path / "events.jsonl")
+    control.recorder = Recorder(events_fd, 2)
+    agent.send("exit", of=3)
+    agent.send("seen")
+    assert control.take("seen")
+    control.check()
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert event.items() >= {"event": "known", "worker": 2, "of": 3}.items()
+    os.close(events_fd)
 
 
 def test_stop_is_heard_while_an_epoch_is_awaited(pair: tuple[Control, Link]) -> None:

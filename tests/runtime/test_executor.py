@@ -18,7 +18,7 @@ from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.holdings import Holdings
 from engine.runtime.replicas import Replicas
 from tests.runtime.peers import PeerServer
-from tests.runtime.small_run import NORMED, TIED_GPT, Rows, SmallRun, small_job
+from tests.runtime.small_run import NORMED, STATEFUL, TIED_GPT, Rows, SmallRun, small_job
 
 JOBS: dict[str, dict[str, Any]] = {
     "normed": NORMED,
@@ -180,6 +180,22 @@ def test_who_owns_what_changes_no_bit(peers: PeerServer, port: int, name: str) -
     for owners in ((0,) * (2 * stages), (0, 1, *(0 for _ in range(2, 2 * stages)))):
         found = by_slot(ran(peers, port, values, Ownership(Grid(stages, 4, 2), owners)))
         assert found == plain
+
+
+STREAMED = [
+    {1: (1, "1STREAM1", "before")},
+    {1: (1, "1STREAM1", "after")},
+    {1: (1, "1B2", "after")},
+    {2: (1, "2SEND_B2", "after")},
+    {0: (1, "0STREAM2", "after")},
+    {2: (1, "2REDUCE_GRAD", "after")},
+]
+
+
+@pytest.mark.parametrize("kills", STREAMED, ids=str)
+@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+def test_a_death_changes_no_bit_of_what_is_streamed(peers: PeerServer, port: int, redundancy: str, kills: Any) -> None:
+    check_survival(peers, port, STATEFUL | {"redundancy": redundancy, "log_every": 1}, kills)
 
 
 class Nothing:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -22,23 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 ACTION = Action(2, Op.B, 3)
 BEFORE = Fault("5:2:B:3", At(5, ACTION), (slot_owner(ACTION),))
 DURING = Fault("5:2:B:3:during", At(5, ACTION, "during"), (slot_owner(ACTION),))
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Control, Link]]:
-    """A control and the agent's end; when that closes, the thread ends here instead of the process."""
-
-    def leave(code: int) -> NoReturn:
-        raise SystemExit
-
-    monkeypatch.setattr(os, "_exit", leave)
-    near, far = Link.pair()
-    control = Control(near)
-    (thread,) = (each for each in threading.enumerate() if each.name == "control")
-    yield control, far
-    far.close()
-    thread.join(5.0)
-    near.close()
 
 
 def answer(agent: Link, kind: str, **fields: Any) -> threading.Thread:

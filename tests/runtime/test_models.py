@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.core.errors import UserError
 from engine.core.job import Args, Job
 from engine.core.random_key import weights_key
+from engine.models import timed
 from engine.models.catalogue import MODELS, build_model, open_data
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, Model, Tie, as_tensors
@@ -173,6 +174,18 @@ def test_timed_sleeps_in_forward_and_backward_even_of_the_first_layer() -> None:
     gradient = layer.get_parameter("scale").grad
     assert gradient is not None
     assert gradient.abs().sum() > 0
+
+
+def test_timed_sleeps_for_the_input_and_for_the_weights_as_each_is_asked_for() -> None:
+    model, batch = opened(job_of("timed", layers=2, backward_ms=30, width=100))
+    first, second = build(model)
+    cut = first(*batch.inputs).detach().requires_grad_()
+    timed.backwards_ns.clear()
+    loss = model.loss((second(cut),), batch.targets)
+    torch.autograd.grad(loss, cut, retain_graph=True)
+    torch.autograd.grad(loss, second.get_parameter("scale"))
+    assert len(timed.backwards_ns) == 2
+    assert min(timed.backwards_ns) >= 15_000_000
 
 
 def test_alexnet_and_vgg_take_small_images() -> None:

@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -86,6 +87,45 @@ def samples() -> list[Tensor]:
     made = [(torch.arange(12) % 5).reshape(3, 4).to(dtype) for dtype in KINDS]
     made += [torch.empty(0), torch.empty(3, 0, 2), torch.tensor(1.5), torch.arange(12.0).reshape(3, 4).t()]
     return [*made, torch.tensor([float("nan"), -0.0, float("inf")])]
+
+
+def sends_aside(port: int, prefix: str) -> bool:
+    plane = plane_of(port, prefix, 0)
+    plane.send(1, 1, (torch.ones(4),))
+    plane.post(1, 2, (spec(1),))
+    plane.take(1, 2)
+    stream = torch.full((1 << 20,), 7.0)
+    released = weakref.ref(stream)
+    plane.send_aside(1, 7, stream)
+    del stream
+    plane.post(1, 3, (spec(1),))
+    plane.take(1, 3)  # it has been received
+    until_s = time.monotonic() + TIMEOUT_S
+    while released() is not None and time.monotonic() < until_s:
+        time.sleep(0.01)
+    plane.close()
+    return released() is None
+
+
+def posts_aside_first(port: int, prefix: str) -> list[Any]:
+    plane = plane_of(port, prefix, 1)
+    plane.post(0, 7, (spec(1 << 20),), aside="streams")
+    plane.post(0, 1, (spec(4),))
+    (first,) = plane.take(0, 1)
+    too_early = plane.take_arrived(0, 7)
+    plane.send(0, 2, (torch.zeros(1),))
+    (stream,) = plane.take(0, 7)
+    plane.send(0, 3, (torch.zeros(1),))
+    plane.reap()
+    plane.close()
+    return [first.tolist(), too_early, stream.unique().tolist()]
+
+
+def test_what_is_sent_aside_is_let_go_and_holds_nobody_up(peers: PeerServer, port: int) -> None:
+    """It is posted first and sent last."""
+    let_go, taken = run_peers(peers, port, sends_aside, posts_aside_first)
+    assert let_go
+    assert taken == [[1.0] * 4, None, [7.0]]
 
 
 def sends_samples(port: int, prefix: str) -> None:
@@ -289,12 +329,15 @@ def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer, port: int) -> N
 
 
 def dies(port: int, prefix: str) -> None:
-    plane_of(port, prefix, 0)
+    plane = plane_of(port, prefix, 0)
+    plane.post(1, 200, (spec(1),))
+    plane.take(1, 200)  # the other has joined
     os._exit(0)
 
 
 def is_left(port: int, prefix: str) -> list[str]:
     plane = plane_of(port, prefix, 1)
+    plane.send(0, 200, (torch.ones(1),))
     plane.post(0, 0, (spec(1),))
     texts = []
     for _ in range(2):  # the failure stays

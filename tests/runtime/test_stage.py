@@ -14,27 +14,19 @@ from torch import Tensor, nn
 from engine.core.errors import DivergedError, UserError
 from engine.core.job import Job
 from engine.core.random_key import layer_key, weights_key
-from engine.models.layers import LayerSpec, Model, Tensors, Tie, as_tensors
+from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, as_tensors
 from engine.runtime.build_layer import build_layer
 from engine.runtime.log import squared_norm
 from engine.runtime.stage import Stage
 from engine.runtime.tensor_spec import TensorSpec
+from tests.runtime import small_run
 
 M = 3
 STEP = 5
 WIDTH = 6
 
 
-class Block(nn.Module):
-    """Normalises, multiplies and drops: random numbers, buffers and a residual connection in one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.dropout(self.linear(self.norm(x)).tanh(), 0.4, self.training)
+Block = partial(small_run.Block, WIDTH)
 
 
 class Split(nn.Module):
@@ -335,6 +327,13 @@ def test_a_probe_learns_the_border_and_leaves_no_trace() -> None:
     for probed, fresh in zip(stage.layers.values(), untouched.layers.values(), strict=True):
         assert all(parameter.grad is None for parameter in probed.parameters())
         assert all(same_bits(*pair) for pair in zip(probed.buffers(), fresh.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("overwrite", [lambda x: x.add_(1), lambda x: x.detach()[0].zero_().add(x)])
+def test_a_layer_that_overwrites_what_others_may_still_need_is_refused(overwrite: Callable[[Tensor], Tensor]) -> None:
+    stage = Stage(job_of(), model_of([partial(FunctionLayer, overwrite)]), 0, 0, 1)
+    with pytest.raises(TypeError, match=r"layer 0 \(layer0\): a layer must not overwrite what it is called with"):
+        stage.forward(STEP, 0, inputs_of(0), TARGETS)
 
 
 def test_evaluation_is_neither_random_nor_counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,95 @@ def test_data_of_another_task_is_refused_by_the_model() -> None:
     with pytest.raises(UserError) as caught:
         build_model(Job(model="gpt"), FACTS)
     assert caught.value.problems[0].field == "data"
+
+
+USER_BATCHES = """
+from engine.models.chunks import Chunk
+from engine.models.data import DataFacts
+from engine.models.whole_batches import WholeBatch
+
+class Whole:
+    facts, spec, num_made = DataFacts(task="regress", features=1), None, 0
+
+    def __init__(self, seed):
+        pass
+
+    def batch(self, step, pipeline, size):
+        self.num_made += 1
+        x = torch.arange(size).float().view(size, 1) + 100 * step + 1000 * pipeline
+        return WholeBatch((x,), x + 0.5, {"named": [x, "text"]})
+
+    def validation_batch(self, size):
+        return self.batch(-1, 0, size)
+
+class Odd(Whole):
+    def batch(self, step, pipeline, size):
+        return super().batch(step, pipeline, size + 1)
+
+class Drifts(Whole):
+    def batch(self, step, pipeline, size):
+        return WholeBatch((torch.ones(size, 1), step), torch.ones(size, 1))
+"""
+BATCH_JOB = Job(model="mlp", microbatches=3, pipelines=2, validation_microbatches=2, microbatch_size=2)
+
+
+def test_whole_batches_become_microbatches_of_their_own_memory(module: WriteModule) -> None:
+    data = open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:Whole"))
+    for pipeline in range(2):
+        for microbatch in range(3):
+            batch = data.microbatch(1, pipeline, microbatch, 2)
+            first = 100 + 1000 * pipeline + 2 * microbatch
+            for tensor in batch.inputs:
+                assert tensor.flatten().tolist() == [first, first + 1]
+                tensor.zero_()  # what comes after does not see it
+            assert batch.targets[0].flatten().tolist() == [first + 0.5, first + 1.5]
+    assert data.microbatch(1, 0, 0, 2).inputs[1].flatten().tolist() == [100, 101]
+    assert data.validation(1, 2).inputs[0].flatten().tolist() == [-98, -97]
+    assert vars(data)["_source"].num_made == 1 + 2 + 1  # at the start, for each pipeline, for validation
+
+
+def test_the_first_layer_is_called_with_the_form_of_the_batch(module: WriteModule) -> None:
+    source = USER_BATCHES + (
+        "def first(x, *, named): return x, named[0], torch.tensor(len(named[1]))\n"
+        "def make(): return [first, torch.add]\n"
+    )
+    name = module(source)
+    job = replace(BATCH_JOB, model=f"{name}:make", data=f"{name}:Whole")
+    data = open_data(job)
+    layer = build_model(job, data.facts).layers[0].build()
+    x, again, length = layer(*data.microbatch(0, 0, 2, 2).inputs)
+    assert x.tolist() == again.tolist() == [[4], [5]]
+    assert length == len("text")
+
+
+def test_batches_that_cannot_be_split_are_told_when_they_are_opened(module: WriteModule) -> None:
+    with pytest.raises(UserError) as caught:
+        open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:Odd"))
+    assert "batch.args.0: expected a multiple of 3 along dimension 0, found 7" in str(caught.value)
+
+
+def test_values_that_are_no_tensors_must_stay(module: WriteModule) -> None:
+    data = open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:Drifts"))
+    with pytest.raises(ValueError, match="arguments of the same form in every microbatch"):
+        data.microbatch(1, 0, 0, 2)
+
+
+@pytest.mark.parametrize("names", ["'skip'", "('skip', 3)"])
+def test_names_of_skips_are_checked(module: WriteModule, names: str) -> None:
+    source = f"def make():\n    layer = nn.ReLU()\n    layer.takes = {names}\n    return [nn.ReLU(), layer]"
+    problem = refusal(f"{module(source)}:make")
+    assert "a tuple of names as takes of layer 1" in str(problem)
+
+
+def test_functions_may_hand_and_take_too(module: WriteModule) -> None:
+    source = (
+        "def hand(x): return 2 * x, x\n"
+        "def take(x, skip): return x - skip\n"
+        "hand.hands = take.takes = ['skip']\n"
+        "def make(): return [hand, torch.exp, take]"
+    )
+    layers = [spec.build() for spec in build_model(Job(model=f"{module(source)}:make"), FACTS).layers]
+    values: tuple[torch.Tensor, ...] = (torch.ones(1),)
+    for layer in layers:
+        values = layer(*values)
+    assert torch.equal(values[0], torch.exp(torch.tensor([2.0])) - 1)

@@ -1,0 +1,134 @@
+"""Microbatches of nested arguments, and one output of those of microbatches: against torch, and beyond."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    _Replicate,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    sum_reducer,
+)
+
+from engine.models.chunks import Chunk, Mark, merge, split
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    name: str = "x"
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+def arange(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Says whether two nests are the same, bit for bit and kind for kind."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Sample):
+        return isinstance(other, Sample) and one.name == other.name and is_same(one.image, other.image)
+    if isinstance(one, dict):
+        return type(one) is type(other) and one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+ARGS = (arange(8, 3), [arange(3, 4), {"deep": Pair(arange(4, 2), (arange(8), 7))}])
+KWARGS = {"mask": arange(2, 8), "scale": 2.5, "empty": {}}
+D0, D1 = Chunk(0), Chunk(1)
+
+
+def as_torch(spec: Any) -> Any:
+    if isinstance(spec, Chunk):
+        return TensorChunkSpec(spec.dim)
+    if spec is Mark.REPLICATE:
+        return _Replicate()
+    if spec is Mark.SUM:
+        return sum_reducer
+    if isinstance(spec, dict):
+        return {key: as_torch(each) for key, each in spec.items()}
+    return type(spec)(*map(as_torch, spec)) if isinstance(spec, Pair) else type(spec)(map(as_torch, spec))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_nested_arguments_are_split_as_by_torch(count: int) -> None:
+    nested = (D0, [D1, {"deep": Pair(D0, (D0, Mark.REPLICATE))}])
+    named = {"mask": D1, "scale": Mark.REPLICATE, "empty": {}}
+    mine = split((ARGS, KWARGS), (nested, named), count)
+    args, kwargs = split_args_kwargs_into_chunks(ARGS, KWARGS, count, as_torch(nested), as_torch(named))
+    assert len(mine) == count
+    assert is_same(mine, list(zip(args, kwargs, strict=True)))
+
+
+def test_by_default_tensors_are_cut_along_dimension_0_as_by_torch() -> None:
+    args, named = (arange(4, 2), [arange(4), 3]), {"mask": arange(4, 1, 2), "flag": True}
+    torch_args, torch_kwargs = split_args_kwargs_into_chunks(args, named, 4)
+    assert is_same(split((args, named), None, 4), list(zip(torch_args, torch_kwargs, strict=True)))
+
+
+def test_outputs_are_merged_as_by_torch() -> None:
+    outputs = [(arange(2, 3) + n, {"loss": torch.tensor(0.1 * n), "wide": [arange(1, 2) * n, 5]}) for n in range(4)]
+    spec = (D0, {"loss": Mark.SUM, "wide": [D1, Mark.REPLICATE]})
+    assert is_same(merge(outputs, spec), merge_chunks(outputs, as_torch(spec)))
+
+
+def test_what_was_split_is_merged_again() -> None:
+    value = {"samples": [Sample(arange(6, 2), "a"), Sample(arange(3, 6), "b")], "step": 4, "lr": torch.tensor(0.5)}
+    spec = {"samples": [D0, {"image": D1, "name": None}], "step": None, "lr": None}
+    parts = split(value, spec, 3)
+    assert [part["samples"][1].image.shape for part in parts] == [(3, 2)] * 3
+    assert [part["samples"][1].name for part in parts] == ["b"] * 3
+    assert is_same(merge(parts, spec), value)
+
+
+def test_losses_are_collected_as_those_of_a_step_are() -> None:
+    losses = [0.1, 0.2, 0.3, 1e16, -1e16]
+    outputs = [(loss, None, torch.tensor([loss])) for loss in losses]
+    mean, nothing, tensor = merge(outputs, Mark.MEAN)
+    assert (mean, nothing) == (0.6 / 5, None)  # exact, in whatever order: as fmean, by which a step's loss is made
+    assert torch.equal(tensor, torch.stack([torch.tensor([loss]) for loss in losses]).sum(0) / 5)
+    assert merge(outputs, Mark.SUM)[0] == 0.6
+
+
+@pytest.mark.parametrize(
+    ("value", "spec", "told"),
+    [
+        ({"x": [arange(5)]}, None, r"batch\.x\.0: expected a multiple of 2 along dimension 0, found 5"),
+        ((arange(0, 2),), None, r"batch\.0: expected a multiple of 2 along dimension 0, found 0"),
+        ((arange(4),), Chunk(1), r"batch\.0: expected a tensor with a dimension 1, found shape \[4\]"),
+        ({"a": 1, "b": 2}, {"a": None}, r"batch: expected a spec for a, b, found"),
+        ((arange(4),), ([None],), r"batch\.0: expected a mark such as Chunk\(0\), found \[None\]"),
+        ((arange(4),), 0, r"batch: expected a spec for 0, found 0"),
+        ((arange(4),), Mark.MEAN, r"batch\.0: Mark\.MEAN merges, it does not split"),
+    ],
+)
+def test_what_cannot_be_split_is_told_by_its_place(value: Any, spec: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        split(value, spec, 2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "told"),
+    [
+        ([(1,), (1, 2)], "output: expected the same form from every microbatch"),
+        ([{"a": "x"}, {"a": "y"}], r"output\.a: expected the same from every microbatch"),
+        ([torch.tensor(1.0), torch.tensor(2.0)], "output: expected the same from every microbatch"),
+    ],
+)
+def test_what_does_not_fit_together_is_told(outputs: list[Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        merge(outputs)

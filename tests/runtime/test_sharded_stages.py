@@ -1,0 +1,112 @@
+"""Stages in shards, between real processes: what each holds when; and a wait for the others ends with the epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.core.action import Action, Op
+from engine.core.job import Job
+from engine.core.ownership import Grid, Ownership, fresh
+from engine.models.catalogue import build_model, open_data
+from engine.runtime.control import Control, Fenced
+from engine.runtime.link import Link
+from engine.runtime.log import LogEntry, laid_out, take_step
+from engine.runtime.plane import DataPlane
+from engine.runtime.replicas import Replicas
+from engine.runtime.sharded_stages import Shards
+from engine.runtime.shards import put_together
+from engine.runtime.state_hash import hash_tensors
+from engine.runtime.store_server import connect
+from tests.runtime.peers import PeerServer
+
+JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)
+WHOLE, PART = Action(0, Op.UNSHARD), Action(0, Op.RESHARD)
+# The far end of a control link must outlive its thread: when it closes, the process ends.
+far_ends: list[Link] = []
+
+
+def replicas_of(worker: int) -> tuple[Replicas, Ownership]:
+    ownership = fresh(Grid(1, 1, 2))
+    return Replicas(JOB, build_model(JOB, open_data(JOB).facts), (0,), ownership.slots_of(worker)), ownership
+
+
+def gradients_of(replicas: Replicas, worker: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    stage = replicas.stages[worker, 0]
+    return [torch.randn(each.shape, generator=generator) for each in stage.trained()]
+
+
+def takes_a_step(port: int, prefix: str, worker: int) -> Any:
+    """Puts the stage together, takes it apart, takes an optimizer step; returns what was held, and hashes."""
+    near, far = Link.pair()
+    far_ends.append(far)
+    plane = DataPlane(Control(near), connect(port, f"{prefix}-plane"), worker, [0, 1], 10.0)
+    replicas, ownership = replicas_of(worker)
+    stage = replicas.stages[worker, 0]
+    before = hash_tensors(stage.optimizers[0].state_tensors())
+    shards = Shards(worker, replicas, ownership, connect(port, prefix))
+    shards.enter(plane, ownership)
+    sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
+    shards.unshard(WHOLE, 0)
+    sizes.append(sum(each.untyped_storage().nbytes() for each in stage.trained()))
+    # Of copies: what numpy has seen cannot be freed.
+    together = hash_tensors((name, each.detach().clone()) for name, each in stage.layers[0].named_parameters())
+    shards.reshard(PART, 0)
+    sizes.append(sum(each.untyped_storage().nbytes() for each in stage.trained()))
+    take_step(stage, LogEntry(laid_out(stage, gradients_of(replicas, worker)), ((), ()), ()), 0.1, 0.5)
+    states = [each for optimizer in stage.optimizers.values() for _, each in optimizer.state_tensors() if each.dim()]
+    local = sum(each.to_local().numel() for each in states)  # type: ignore[attr-defined]
+    after = [hash_tensors(optimizer.state_tensors()) for optimizer in stage.optimizers.values()]
+    whole = sum(put_together(each).numel() for each in states)
+    shards.meet(0)
+    plane.reap()
+    plane.close()
+    return {"sizes": sizes, "kept": before == together, "local": local, "whole": whole, "after": after}
+
+
+def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: PeerServer, port: int) -> None:
+    started = [peers.start(takes_a_step, port, "takes-a-step", worker) for worker in range(2)]
+    results = [each.result() for each in started]
+    replicas, _ = replicas_of(0)
+    stage = replicas.stages[0, 0]
+    num_bytes = sum(each.nbytes for each in stage.trained())
+    take_step(stage, LogEntry(laid_out(stage, gradients_of(replicas, 0)), ((), ()), ()), 0.1, 0.5)
+    expected = [hash_tensors(optimizer.state_tensors()) for optimizer in stage.optimizers.values()]
+    for result in results:
+        before, whole, after = result["sizes"]
+        assert (before, after) == (0, 0)
+        assert num_bytes <= whole < 2 * num_bytes  # with padding
+        assert result["kept"]
+        assert result["after"] == expected
+        assert result["whole"] == 3 * num_bytes // 4  # float32: the weights and two moments
+    assert sum(result["local"] for result in results) == results[0]["whole"]
+    assert all(0 < result["local"] < 0.6 * result["whole"] for result in results)
+
+
+def waits_alone(port: int, prefix: str, worker: int) -> Any:
+    """Worker 0 puts its stage together while worker 1 stays away, and an epoch has been told."""
+    near, far = Link.pair()
+    far_ends.append(far)
+    store = connect(port, prefix)
+    plane = DataPlane(Control(near), connect(port, f"{prefix}-plane"), worker, [0, 1], 10.0)
+    replicas, ownership = replicas_of(worker)
+    shards = Shards(worker, replicas, ownership, store)
+    shards.enter(plane, ownership)
+    outcome = "stayed away"
+    if worker == 0:
+        far.send("epoch", epoch=1, members=[0, 1])
+        try:
+            shards.unshard(WHOLE, 0)
+        except Fenced:
+            outcome = "fenced"
+        store.set("is-out", "yes")
+    store.wait(["is-out"])
+    plane.close()
+    return outcome
+
+
+def test_a_wait_for_the_others_ends_with_the_epoch(peers: PeerServer, port: int) -> None:
+    started = [peers.start(waits_alone, port, "waits-alone", worker) for worker in range(2)]
+    assert [each.result() for each in started] == ["fenced", "stayed away"]
