@@ -106,7 +106,7 @@ class Forecast:
             for worker in grown.shadows_of(*slot)
             if worker not in self.ownership.shadows_of(*slot)
         )
-        return build_program(self.job.schedule, grown, self.job.redundancy, new)
+        return build_program(self.job.schedule, grown, self.job.redundancy, new, self.job.log_every)
 
     def _state(self) -> State:
         grid = self.ownership.grid
@@ -198,4 +198,4 @@ def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
 
 def without_redundancy(job: Job) -> Job:
     """Returns the job whose trajectory every run of `job` must have: nobody holds anything twice."""
-    return replace(job, redundancy="none", redundancy_level=1)
+    return replace(job, redundancy="none", redundancy_level=1, log_every=0)

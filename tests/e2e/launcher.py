@@ -139,3 +139,22 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def on_a_terminal(folder: Path, *arguments: str) -> str:
+    """Runs `bamboo` with a terminal for its stderr, in `folder`; returns what that shows. It must end well."""
+    near, far = os.openpty()
+    command = [sys.executable, "-m", "bamboo_cli", *arguments]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    size = {"COLUMNS": "120", "LINES": "40"}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment | size, stdin=far, stdout=subprocess.PIPE, stderr=far
+    ) as process:
+        os.close(far)
+        shown = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal shows
+            while part := os.read(near, 65536):
+                shown += part
+        os.close(near)
+        assert process.wait(30) == 0
+    return shown.decode()

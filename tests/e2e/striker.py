@@ -1,4 +1,4 @@
-"""Strikes workers of a session from outside, each when the events of the run say that the moment has come."""
+"""Strikes processes of a session from outside, each when the events of the run say that the moment has come."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 Moment = Callable[[Event], bool]
 
+STORE = -2  # stands for the rendezvous store, the one that serves at that moment
+
 _POLL_S = 0.001
 
 
 class Strike(NamedTuple):
-    """One signal to one worker, at the first event after the strike before it for which `moment` holds."""
+    """One signal to one worker or the STORE, at the first event after the strike before it for which `moment` holds."""
 
     moment: Moment
     worker: int
@@ -74,8 +76,11 @@ class Striker:
 
     def _strike(self) -> None:
         for event in self._follow():
-            if event["event"] == "started":
-                self._pidfds[event["of"]] = os.pidfd_open(event["child"])
+            if event["event"] in ("started", "rendezvous"):
+                who = event.get("of", STORE)
+                if who in self._pidfds:
+                    os.close(self._pidfds[who])
+                self._pidfds[who] = os.pidfd_open(event["child"])
             # Several may have the same moment.
             while self.left and self.left[0].moment(event):
                 strike = self.left.pop(0)

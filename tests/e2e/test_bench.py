@@ -58,6 +58,15 @@ def test_pipeline_with_real_compute(launch: Launch) -> None:
     assert "time / ideal" not in [row["metric"] for row in rows]
 
 
+def test_schedules(launch: Launch) -> None:
+    rows = rows_of(launch, "schedules", "--case", "zbv")
+    assert [row["metric"].split(", ")[1] for row in rows[:2]] == [
+        "beside its dry run",
+        "beside torch's ScheduleZBVZeroBubble",
+    ]
+    assert [row["goal"] for row in rows] == [1.02, None, 1.0, None]
+
+
 def test_launch(launch: Launch) -> None:
     (row,) = rows_of(launch, "launch")
     assert (row["goal"], row["n"]) == (0.333333, 1)
@@ -66,6 +75,12 @@ def test_launch(launch: Launch) -> None:
 def test_audit(launch: Launch) -> None:
     (row,) = rows_of(launch, "audit")
     assert (row["goal"], row["n"]) == (1.02, 1)
+
+
+def test_recording(launch: Launch) -> None:
+    step, low_end, records = rows_of(launch, "recording", "--case", "gpt")
+    assert (low_end["goal"], step["n"]) == (1.01, 2)
+    assert (records["goal"], records["peer"]) == (0.01, step["peer"])
 
 
 def test_redundancy_in_time(launch: Launch) -> None:
@@ -94,8 +109,10 @@ def test_recovery(launch: Launch) -> None:
     rows = rows_of(launch, "recovery", "--case", "gpt P=2", positive=False)
     pauses = [row for row in rows if row["metric"].startswith("pause ms")]
     assert [row["case"] for row in pauses] == [
-        f"gpt P=2 M=8 {redundancy}, killed at 50%" for redundancy in ("lazy", "lazy", "eager", "eager")
+        f"gpt P=2 M=8 {mode}, killed at 50%" for mode in ("lazy", "lazy, log_every 1", "eager") for _ in range(2)
     ]
+    shares = [row for row in rows if row["metric"].startswith("pause less detect and regroup")]
+    assert [row["goal"] for row in shares] == [None, 0.2, None]
     assert all(row["ours"] > 0 and row["peer"] > 0 and row["goal"] > 1.1 * row["peer"] for row in pauses)
     assert {row["metric"].split()[0] for row in rows} >= set(PHASES)
 
@@ -139,3 +156,19 @@ def test_matrix(launch: Launch) -> None:
     assert [row["metric"] for row in rows] == ["s per case, beside one alone", "s in its lane, beside one alone"]
     assert {row["n"] for row in rows} == {6}
     assert [row["goal"] for row in rows] == [3.0, None]
+
+
+def test_programs(launch: Launch) -> None:
+    rows = rows_of(launch, "programs")
+    assert [row["metric"] for row in rows] == ["make and verify s; peer: limit", "plan s; peer: limit"]
+
+
+def test_handover(launch: Launch) -> None:
+    rows = rows_of(launch, "handover", positive=False)
+    assert [row["metric"].partition(";")[0] for row in rows] == [
+        "stall ms, median",
+        "stall ms, most",
+        "steady step ms",
+        "steady step ms",
+    ]
+    assert all(0.5 < row["ratio"] < 2 for row in rows if row["metric"].startswith("steady"))  # two stages in one worker

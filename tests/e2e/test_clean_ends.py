@@ -149,18 +149,6 @@ def test_the_death_of_the_fork_server_ends_the_run(launch: Launch) -> None:
     assert "fork server" in done.stderr
 
 
-@pytest.mark.parametrize("moment", ["started", "commit"])
-def test_the_death_of_the_rendezvous_store_ends_the_run_at_once(launch: Launch, moment: str) -> None:
-    launcher = launch(*LONG)
-    launcher.wait_until(lambda: launcher.events(moment))
-    pid = launcher.processes()["bamboo-store"]
-    os.kill(pid, signal.SIGKILL)
-    done = launcher.wait(timeout_s=5)
-    assert launcher.leftovers() == []
-    assert done.code == 70
-    assert f"the rendezvous store (pid {pid}) has ended" in done.stderr
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code: int) -> None:
     launcher = long_run(launch)

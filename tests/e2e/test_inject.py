@@ -64,7 +64,7 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     said = json.loads(done.stdout)
     assert (done.code, said["exit_code"], said["verdict"]) == (0, 0, "passed"), done.stderr
     assert set(checks_of(done).values()) == {"passed"}
-    assert checks_of(done).keys() == {"faults", *(EXPECT.keys() - {"recovery"}), "recovery.max"}
+    assert checks_of(done).keys() == {"faults", *(EXPECT.keys() - {"recovery"}), "recovery.max", "precision"}
     assert said["pause_ms"]["max"] > 0
     lines = done.stderr.splitlines()
     assert "mine: passed" in lines
@@ -160,7 +160,9 @@ def test_a_running_job_is_struck_and_goes_on(launch: Launch, scenario: Write) ->
     results = ("--results", str(job.folder / "results"))
     done = launch("inject", "--scenario", scenario(), "--run", "latest", *results, "--json").wait()
     assert (done.code, json.loads(done.stdout)["verdict"]) == (0, "passed"), done.stderr
-    assert checks_of(done).keys() == {"faults", "outcome", "steps_lost", "samples", "culprit", "recovery.max"}
+    assert checks_of(done).keys() == {
+        *("faults", "outcome", "steps_lost", "samples", "culprit", "recovery.max", "precision")
+    }
     (struck,) = job.events("fault")
     assert struck["of"] == 1
     before = next(event["step"] for event in reversed(job.events("commit")) if event["at_ns"] < struck["at_ns"])

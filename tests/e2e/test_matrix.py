@@ -65,6 +65,8 @@ def test_negative_controls_are_red(launch: Launch, tmp_path: Path) -> None:
         "cannot-strike": ("invalid", ""),
         "too-tight": ("failed", "threshold"),
     }
+    (page,) = tmp_path.rglob("results/matrices/*/report.html")
+    assert f"bamboo matrix {tmp_path}/controls.yaml --cell too-tight" in page.read_text()
     (suite,) = ET.parse(junit).getroot()  # noqa: S314 - it is our own
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "3", "1")
     assert "1 passed, 3 failed, 1 invalid" in summary.read_text()

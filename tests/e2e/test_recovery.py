@@ -14,9 +14,10 @@ import pytest
 from engine.core.errors import ExitCode
 from engine.core.job import Job
 from engine.runtime.account import Account
+from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending, run_session
-from tests.e2e.launcher import ROOT, Launcher
-from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
+from tests.e2e.launcher import Launcher
+from tests.e2e.striker import STORE, Strike, Striker, committed, computed, healing, marked, told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -58,14 +59,13 @@ def outcome_of(account: Account) -> tuple[object, ...]:
 
 
 @pytest.fixture(name="recover")
-def _recover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recover:
+def _recover(tmp_path: Path, server: ForkServer) -> Recover:
     """Returns a function that runs a job and strikes its workers; a strike that was not carried out fails the test."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def recover(*strikes: Strike, options: dict[str, Any] | None = None, **fields: Any) -> Recovered:
         events = tmp_path / "events.jsonl"
         with Striker(events, strikes) as striker:
-            ending = run_session(Job(**{**SLOW, **fields}), events, tmp_path, **(options or {}))
+            ending = run_session(Job(**{**SLOW, **fields}), events, tmp_path, server=server, **(options or {}))
         assert striker.left == []
         return Recovered(ending, tmp_path)
 
@@ -73,7 +73,7 @@ def _recover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recover:
 
 
 @pytest.fixture(name="faultless", scope="module")
-def _faultless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[object, ...]]:
+def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Callable[..., tuple[object, ...]]:
     """Returns a function that says how a job ends when nobody dies."""
     known: dict[str, tuple[object, ...]] = {}
 
@@ -81,7 +81,7 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         name = repr(sorted(fields.items()))
         if name not in known:
             folder = tmp_path_factory.mktemp("faultless")
-            ending = run_session(Job(**{**SLOW, **fields}), folder / "events.jsonl", folder)
+            ending = run_session(Job(**{**SLOW, **fields}), folder / "events.jsonl", folder, server=server)
             assert ending.error is None, ending.error
             known[name] = outcome_of(ending.view.account)
         return known[name]
@@ -173,6 +173,44 @@ def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Fau
     check(recovered, faultless(), [1])
     assert "has been silent for" in recovered.account.epochs[-1].reason
     assert recovered.exits[1] == -signal.SIGKILL
+
+
+def test_a_run_outlives_its_rendezvous_store(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(2), STORE))
+    check(recovered, faultless())
+    assert num_stores(recovered) == 2
+
+
+def test_after_the_death_of_the_store_a_group_forms_at_another(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(2), STORE), Strike(lambda event: event["event"] == "rendezvous", 1))
+    check(recovered, faultless(), [1])
+    assert num_stores(recovered) == 2
+
+
+def test_a_worker_and_the_store_may_die_at_once(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(2), 1), Strike(committed(2), STORE))
+    # The epoch may have named the dead one still: then the group could not be formed, for which nobody is to blame.
+    check(recovered, faultless(), [1], *recovered.verdicts[1:2])
+    assert recovered.verdicts[1:] in ([], [[]])
+    assert num_stores(recovered) == 2
+
+
+def test_a_store_that_dies_while_a_group_forms_there_delays_it(recover: Recover, faultless: Faultless) -> None:
+    stopped = Strike(committed(1), STORE, signal.SIGSTOP)  # so that nobody gets further than to wait for it
+    recovered = recover(stopped, Strike(committed(2), 1), Strike(told("go", 2), STORE))
+    check(recovered, faultless(), [1], [])
+    assert recovered.account.epochs[-1].reason.endswith("but nobody has died")
+
+
+def num_stores(recovered: Recovered) -> int:
+    return sum(event["event"] == "rendezvous" for event in recovered.events)
+
+
+def test_everybody_else_knows_of_a_death_before_the_verdict(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(2), 1))
+    check(recovered, faultless(), [1])
+    known = {event["worker"]: event["of"] for event in recovered.events if event["event"] == "known"}
+    assert known == {0: 1, 2: 1, 3: 1}
 
 
 def test_a_stage_without_a_live_replica_stops_the_run(recover: Recover) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from engine.core.job import Job
 from engine.core.planned import planned
 from engine.core.trajectory import trajectory_hash
 from engine.files.trajectory_file import read_trajectory
-from tests.e2e.launcher import ROOT, Launcher
+from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -112,21 +111,7 @@ def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: La
 
 
 def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
-    near, far = os.openpty()
-    command = [sys.executable, "-m", "bamboo_cli", *SMALL, "--steps", "300"]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    size = {"COLUMNS": "120", "LINES": "40"}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment | size, stdin=far, stdout=subprocess.PIPE, stderr=far
-    ) as process:
-        os.close(far)
-        shown = b""
-        with contextlib.suppress(OSError):  # how the end of a terminal shows
-            while part := os.read(near, 65536):
-                shown += part
-        os.close(near)
-        assert process.wait(30) == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", on_a_terminal(tmp_path, *SMALL, "--steps", "300"))
     assert re.search(r"worker +pid +stage +state +step +action +microbatches/s", text)
     assert re.search(r"\n +1 +\d+ +1 +running +\d+ +\d[A-Z_]+\d* +[\d.]+\r\n", text)
 

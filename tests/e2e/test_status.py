@@ -62,4 +62,8 @@ def test_a_run_that_was_cut_off_is_not_taken_for_alive(launch: Launch) -> None:
     launcher.process.wait()
     assert launcher.leftovers() == []  # nor is the private etcd
     with status(launcher) as once:
-        assert "ended without a word, epoch 1" in once.communicate()[0]
+        text = once.communicate()[0].splitlines()
+    last = launcher.events("commit")[-1]["step"]
+    assert once.returncode == 69
+    assert text[0].endswith(f": launcher gone, epoch 1, step {last + 1} of 5000 (from events)")
+    assert [line.split()[-1] for line in text[1:3]] == ["gone", "gone"]

@@ -117,6 +117,74 @@ def in_place() -> list[nn.Module]:
     ]
 
 
+class Down(nn.Module):
+    """Halves the features, and hands what it was called with, scaled, to the layer that doubles them again."""
+
+    def __init__(self, features: int, name: str = "") -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(features))
+        self.linear = nn.Linear(features, features // 2)
+        self.hands = (name,) if name else ()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x).relu(), x * self.scale
+
+
+class Up(nn.Module):
+    """Doubles the features, and joins them with what was handed."""
+
+    def __init__(self, features: int, name: str = "") -> None:
+        super().__init__()
+        self.linear = nn.Linear(features // 2, features)
+        self.takes = (name,) if name else ()
+
+    def forward(self, x: Tensor, handed: Tensor) -> tuple[Tensor, ...]:
+        return (nn.functional.dropout(self.linear(x), 0.2, self.training) + handed,)
+
+
+class DownByHand(Down):
+    """Passes on what came with its input."""
+
+    def forward(self, x: Tensor, *handed: Tensor) -> tuple[Tensor, ...]:
+        own, mine = super().forward(x)
+        return own, *handed, mine
+
+
+class UpByHand(Up):
+    """Passes on what came with its input, but for the last."""
+
+    def forward(self, x: Tensor, *handed: Tensor) -> tuple[Tensor, ...]:
+        return *super().forward(x, handed[-1]), *handed[:-1]
+
+
+class TurnByHand(nn.Linear):
+    """Passes on what came with its input."""
+
+    def forward(self, x: Tensor, *handed: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return super().forward(x), *handed
+
+
+def _tied(layers: list[nn.Module], first: int, later: int) -> list[nn.Module]:
+    layers[later].weight = layers[first].weight
+    return layers
+
+
+def u_shape() -> list[nn.Module]:
+    """Goes down and up again, with a skip connection on each level, over two tied layers at the bottom."""
+    half, quarter = FEATURES // 2, FEATURES // 4
+    turns = [nn.Linear(quarter, quarter), nn.Linear(quarter, quarter)]
+    down = [Down(FEATURES, "outer"), Down(half, "inner")]
+    return _tied([*down, *turns, Up(half, "inner"), Up(FEATURES, "outer"), nn.Linear(FEATURES, 1)], 2, 3)
+
+
+def u_shape_by_hand() -> list[nn.Module]:
+    """Is the same without skip connections: each layer is called with everything that comes after it."""
+    half, quarter = FEATURES // 2, FEATURES // 4
+    turns = [TurnByHand(quarter, quarter), TurnByHand(quarter, quarter)]
+    down = [DownByHand(FEATURES), DownByHand(half)]
+    return _tied([*down, *turns, UpByHand(half), UpByHand(FEATURES), nn.Linear(FEATURES, 1)], 2, 3)
+
+
 def _raise(x: Tensor) -> Tensor:
     raise RuntimeError("planted in a forward")
 

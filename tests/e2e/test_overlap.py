@@ -1,0 +1,46 @@
+"""A pair that runs as a user's handler says leaves the bits of the plain loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.core.job import Job
+from engine.core.overlap import pairs_of
+from engine.core.ownership import Grid, fresh
+from engine.core.program import build_program
+from engine.runtime.children import ForkServer
+from engine.runtime.session import run_session
+from tests.e2e.plain_loop import PlainLoop
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+
+def test_a_handler_changes_the_order_and_no_bit(tmp_path: Path, server: ForkServer) -> None:
+    job = Job(
+        model="tests.e2e.overlapping_model:line",
+        data="synthetic",
+        schedule="dualpipev-overlapped",
+        stages=4,
+        stages_per_worker=2,
+        microbatches=4,
+        microbatch_size=2,
+        steps=2,
+        validate_every=0,
+    )
+    events = tmp_path / "events.jsonl"
+    ending = run_session(job, events, tmp_path, server=server)
+    assert ending.error is None, ending.error
+    loop = PlainLoop(job)
+    assert [row.texts() for row in ending.view.account.rows] == [row for step in (0, 1) for row in loop.step(step)]
+    program = build_program(job.schedule, fresh(Grid(4, 4), 2, "v"))
+    done = [json.loads(line) for line in events.read_text().splitlines()]
+    for worker, actions in program.items():
+        texts = [each["action"] for each in done if each["event"] == "action" and each["worker"] == worker]
+        firsts = [position for position, _ in pairs_of(actions)]
+        assert firsts
+        for first in firsts:
+            pair = str(actions[first + 1]), str(actions[first])
+            assert texts[first : first + 2] == [*pair]

@@ -1,0 +1,103 @@
+"""Skip connections and whole batches in real runs: wherever the model is cut, and whoever dies, the same bits.
+
+The reference is a plain loop without either: the layers pass everything on by themselves, the data cuts each batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.core.fault import parse_kill
+from engine.core.job import Job
+from engine.runtime.children import ForkServer
+from engine.runtime.session import Ending
+from tests.e2e import plain_loop
+from tests.e2e.kill_runs import Event, Runs
+from tests.e2e.launcher import ROOT
+from tests.e2e.user_batches import MICROBATCHES, VALIDATION_MICROBATCHES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+SMALL: dict[str, Any] = {
+    "microbatches": MICROBATCHES,
+    "microbatch_size": 2,
+    "steps": 3,
+    "warmup_steps": 1,
+    "validate_every": 2,
+    "validation_microbatches": VALIDATION_MICROBATCHES,
+}
+U_SHAPE = {**SMALL, "model": "tests.e2e.user_models:u_shape", "data": "synthetic"}
+NESTED = {**SMALL, "model": "tests.e2e.user_batches:nested", "data": "tests.e2e.user_batches:Batches"}
+
+
+@pytest.fixture(name="runs", scope="module")
+def _runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Returns what runs jobs, with one fork server for this whole file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with ForkServer() as server:
+            yield Runs(tmp_path_factory.mktemp("skips"), server)
+
+
+@functools.cache
+def plain(
+    model: str, data: str, pipelines: int = 1
+) -> tuple[list[plain_loop.Texts], dict[int, tuple[float, float | None]]]:
+    """Returns the rows and the validations of a job that has neither skips nor whole batches, by the plain loop."""
+    loop = plain_loop.PlainLoop(Job(**SMALL, model=model, data=data, pipelines=pipelines))
+    rows, validations = [], {}
+    for step in range(loop.job.steps):
+        rows += loop.step(step)
+        if step in (1, 2):
+            validations[step] = loop.validate()
+    return rows, validations
+
+
+def check(ending: Ending, expected: tuple[Any, Any]) -> None:
+    assert ending.error is None, ending.error
+    account = ending.view.account
+    assert ([row.texts() for row in account.rows], account.validations) == expected
+
+
+def u_shape_by_hand() -> tuple[Any, Any]:
+    return plain("tests.e2e.user_models:u_shape_by_hand", "synthetic")
+
+
+def victims(events: list[Event]) -> list[int]:
+    return [event["of"] for event in events if event["event"] == "fault"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stages": 1},
+        {"stages": 2, "activation_checkpoint": 2},
+        {"stages": 3},
+        {"stages": 4, "schedule": "zb1p"},
+        {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved"},
+    ],
+)
+def test_skips_equal_layers_that_pass_all_on_by_themselves(runs: Runs, fields: dict[str, Any]) -> None:
+    ending, _ = runs.run(Job(**U_SHAPE | fields))
+    check(ending, u_shape_by_hand())
+
+
+@pytest.mark.parametrize("kill", ["1:1:B:2", "1:3:F:1"])  # between the two ends of the skips, and at one
+def test_a_kill_changes_nothing_about_skips(runs: Runs, kill: str) -> None:
+    job = Job(**U_SHAPE, stages=4)
+    ending, events = runs.run(job, [parse_kill(kill, job)])
+    assert victims(events) == [int(kill[2])]
+    check(ending, u_shape_by_hand())
+
+
+@pytest.mark.parametrize(("pipelines", "kill"), [(2, ""), (1, "1:0:B:1"), (1, "1:2:F:2")])
+def test_whole_batches_equal_microbatches_cut_by_hand(runs: Runs, pipelines: int, kill: str) -> None:
+    """First and last stage load data; the heir of either makes the batch again."""
+    job = Job(**NESTED, stages=3, pipelines=pipelines)
+    ending, events = runs.run(job, [parse_kill(kill, job)] if kill else ())
+    assert victims(events) == ([int(kill[2])] if kill else [])
+    check(ending, plain("tests.e2e.user_batches:flat", "tests.e2e.user_batches:Microbatches", pipelines))

@@ -1,0 +1,72 @@
+"""What a recovery is said to have cost, held against the commits of the same run; and where the state came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from engine.core.fault import parse_kills
+from engine.core.job import Job
+from engine.core.recovery_times import Recovery, recoveries
+from engine.report.load import RunTables, load
+from engine.runtime.session import run_session
+from tests.e2e.launcher import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+AGREE_NS = 5_000_000
+
+
+def run(folder: Path, kills: list[str], **fields: Any) -> list[dict[str, Any]]:
+    """Runs a job whose stages sleep, with kills, and returns its events."""
+    job = Job(
+        model="timed",
+        model_args={"layers": fields["stages"], "forward_ms": 3, "backward_ms": 6, "width": 16},
+        data_args={"features": 16},
+        microbatches=4,
+        validate_every=0,
+        **fields,
+    )
+    ending = run_session(job, folder / "events.jsonl", folder, faults=parse_kills(kills, job))
+    assert ending.error is None, ending.error
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def disagreement_ns(found: Recovery, commits_ns: dict[int, int]) -> int:
+    """Returns how far the two measures lie apart, beyond what the usual steps before lie apart among themselves."""
+    assert found.extra_ns is not None and found.gap_ns is not None
+    between = [commits_ns[step] - commits_ns[step - 1] for step in range(found.step - 3, found.step)]
+    return abs(found.extra_ns - found.gap_ns) - (max(between) - min(between))
+
+
+def test_phases_and_commits_agree_on_what_a_recovery_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5 ms, and as much more as other processes made the usual steps uneven.
+
+    The kills come early in their steps: what slows a step before its kill is in the gap between commits only.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    events = run(tmp_path, ["5:1:F:1", "10:2:F:1", "15:3:F:1"], stages=5, steps=17)
+    found = recoveries(events)
+    assert [(each.step, each.rung) for each in found] == [(5, "shadow"), (10, "shadow"), (15, "shadow")]
+    commits_ns = {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
+    for each in found:
+        assert each.pause_ns is not None and each.merged_ns is not None
+        assert sum(each.phases_ns.values()) == each.pause_ns
+        assert each.begin_ns + each.pause_ns + each.merged_ns == each.resume_ns == commits_ns[each.step]
+        print(each.extra_ns, each.gap_ns, disagreement_ns(each, commits_ns))
+    assert median(disagreement_ns(each, commits_ns) for each in found) <= AGREE_NS
+    table = load(events).recovery
+    assert (table["plan_bytes"] > 0).all() and (table["heal_bytes"] > 0).all()
+
+
+def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    fields = {"stages": 2, "pipelines": 2, "redundancy": "reroute", "steps": 4}
+    run_of: RunTables = load(run(tmp_path, ["1:1:B:1"], **fields))
+    (row,) = run_of.recovery.to_dict("records")
+    assert (row["rung"], row["verdict"]) == ("other pipeline", "worker 1 was ended by SIGKILL")
+    assert row["heal_bytes"] > 0
