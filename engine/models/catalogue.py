@@ -18,9 +18,11 @@ from engine.models.data import Data, DataFacts, Task
 from engine.models.image_files import image_folder
 from engine.models.images import digits
 from engine.models.layers import Model
+from engine.models.skips import with_skips
 from engine.models.synthetic import VectorData, synthetic_images, synthetic_tokens
 from engine.models.text import text
 from engine.models.user_factory import user_data, user_model
+from engine.models.whole_batches import with_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,11 @@ def open_data(job: Job) -> Data:
 def build_model(job: Job, facts: DataFacts) -> Model:
     """Makes the model of `job` for data with these facts, no layer of it built; raises UserError where it cannot."""
     _check_model_name(job.model)
-    if job.model not in MODELS:
-        return user_model(job)
+    made = _builtin_model(job, facts) if job.model in MODELS else with_skips(user_model(job))
+    return with_form(made, facts.form)
+
+
+def _builtin_model(job: Job, facts: DataFacts) -> Model:
     entry = MODELS[job.model]
     if facts.task not in entry.tasks:
         raise UserError([Problem("data", f"data for the task {' or '.join(entry.tasks)}", repr(facts.task))])

@@ -35,6 +35,7 @@ class DataFacts:
     width: int = 0
     features: int = 0
     outputs: int = 0
+    form: object = None  # of the first layer's arguments, where they are more than tensors (engine.models.nests)
 
 
 @runtime_checkable

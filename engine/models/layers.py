@@ -16,11 +16,16 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer, not built yet. `kind` is the class name that ``--partition type:regex`` matches."""
+    """One layer, not built yet. `kind` is the class name that ``--partition type:regex`` matches.
+
+    `hands` and `takes` are the names of its skip connections (engine.models.skips).
+    """
 
     name: str
     kind: str
     build: Callable[[], nn.Module]
+    hands: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as layers 0..L-1; each is called with the tensors that the one before it returned.
+    """A model as layers 0..L-1; each is called with the tensors that the one before it returned, and with its skips.
 
     `loss` maps (outputs, targets) to a scalar: the mean over the microbatch. `metric` does the same for a figure
     of merit (accuracy), where the model has one.
@@ -53,15 +58,16 @@ class Batch:
 
 
 class FunctionLayer(nn.Module):
-    """Wraps a plain callable as a layer without parameters."""
+    """Wraps a plain callable as a layer without parameters; the function's skip connections are those of the layer."""
 
     def __init__(self, function: Callable[..., object]):
         super().__init__()
         self.function = function
+        self.hands, self.takes = getattr(function, "hands", ()), getattr(function, "takes", ())
 
-    def forward(self, *inputs: Tensor) -> object:
+    def forward(self, *inputs: object, **named: object) -> object:
         """Calls the function."""
-        return self.function(*inputs)
+        return self.function(*inputs, **named)
 
 
 def as_tensors(value: object, where: str) -> Tensors:

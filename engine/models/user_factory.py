@@ -11,6 +11,7 @@ import copy
 import importlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from engine.models.arguments import Factory, check_user_args
 from engine.models.data import Data, DataFacts
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tie
 from engine.models.losses import default_loss
+from engine.models.whole_batches import SplitBatches, WholeBatches
 
 
 def user_model(job: Job) -> Model:
@@ -41,7 +43,16 @@ def user_model(job: Job) -> Model:
     if not layers:
         raise _wrong("model", job.model, "a factory that returns at least one layer")
     # `partial` defers the copy to the worker that needs the layer.
-    specs = [LayerSpec(name, type(layer).__name__, partial(copy.deepcopy, layer)) for name, layer in layers]
+    specs = [
+        LayerSpec(
+            name,
+            type(layer).__name__,
+            partial(copy.deepcopy, layer),
+            _names(job.model, name, layer, "hands"),
+            _names(job.model, name, layer, "takes"),
+        )
+        for name, layer in layers
+    ]
     return Model(tuple(specs), default_loss, _shared([layer for _, layer in layers]))
 
 
@@ -51,10 +62,16 @@ def user_data(job: Job) -> Data:
     args: Args = {"seed": job.seed, **job.data_args}
     check_user_args("data_args", factory, args)
     made = _call("data", job.data, factory, args)
-    if not (isinstance(made, Data) and isinstance(made.facts, DataFacts)):
-        expected = "a factory that returns an object with facts (DataFacts), microbatch() and validation()"
-        raise _wrong("data", job.data, expected, f"it returned {type(made).__name__}")
-    return made
+    if isinstance(made, Data) and isinstance(made.facts, DataFacts):
+        return made
+    if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
+        split: Data = _call("data", job.data, partial(SplitBatches, made, job), {}, "whole batches that can be split")
+        return split
+    expected = (
+        "a factory that returns an object with facts (DataFacts), microbatch() and validation(), "
+        "or with facts, spec, batch() and validation_batch()"
+    )
+    raise _wrong("data", job.data, expected, f"it returned {type(made).__name__}")
 
 
 def _wrong(field: str, name: str, expected: str, hint: str = "") -> UserError:
@@ -75,11 +92,11 @@ def _import_factory(field: str, name: str) -> Factory:
     return factory
 
 
-def _call(field: str, name: str, factory: Factory, args: Args) -> object:
+def _call(field: str, name: str, factory: Factory, args: Args, expected: str = "a factory that returns") -> Any:
     try:
         return factory(**args)
     except Exception as error:
-        raise _wrong(field, name, "a factory that returns", _describe(error)) from error
+        raise _wrong(field, name, expected, _describe(error)) from error
 
 
 def _describe(error: BaseException) -> str:
@@ -103,6 +120,15 @@ def _layers(factory_name: str, made: object) -> Iterator[tuple[str, nn.Module]]:
         else:
             found = f"layer {part_name} is {part if isinstance(part, type) else type(part)}"
             raise _wrong("model", factory_name, "layers that are modules or functions", found)
+
+
+def _names(factory_name: str, layer_name: str, layer: nn.Module, attribute: str) -> tuple[str, ...]:
+    """Returns the skip connections that a layer hands or takes."""
+    names = getattr(layer, attribute, ())
+    if not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
+        expected = f"a tuple of names as {attribute} of layer {layer_name}"
+        raise _wrong("model", factory_name, expected, f"it is {names!r}")
+    return tuple(names)
 
 
 def _shared(layers: list[nn.Module]) -> tuple[Tie, ...]:

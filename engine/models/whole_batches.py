@@ -1,0 +1,122 @@
+"""Data that comes as whole batches: all microbatches of one pipeline at once, split here as the source's spec says.
+
+The first layer is called with the arguments in the form that the source gave them: by position and by name, nested,
+with values that are no tensors. Rules: that form, and those values, are the same in every microbatch. A batch is a pure
+function of (step, pipeline), so any worker can make it again; the workers of the first and the last stage each make
+the whole, once a step, and keep it until the next. A microbatch is a copy of its part: the same bits as if it had come
+alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.job import Job
+from engine.models.chunks import Spec, split
+from engine.models.data import DataFacts
+from engine.models.layers import Batch, LayerSpec, Model
+from engine.models.nests import mapped, put_together, taken_apart
+
+_VALIDATION = -1  # in the place of a step
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """What the first layer is called with, and what the loss compares the outputs with: its tensors, in order."""
+
+    args: tuple[Any, ...]
+    targets: Any
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class WholeBatches(Protocol):
+    """A source of whole batches."""
+
+    @property
+    def facts(self) -> DataFacts:
+        """What a model must know of a microbatch."""
+
+    @property
+    def spec(self) -> Spec:
+        """How a batch is split: None, or a WholeBatch with a spec in the place of each argument."""
+
+    def batch(self, step: int, pipeline: int, size: int) -> WholeBatch:
+        """Returns `size` training samples: those of all microbatches of one pipeline."""
+
+    def validation_batch(self, size: int) -> WholeBatch:
+        """Returns `size` samples that training never sees, the same ones every time."""
+
+
+class SplitBatches:
+    """The microbatches of whole batches: what the engine calls Data."""
+
+    def __init__(self, source: WholeBatches, job: Job):
+        self._source, self._job = source, job
+        self._step = 0
+        self._parts: dict[int, list[WholeBatch]] = {}  # of the step, by pipeline
+        self._form, _ = _form(self._part(0, 0, 0, job.microbatch_size))
+        self.facts = replace(source.facts, form=self._form)
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples."""
+        return self._batch(step, pipeline, microbatch, size)
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns `size` samples that training never sees."""
+        return self._batch(_VALIDATION, 0, index, size)
+
+    def _batch(self, step: int, pipeline: int, index: int, size: int) -> Batch:
+        part = mapped(_own, self._part(step, pipeline, index, size))
+        form, inputs = _form(part)
+        if form != self._form:
+            raise ValueError(f"batch: expected arguments of the same form in every microbatch, found {form}")
+        return Batch(inputs, taken_apart(part.targets)[1])
+
+    def _part(self, step: int, pipeline: int, index: int, size: int) -> WholeBatch:
+        if step != self._step:
+            self._step, self._parts = step, {}
+        if pipeline not in self._parts:
+            job, source = self._job, self._source
+            count = job.validation_microbatches if step == _VALIDATION else job.microbatches
+            whole = (
+                source.validation_batch(count * size)
+                if step == _VALIDATION
+                else source.batch(step, pipeline, count * size)
+            )
+            self._parts[pipeline] = split(whole, source.spec, count)
+        return self._parts[pipeline][index]
+
+
+def _form(part: WholeBatch) -> tuple[object, tuple[Tensor, ...]]:
+    return taken_apart((part.args, part.kwargs))
+
+
+def _own(leaf: Any) -> Any:
+    """Returns a tensor in memory of its own: where a tensor lies in memory can decide bits."""
+    return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf
+
+
+def with_form(model: Model, form: object) -> Model:
+    """Returns the model whose first layer is called with its tensors put into the form that the data has."""
+    if form is None:
+        return model
+    first, *others = model.layers
+    return replace(model, layers=(replace(first, build=partial(_build, first, form)), *others))
+
+
+def _build(layer: LayerSpec, form: object) -> nn.Module:
+    module = layer.build()
+    forward = module.forward
+
+    def call(*inputs: Tensor) -> object:
+        args, kwargs = put_together(form, inputs)
+        return forward(*args, **kwargs)
+
+    module.forward = call
+    return module
