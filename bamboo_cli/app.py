@@ -26,7 +26,7 @@ COMMANDS = {
     "status": "Say who owns what in a run, its step, heartbeats and verdicts",
     "inject": "Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it.",
     "validate": "Check scenarios and matrices: fields, moments that can come, victims that there are.",
-    "schema": "Print the JSON schema of scenario or job files.",
+    "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a matrix of scenarios.",
     "init": "Write a job and a first scenario; with --ci also a workflow.",
     "report": "Say what happened in a run: tables, a page that opens without a network, a trace.",

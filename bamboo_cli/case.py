@@ -75,7 +75,7 @@ def run_case(
     """
     from bamboo_cli.live import run_shown
     from bamboo_cli.run import summary_of
-    from engine.files.events_file import read_events
+    from engine.files.events_file import add_event, read_events
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
     from engine.runtime.leftovers import Traces
@@ -89,6 +89,7 @@ def run_case(
     traces = Traces(server)
     ending = run_shown(job, folder, etcd, faults=loaded.faults, grace_s=grace_s, server=server)
     left = traces.left(folder.logs, folder.path.name, etcd) if scenario.expect.leftovers else None
+    add_event(folder.events, "scenario", **_scenario_facts(loaded))
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
@@ -116,6 +117,19 @@ def _twin(
     except BambooError as error:
         typer.echo(f"bamboo: {error}", err=True)
         return None
+
+
+def _scenario_facts(loaded: Loaded) -> dict[str, Any]:
+    """Returns what it takes to run the scenario again: its text, and what was said beside it."""
+    from engine.files.scenario_file import library
+
+    name = loaded.scenario.name
+    return {
+        "scenario": name if loaded.path == library() / f"{name}.yaml" else "scenario.yaml",
+        "text": loaded.path.read_text(encoding="utf-8"),
+        "seed": loaded.seed,
+        "settings": [each for each in loaded.settings if not each.startswith("results=")],
+    }
 
 
 def _folder_name(name: str) -> str:

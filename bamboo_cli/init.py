@@ -14,7 +14,7 @@ _HERE = Path()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where", show_default=False)] = _HERE,
     ci: Annotated[
-        Literal["none", "github"], typer.Option("--ci", help="github: also the workflow that runs the smoke matrix.")
+        Literal["none", "github"], typer.Option("--ci", help="github: also the workflow that runs the matrices.")
     ] = "none",
 ) -> None:
     """Write a job and a first scenario; with --ci also a workflow. Nothing that is there is overwritten."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules when it is not."""
+    from engine.core.grid_text import marked_lines
     from engine.core.planned import planned
     from engine.core.program import from_csv
     from engine.core.verify import verify
@@ -81,6 +83,9 @@ def check(
     else:
         for each in violations:
             typer.echo(str(each))
+        marked = {(each.worker, each.position) for each in violations if each.position >= 0}
+        for line in marked_lines(program, marked, shutil.get_terminal_size((120, 24)).columns) if marked else ():
+            typer.echo(line)
         num_actions = sum(len(actions) for actions in program.values())
         found = f"{len(violations)} broken rules" if violations else "verified"
         typer.echo(f"{found}: {num_actions} actions on {len(program)} workers")
@@ -104,7 +109,7 @@ def export(
     """
     from engine.core.action import COMPUTE_OPS
     from engine.core.planned import planned
-    from engine.core.program import to_csv
+    from engine.core.program import overlaps, to_csv
 
     job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
     program, _ = planned(job)
@@ -115,7 +120,7 @@ def export(
             worker: tuple(action for action in actions if action.op in COMPUTE_OPS)
             for worker, actions in program.items()
         }
-    typer.echo(to_csv(program), nl=False)
+    typer.echo(to_csv(program, pairs=compute_only and overlaps(job.schedule)), nl=False)
 
 
 @schedule.command()

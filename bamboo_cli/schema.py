@@ -1,4 +1,4 @@
-"""`bamboo schema`: prints or writes the JSON schema of scenario or job files, which editors complete and check with."""
+"""`bamboo schema`: the JSON schema of scenario, matrix or job files, which editors complete and check with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 EPILOG = (
-    "Examples:  bamboo schema > scenario.schema.json  |  bamboo schema job  |  "
+    "Examples:  bamboo schema > scenario.schema.json  |  bamboo schema job  |  bamboo schema matrix  |  "
     "bamboo schema --output scenario.schema.json"
 )
 
@@ -19,6 +19,7 @@ class Files(StrEnum):
     """The files that have a schema."""
 
     SCENARIO = "scenario"
+    MATRIX = "matrix"
     JOB = "job"
 
 
@@ -28,12 +29,14 @@ def schema(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of to stdout.")
     ] = None,
 ) -> None:
-    """Print the JSON schema of scenario or job files."""
+    """Print the JSON schema of scenario, matrix or job files."""
     from engine.files.atomic_write import write_atomically
+    from engine.files.matrix_file import matrix_schema
     from engine.files.scenario_schema import job_file_schema, json_schema
     from engine.runtime.faults.registry import kinds
 
-    text = json.dumps(json_schema(kinds()) if of is Files.SCENARIO else job_file_schema(), indent=2)
+    schemas = {Files.SCENARIO: lambda: json_schema(kinds()), Files.MATRIX: matrix_schema, Files.JOB: job_file_schema}
+    text = json.dumps(schemas[of](), indent=2)
     if output is None:
         typer.echo(text)
     else:

@@ -28,10 +28,13 @@ def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSe
 def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None = None) -> list[Row]:
     """Returns the rows of the twin of a run; if it is run, its own files go to ``twin/`` in `folder`.
 
+    Its losses are added to the events of the run, for reports are made of these alone.
+
     Raises:
         BambooError: the twin did not finish.
     """
     from engine.core.twin import fingerprint
+    from engine.files.events_file import add_event
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
@@ -43,6 +46,8 @@ def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: Fo
         twin = _run_twin(job, folder, etcd, server)
         if name:
             keep_twin(Path(job.results), name, twin)
+    losses = {row.step: row.loss for row in twin if row.loss is not None}
+    add_event(folder.events, "twin", losses=sorted(losses.items()))
     return twin
 
 

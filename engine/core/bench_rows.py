@@ -119,16 +119,19 @@ def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[flo
     )
 
 
-def overhead_rows(case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float) -> list[Row]:
+def overhead_rows(
+    case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float | None
+) -> list[Row]:
     """Returns the time of a step beside that without redundancy, and their ratio beside the least that it can be.
 
-    `floor` and `goal` are shares of the time without redundancy.
+    `floor` and `goal`, where there is one, are shares of the time without redundancy.
     """
     share = median(one / other for one, other in zip(ours, none, strict=True))
-    least, most = 1 + floor, 1 + goal
+    least, most = 1 + floor, None if goal is None else 1 + goal
+    met = None if most is None else share <= most
     return [
         Row(case, "step s, beside none", median(ours), median(none), share, None, None, len(ours)),
-        Row(case, "time / none, beside the floor", share, least, share / least, most, share <= most, len(ours)),
+        Row(case, "time / none, beside the floor", share, least, share / least, most, met, len(ours)),
     ]
 
 

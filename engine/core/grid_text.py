@@ -1,8 +1,10 @@
-"""Draws a dry run as a grid: one row per worker, one cell per unit of time."""
+"""Draws grids, one row per worker: a dry run with a cell per unit of time, a broken program with a cell per action."""
 
 from __future__ import annotations
 
-from engine.core.action import COMPUTE_OPS
+from collections.abc import Collection, Mapping
+
+from engine.core.action import COMPUTE_OPS, Action
 from engine.core.dry_run import DryRun
 from engine.core.ownership import Ownership
 
@@ -34,3 +36,30 @@ def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) 
             row = "".join(f"{cell:<{cell_width}}" for cell in block)
             lines.append(f"{'worker ' + str(worker):<{label_width}}  {row}".rstrip())
     return lines
+
+
+_BEFORE_THE_FIRST = 3  # columns
+
+
+def marked_lines(
+    program: Mapping[int, tuple[Action, ...]], marked: Collection[tuple[int, int]], width: int
+) -> list[str]:
+    """Returns the columns of a program, at most `width` wide, that begin shortly before the first `marked` action.
+
+    These, at least one, given as (worker, position), stand between > and <.
+    """
+    start = max(0, min(position for _, position in marked) - _BEFORE_THE_FIRST)
+    rows = {
+        f"worker {worker}": [
+            f">{action}<" if (worker, start + place) in marked else str(action)
+            for place, action in enumerate(actions[start : start + width])
+        ]
+        for worker, actions in program.items()
+    }
+    label_width = max(map(len, rows)) + 2
+    cell_width = max(len(cell) for row in rows.values() for cell in row) + 1
+    columns = max(1, (width - label_width) // cell_width)
+    return [
+        f"{label:<{label_width}}{''.join(f'{cell:<{cell_width}}' for cell in row[:columns])}".rstrip()
+        for label, row in rows.items()
+    ]

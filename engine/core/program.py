@@ -48,12 +48,17 @@ def build_program(
     if fsdp:
         program = with_unshards(program, fsdp)
     program = _for_all_workers(with_transfers(program, ownership), ownership)
-    if lists is not None and (has_pairs(schedule) if is_text(schedule) else SCHEDULES[schedule].overlaps):
+    if lists is not None and overlaps(schedule):
         program = with_pairs_together(program)
     if blocking:
         program = with_early_receives(program)
     program = with_streams(program, ownership, log_every, healing, blocking)
     return with_end_of_step(program, ownership, healing=healing)
+
+
+def overlaps(schedule: str) -> bool:
+    """Says whether a schedule, a name or CSV, asks for forwards and backwards to be run at once."""
+    return has_pairs(schedule) if is_text(schedule) else SCHEDULES[schedule].overlaps
 
 
 def build_validation(ownership: Ownership) -> Program:
@@ -111,9 +116,9 @@ def _for_all_workers(program: Program, ownership: Ownership) -> Program:
     return {worker: program.get(worker, ()) for worker in ownership.workers()}
 
 
-def to_csv(program: Program) -> str:
-    """Returns the program as CSV: row n is worker n, a cell is an action, as torch's pipelining writes it."""
-    return rows_to_csv(program.get(worker, ()) for worker in range(max(program, default=-1) + 1))
+def to_csv(program: Program, pairs: bool = False) -> str:
+    """Returns the program as CSV: row n is worker n, a cell is an action, or a pair of them, as torch writes it."""
+    return rows_to_csv((program.get(worker, ()) for worker in range(max(program, default=-1) + 1)), pairs)
 
 
 def from_csv(text: str) -> Program:

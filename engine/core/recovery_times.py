@@ -179,6 +179,7 @@ class RecoveryLog:
     signs: list[Event] = field(default_factory=list)  # faults, exits, suspicions since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
+    out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
 
     def read(self, event: Event) -> Iterator[Recovery]:
         """Takes in one event; yields the recovery that it ends."""
@@ -188,7 +189,7 @@ class RecoveryLog:
             case "started":
                 for pipeline, stage in event["slots"]:
                     self.owners[pipeline, stage] = event["of"]
-            case "action":
+            case "action" if event["end_ns"] <= self.out_since.get(event["worker"], event["end_ns"]):
                 entry = (event["worker"], parse_action(event["action"]), event["end_ns"])
                 self.actions.setdefault(event["step"], []).append(entry)
             case "fault" | "suspicion":
@@ -197,6 +198,8 @@ class RecoveryLog:
                 self.signs.append(event)
             case "epoch" if self.training:
                 self.epochs.append(event)
+                for worker, _ in event["verdict"]:
+                    self.out_since.setdefault(worker, event["at_ns"])
             case "mark":
                 self.marks.append((event["epoch"], event["phase"], event["at_ns"]))
                 self.adopted |= {(pipeline, stage) for pipeline, stage in event.get("adopted", ())}

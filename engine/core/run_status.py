@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,15 +73,17 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
     """Returns the status that the events of a run show, the last of them deciding."""
     status = RunStatus(run_id, STARTING)
     workers: dict[int, WorkerStatus] = {}
+    stages = 1
     for event in events:
         match event["event"]:
             case "job":
-                status = replace(status, num_steps=event["steps"])
+                status, stages = replace(status, num_steps=event["steps"]), event["stages"]
             case "started":
                 workers[event["of"]] = WorkerStatus(event["of"], event["child"], "", _slots(event["slots"]))
             case "epoch":
                 entry = (event["epoch"], event["reason"])
                 status = replace(status, phase="running", epoch=event["epoch"], verdicts=(*status.verdicts, entry))
+                workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
             case "commit":
                 status = replace(status, committed=event["step"])
             case "exit":
@@ -98,6 +100,12 @@ def without_word(status: RunStatus) -> RunStatus:
     """Returns the status, as its events show it, of a run whose launcher is gone, and its workers with it."""
     workers = tuple(replace(each, state="gone") if each.state == "in" else each for each in status.workers)
     return replace(status, phase="launcher gone", workers=workers)
+
+
+def _moved(worker: WorkerStatus, owners: Sequence[int], stages: int) -> WorkerStatus:
+    """Returns a worker with the slots that it has by the owners of a new epoch."""
+    now = tuple(divmod(place, stages) for place, owner in enumerate(owners) if owner == worker.worker)
+    return worker if now == worker.now else replace(worker, now=now, before=worker.now)
 
 
 def _slots(value: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""Reads events.jsonl, the only truth about a run."""
+"""Reads events.jsonl, the only truth about a run; what is learned after its end is added there."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
         if not isinstance(event, dict) or "event" not in event:
             raise StorageError(f"{path}:{number}: expected one event as JSON, found {line[:80]!r}")
         yield event
+
+
+def add_event(path: Path, event: str, **fields: object) -> None:
+    """Adds to the events of a run that has ended what was learned afterwards; such an event has no time.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **fields}, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
 
 
 def has_event(path: Path, kind: str) -> bool:

@@ -19,13 +19,12 @@ from engine.core.matrix import SPREAD, Axis, Case, Cell, cells, spread_axes
 from engine.files.form import BAD, Entry, ListOf, Mapped, Reading, Scalar, in_order, text
 from engine.files.job_value import shown
 from engine.files.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
-from engine.files.scenario_schema import ID_PATTERN, VERSION
+from engine.files.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 _ID = text("a name of letters, digits and . _ -", ID_PATTERN)
 _MAPPING = Scalar("a mapping", lambda value: value if isinstance(value, dict) and value else None, {"type": "object"})
 _LIST = Scalar("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
-_VERSION = Scalar(str(VERSION), lambda value: value if type(value) is int and value == VERSION else None, {})
 _CASE = Mapped(
     {
         "name": Entry(_ID, "its name", required=True),
@@ -38,7 +37,7 @@ _CASE = Mapped(
 )
 _MATRIX = Mapped(
     {
-        "version": Entry(_VERSION, f"{VERSION}", required=True),
+        "version": Entry(constant(VERSION), f"{VERSION}", required=True),
         "name": Entry(_ID, "its name", required=True),
         "about": Entry(text("one sentence"), "what it shows, in one sentence", required=True),
         "job": Entry(_MAPPING, "fields of every case's job"),
@@ -69,6 +68,11 @@ class Matrix:
     axes: tuple[Axis, ...]
     cells: tuple[Planned, ...]
     absent: tuple[Cell, ...]
+
+
+def matrix_schema() -> dict[str, Any]:
+    """Returns the JSON schema of matrix files; it says little of cases, where an axis may stand for anything."""
+    return {"$schema": DIALECT, "title": "a bamboo matrix", **_MATRIX.schema()}
 
 
 def read_matrix(name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = ()) -> Matrix:

@@ -34,12 +34,13 @@ RUN_MATRIX = "bamboo matrix {}"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A scenario with where it stands and the concrete faults that a seed makes of it."""
+    """A scenario, where it stands, the concrete faults that a seed makes of it, and what was set beside the file."""
 
     path: Path
     scenario: Scenario
     seed: int
     faults: tuple[Fault, ...]
+    settings: tuple[str, ...] = ()
 
 
 def library() -> Path:
@@ -116,11 +117,11 @@ def load_document(
     settings: Iterable[str] = (),
 ) -> Loaded:
     """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file."""
-    reading = Reading(document, list(document.problems))
+    reading, settings = Reading(document, list(document.problems)), tuple(settings)
     scenario = _scenario(reading, kinds, settings)
     seed = scenario.job.seed if seed is None else seed
     try:
-        return Loaded(path, scenario, seed, expand(scenario, seed))
+        return Loaded(path, scenario, seed, expand(scenario, seed), settings)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
 

@@ -22,7 +22,7 @@ CHECKPOINT = "CHECKPOINT"  # read so that it can be refused with the reason
 ACTIONS = (*(op.value for op in Op if op is not Op.REDO_F), CHECKPOINT)
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}"
 
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _STEPS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) steps?")
 
 
@@ -114,7 +114,7 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
     )
     return Mapped(
         {
-            "version": Entry(_constant(VERSION), f"{VERSION}", required=True),
+            "version": Entry(constant(VERSION), f"{VERSION}", required=True),
             "name": Entry(text("a name of letters, digits and . _ -", ID_PATTERN), "its name", required=True),
             "about": Entry(text("one sentence"), "what it shows, in one sentence", required=True),
             "job": Entry(ANYTHING, "the job: the fields of a job file"),
@@ -128,14 +128,14 @@ def json_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
     """Returns the JSON schema of scenario files."""
     schema = scenario_form(kinds).schema()
     schema["properties"]["job"] = {"description": "the job", **job_schema()}
-    return {"$schema": _DIALECT, "title": "a bamboo scenario", **schema}
+    return {"$schema": DIALECT, "title": "a bamboo scenario", **schema}
 
 
 def job_file_schema() -> dict[str, Any]:
     """Returns the JSON schema of job files."""
     schema = job_schema()
     schema["properties"]["version"] = {"const": JOB_VERSION}
-    return {"$schema": _DIALECT, "title": "a bamboo job", **schema}
+    return {"$schema": DIALECT, "title": "a bamboo job", **schema}
 
 
 def job_schema() -> dict[str, Any]:
@@ -155,7 +155,8 @@ def _job_field(name: str) -> dict[str, Any]:
     return {"type": {int: "integer", float: "number", str: "string"}[kind]}
 
 
-def _constant(value: int) -> Scalar:
+def constant(value: int) -> Scalar:
+    """Returns the form of a number that is always the same."""
     return Scalar(str(value), lambda found: found if type(found) is int and found == value else None, {"const": value})
 
 

@@ -1,4 +1,4 @@
-"""What `bamboo init` writes: a job, a first scenario, and the workflow that runs the smoke matrix where users do.
+"""What `bamboo init` writes: a job, a first scenario, and the workflow that runs the matrices where users do.
 
 Rule: nothing that is there already is touched; either all files are written, or none.
 """
@@ -47,6 +47,8 @@ on:
   push:
     branches: [main]
   pull_request:
+  schedule:
+    - cron: "41 3 * * 6" # the whole matrix once a week
 
 permissions:
   contents: read
@@ -54,6 +56,8 @@ permissions:
 env:
   # The runner has no GPU: torch's CPU build is two gigabytes smaller.
   PIP_EXTRA_INDEX_URL: https://download.pytorch.org/whl/cpu
+  MATRIX: ${{ github.event_name == 'schedule' && 'matrix-full' || 'matrix-smoke' }}
+  SHARDS: ${{ github.event_name == 'schedule' && '8' || '2' }}
 
 jobs:
   plan:
@@ -69,7 +73,7 @@ jobs:
       - run: INSTALL
       - id: plan
         run: |
-          matrix=$(bamboo matrix matrix-smoke --format github --shards 2)
+          matrix=$(bamboo matrix "$MATRIX" --format github --shards "$SHARDS")
           echo "matrix=$matrix" >> "$GITHUB_OUTPUT"
 
   cells:

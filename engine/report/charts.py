@@ -13,7 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from engine.report.load import RunTables
-from engine.report.recovery import ALL_PHASES
+from engine.report.recovery import ALL_PHASES, NOBODY_LOST
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
@@ -30,8 +30,9 @@ def charts(run: RunTables) -> dict[str, Any]:
     figures = {"loss": _loss(run), "throughput": _throughput(run), "exposure": _exposure(run)}
     if run.workers["peak_memory_mib"].notna().any():
         figures["memory"] = _memory(run)
-    if len(run.recovery):
-        figures["phases"] = _phases(run.recovery)
+    recovery = run.recovery[~run.recovery["outcome"].isin(NOBODY_LOST)]
+    if len(recovery):
+        figures["phases"] = _phases(recovery)
     return {name: figure.update_layout(template=None).to_plotly_json() for name, figure in figures.items()}
 
 
@@ -65,6 +66,14 @@ def _phases(recovery: pd.DataFrame) -> go.Figure:
 def _loss(run: RunTables) -> go.Figure:
     figure = go.Figure()
     steps = run.steps
+    if run.twin_loss:
+        figure.add_scatter(
+            x=list(run.twin_loss),
+            y=list(run.twin_loss.values()),
+            name="without the fault",
+            mode="lines",
+            line={"color": GREY, "width": 5, "dash": "dot"},
+        )
     figure.add_scatter(
         x=steps["step"].tolist(),
         y=steps["loss"].tolist(),

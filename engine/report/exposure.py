@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+from engine.report.recovery import NOBODY_LOST
+
 COLUMNS = ["from_ms", "to_ms"]
 
 
@@ -22,7 +24,7 @@ def exposure_table(job: Mapping[str, Any], recovery: pd.DataFrame, end_ms: float
     if not shadowed and pipelines == 1:
         return pd.DataFrame([(0.0, end_ms)], columns=COLUMNS)
     intervals: list[tuple[float, float]] = []
-    for row in recovery[recovery["who"] != ""].itertuples():
+    for row in recovery[(recovery["who"] != "") & ~recovery["outcome"].isin(NOBODY_LOST)].itertuples():
         until_ms = end_ms if pd.isna(row.healed_ms) else row.healed_ms
         if intervals and row.begin_ms <= intervals[-1][1]:
             intervals[-1] = (intervals[-1][0], max(intervals[-1][1], until_ms))

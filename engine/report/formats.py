@@ -44,6 +44,7 @@ def as_parquet(table: pd.DataFrame) -> bytes:
 _SUMMARY = [
     "run",
     "what",
+    "outcome",
     "step",
     "heirs",
     *(f"{phase}_ms" for phase in PHASES),

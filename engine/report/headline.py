@@ -10,6 +10,7 @@ import pandas as pd
 
 from engine.core.job import Job
 from engine.report.load import RunTables
+from engine.report.recovery import NOBODY_LOST
 
 Mood = Literal["good", "bad", "open"]
 
@@ -36,7 +37,7 @@ def _cause(run: RunTables) -> str:
     if not run.error:
         return "it did not say why"
     clause = run.error.splitlines()[0].split(";")[0].rstrip(".")
-    out = run.recovery[run.recovery["outcome"] != "recovered"]["who"]
+    out = run.recovery[~run.recovery["outcome"].isin(["recovered", *NOBODY_LOST])]["who"]
     lost = sorted({who for text in out for who in text.split(", ") if who}, key=int)
     if not lost or "worker" in clause:
         return clause
@@ -45,6 +46,7 @@ def _cause(run: RunTables) -> str:
 
 def _deaths(recovery: pd.DataFrame) -> str:
     """Returns who was out and what it cost."""
+    recovery = recovery[~recovery["outcome"].isin(NOBODY_LOST)]
     out = recovery[recovery["who"] != ""]
     if out.empty:
         return "No worker was lost." if recovery.empty else "No worker was lost; one link was mended."
@@ -63,16 +65,22 @@ def _milliseconds(value: float) -> str:
 
 
 def command(run: RunTables) -> str:
-    """Returns the command line that runs the same job with the same faults."""
+    """Returns the command line that runs the same job with the same faults; below it what it reads or leaves out."""
+    if run.scenario:
+        name, text = run.scenario["scenario"], run.scenario["text"]
+        words = ["bamboo", "inject", "--scenario", name, "--seed", str(run.scenario["seed"])]
+        words += [word for each in run.scenario["settings"] for word in ("--set", each)]
+        return f"{shlex.join(words)}\n\n# {name}{'' if name.endswith('.yaml') else '.yaml'}\n{text}"
     words = ["bamboo", "run"]
     for each in fields(Job):
         value = run.job.get(each.name)
         default = each.default if each.name not in _MAPPINGS else {}
         if each.name in run.job and each.name not in _PLACES and value != default:
             words += _flags(each.name, value)
-    for fault in run.faults:
-        words += ["--kill", fault]
-    return shlex.join(words)
+    kills = [fault for fault in run.faults if ":" in fault]  # no other id has one
+    words += [word for fault in kills for word in ("--kill", fault)]
+    others = [fault for fault in run.faults if fault not in kills]
+    return shlex.join(words) + (f"\n# without what `bamboo inject --run` added: {', '.join(others)}" if others else "")
 
 
 _MAPPINGS = {"model_args", "data_args", "optimizer_args"}

@@ -49,6 +49,8 @@ class RunTables:
     actions: pd.DataFrame
     history: pd.DataFrame
     exposure: pd.DataFrame
+    twin_loss: Mapping[int, float]  # by step; empty where no twin was looked at
+    scenario: Mapping[str, Any]  # what `bamboo inject` ran, or nothing
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of that name, one of `TABLES`, with the name of the run in front."""
@@ -60,9 +62,7 @@ class RunTables:
 def load(events: Iterable[Mapping[str, Any]], name: str = "") -> RunTables:
     """Returns the tables of a run, from its events in the order of the file."""
     events = list(events)
-    job: Mapping[str, Any] = next((event for event in events if event["event"] == "job"), {})
-    ended: Mapping[str, Any] = next((event for event in events if event["event"] == "ended"), {})
-    failed: Mapping[str, Any] = next((event for event in events if event["event"] == "failed"), {})
+    job, ended, failed = (_first(events, kind) for kind in ("job", "ended", "failed"))
     origin_ns = begin_ns(events)
     steps = steps_table(events, job)
     actions = actions_table(events, int(job.get("stages", 1)))
@@ -83,7 +83,13 @@ def load(events: Iterable[Mapping[str, Any]], name: str = "") -> RunTables:
         actions,
         history_table(events, origin_ns),
         exposure_table(job, recovery, end_ms),
+        dict(_first(events, "twin").get("losses", ())),
+        _first(events, "scenario"),
     )
+
+
+def _first(events: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
+    return next((event for event in events if event["event"] == kind), {})
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

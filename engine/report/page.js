@@ -8,9 +8,9 @@ function show(from, to) {
 function windows() {
   const step = LINE.commits.length ? LINE.end / LINE.commits.length : LINE.end;
   const found = LINE.recoveries.map((each, place) => {
-    const end = each.resume_ms ?? Math.min(each.begin_ms + 4 * step, LINE.end);
+    const end = each.resume_ms > each.begin_ms ? each.resume_ms : Math.min(each.begin_ms + 4 * step, LINE.end);
     const around = Math.max(end - each.begin_ms, step) * 0.4;
-    return [`Recovery ${place + 1}`, Math.max(0, each.begin_ms - around), end + around];
+    return [`${each.phases.length ? "Recovery" : "Fault"} ${place + 1}`, Math.max(0, each.begin_ms - around), end + around];
   });
   const middle = Math.floor(LINE.commits.length / 2);
   const three = [LINE.commits[middle - 2] ?? 0, LINE.commits[middle + 1] ?? LINE.end];

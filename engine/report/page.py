@@ -14,11 +14,12 @@ from engine.report.charts import KIND_COLOURS, PHASE_COLOURS, charts
 from engine.report.frame import Heading, Tile, asset, framed, html_table
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
-from engine.report.recovery import PHASE_COLUMNS
+from engine.report.recovery import NOBODY_LOST, PHASE_COLUMNS
 from engine.report.timeline import timeline
 
 _RECOVERY_COLUMNS = {
     "what": "what",
+    "outcome": "outcome",
     "slots": "slot",
     "step": "step",
     "last_action": "last action",
@@ -63,8 +64,9 @@ def page(run: RunTables) -> str:
 def _tiles(run: RunTables) -> list[Tile]:
     pause, steps = run.recovery["pause_ms"], run.steps
     tiles = [("steps committed", f"{steps['step'].nunique()}", f"of {run.job.get('steps', '?')}")]
-    if len(run.recovery):
-        tiles.append(("recoveries", str((run.recovery["outcome"] == "recovered").sum()), f"of {len(run.recovery)}"))
+    outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NOBODY_LOST)]
+    if len(outcomes):
+        tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))
         tiles.append(("median pause", _figure(pause.median()), "ms"))
     tiles.append(("median step", _figure(steps["duration_ms"].median()), "ms"))
     tiles.append(("throughput", _figure(steps["samples_per_s"].median()), "samples/s"))
@@ -84,8 +86,11 @@ def _recovery(run: RunTables) -> str:
     # An error may name many files; all of it stands in the history.
     table = run.recovery.assign(reason=run.recovery["reason"].str.split(";").str[0])
     table = table[list(_RECOVERY_COLUMNS)].rename(columns=_RECOVERY_COLUMNS)
-    heading = "<h2>Where the time went <small>(ms; click merged or heal to see what follows the pause)</small></h2>"
-    chart = '<div id="phases" class="chart"></div>'
+    if run.recovery["outcome"].isin(NOBODY_LOST).all():
+        heading, chart = "<h2>Faults</h2>", ""
+    else:
+        heading = "<h2>Where the time went <small>(ms; click merged or heal to see what follows the pause)</small></h2>"
+        chart = '<div id="phases" class="chart"></div>'
     return f'<section>{heading}{chart}<div class="scroll tight">{html_table(table)}</div></section>'
 
 

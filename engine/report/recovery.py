@@ -1,4 +1,4 @@
-"""The table of recoveries: one row per recovery, and one per death that nobody recovered from.
+"""The table of recoveries: a row per recovery, per death that nobody recovered from, and per fault without either.
 
 Rules: phases come from `engine.core.recovery_times`; this adds what only tables know. *heal* is from the first commit
 to the one with which every slot has its shadows again. Bytes are those that the workers sent: in the plan's program up
@@ -29,6 +29,8 @@ _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_af
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
+# Outcomes of faults that put nobody out: nothing came of it; the run saw it and ended; who was warned left by itself.
+NOBODY_LOST = ("harmless", "noticed", "left")
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 
@@ -45,6 +47,9 @@ def recovery_table(
         rows[-1] |= _moved(recovery, events)
     recovered = {worker for recovery in found for worker, _ in recovery.verdict}
     rows += _without_recovery(events, recovered, actions, origin_ns)
+    if ended:
+        told = {name for recovery in found for name in recovery.faults}
+        rows += _without_death(events, told, steps, origin_ns)
     table = pd.DataFrame(rows, columns=COLUMNS).sort_values("begin_ms", kind="stable", ignore_index=True)
     return table.astype(dict.fromkeys(_FLOATS, "float64") | dict.fromkeys([*_COSTS, "step", "epoch"], "Int64"))
 
@@ -94,7 +99,7 @@ def _row(
         "epoch": recovery.epoch,
         "reason": recovery.reason,
         **_redone(recovery, job, actions),
-        **_throughput(recovery, job, steps, origin_ns),
+        **_throughput(steps, _since(recovery.begin_ns, origin_ns), _since(recovery.resume_ns, origin_ns)),
         **times,
         **stamps,
     }
@@ -139,10 +144,7 @@ def _moved(recovery: Recovery, events: Sequence[Event]) -> dict[str, int]:
     return {"plan_bytes": sum(plan), "heal_bytes": sum(heal)}
 
 
-def _throughput(
-    recovery: Recovery, job: Mapping[str, Any], steps: pd.DataFrame, origin_ns: int
-) -> dict[str, float | None]:
-    begin_ms, resume_ms = _since(recovery.begin_ns, origin_ns), _since(recovery.resume_ns, origin_ns)
+def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | None) -> dict[str, float | None]:
     before = steps[steps["commit_ms"] <= begin_ms]["samples_per_s"].tail(_WINDOW).median()
     if resume_ms is None:
         return {"samples_per_s_before": before}
@@ -180,4 +182,39 @@ def _without_recovery(
                     "begin_ms": _since(event["seen_ns"], origin_ns),
                 }
             )
+    return rows
+
+
+def _without_death(
+    events: Sequence[Event], told: set[str], steps: pd.DataFrame, origin_ns: int
+) -> list[dict[str, Any]]:
+    """Returns a row for each fault of a run that has ended which no recovery and no death tells of."""
+    dead = {event["of"] for event in events if event["event"] == "exit" and not event["expected"]}
+    warned = {event["of"] for event in events if event["event"] == "notice"}
+    reason = next((event["error"] for event in events if event["event"] == "failed"), "")
+    struck: dict[str, list[Event]] = {}
+    for event in events:
+        if event["event"] == "fault" and event["fault"] not in told and event["of"] not in dead:
+            struck.setdefault(event["fault"], []).append(event)
+    rows = []
+    for fault, victims in struck.items():
+        first, who = victims[0], ", ".join(str(event["of"]) for event in victims)
+        begin_ms = (first["at_ns"] - origin_ns) / 1e6
+        commits = steps["commit_ms"][steps["commit_ms"] > begin_ms]
+        rows.append(
+            {
+                "outcome": "left" if first["of"] in warned else "noticed" if reason else "harmless",
+                "what": f"{fault}: {first['do']} of worker {who}",
+                "verdict": "",
+                "who": who,
+                "slots": " ".join(".".join(map(str, event["slot"])) for event in victims if event.get("slot")),
+                "step": first["step"],
+                "last_action": "",
+                "rung": "",
+                "heirs": "",
+                "reason": reason,
+                "begin_ms": begin_ms,
+                **_throughput(steps, begin_ms, None if commits.empty else float(commits.iloc[0])),
+            }
+        )
     return rows

@@ -14,7 +14,7 @@ import pandas as pd
 
 from engine.report.actions import KINDS
 from engine.report.load import RunTables
-from engine.report.recovery import ALL_PHASES
+from engine.report.recovery import ALL_PHASES, NOBODY_LOST
 from engine.report.workers import TRANSFER
 
 MAX_ACTIONS = 150_000
@@ -95,5 +95,7 @@ def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
 def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
     phases = [[phase, row[f"{phase}_ms"]] for phase in ALL_PHASES if not pd.isna(row[f"{phase}_ms"])]
     known = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
+    if row["outcome"] in NOBODY_LOST:
+        known["resume_ms"] = row["begin_ms"]  # nothing was interrupted
     texts = {name: str(row[name]) for name in ("what", "who", "outcome", "last_action")}
     return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}

@@ -1,4 +1,4 @@
-"""The redundancy benchmark: whole runs without redundancy, lazy and eager in turns; their steps and their memory.
+"""The redundancy benchmark: whole runs with each redundancy, and with streams, in turns; their steps and their memory.
 
 Time is measured on stages that sleep, because with more workers than cores real compute would fill the very bubbles
 that redundant forwards are for. Memory is measured on a real model, and predicted: the process without redundancy,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from engine.core.bench_rows import (
     EAGER_GOAL_OVER_FLOOR,
@@ -28,6 +29,11 @@ from engine.runtime.bench_runs import run_bamboo, run_python, seconds_between_co
 
 MEMORY_CASE = "memory gpt P=4 M=8"
 _MODES: tuple[Redundancy, ...] = ("none", "lazy", "eager")
+_STREAMED = "lazy, log_every 1"
+_IN_TIME: dict[str, dict[str, Any]] = {
+    **{mode: {"redundancy": mode} for mode in _MODES},
+    _STREAMED: {"redundancy": "lazy", "log_every": 1},
+}
 _SHAPES = ((4, 8), (12, 32))  # P, M
 _FORWARD_MS, _BACKWARD_MS = 10, 20
 _WIDTH = 256  # of the timed layers and of what enters them, so that nothing need be widened
@@ -48,19 +54,21 @@ def overhead_cases() -> dict[str, Job]:
 
 
 def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
-    """Measures the time of a step of one case with each redundancy; every round begins with another.
+    """Measures the time of a step of one case with each redundancy, and with streams; every round begins with another.
 
     Raises:
         WorkerFailedError: a run failed.
     """
-    seconds: dict[Redundancy, list[float]] = {mode: [] for mode in _MODES}
+    seconds: dict[str, list[float]] = {mode: [] for mode in _IN_TIME}
     for number in range(num_rounds):
-        for mode in _MODES[number % 3 :] + _MODES[: number % 3]:
-            run = run_bamboo(folder, *timed_flags(replace(job, redundancy=mode, steps=num_steps)))
+        first = number % len(_IN_TIME)
+        for mode in [*_IN_TIME][first:] + [*_IN_TIME][:first]:
+            run = run_bamboo(folder, *timed_flags(replace(job, **_IN_TIME[mode], steps=num_steps)))
             seconds[mode].append(seconds_between_commits(run))
     floor = overhead_floor(job.stages, job.microbatches, _FORWARD_MS, _BACKWARD_MS)
     return [
         *overhead_rows(f"lazy {case}", seconds["lazy"], seconds["none"], 0.0, LAZY_GOAL),
+        *overhead_rows(f"{_STREAMED} {case}", seconds[_STREAMED], seconds["none"], 0.0, None),
         *overhead_rows(f"eager {case}", seconds["eager"], seconds["none"], floor, floor + EAGER_GOAL_OVER_FLOOR),
     ]
 
@@ -95,8 +103,8 @@ def bench_memory(folder: Path, quick: bool = False) -> list[Row]:
 def timed_flags(job: Job) -> list[str]:
     """Returns the flags of `bamboo run` for a job, with nothing beside the training."""
     flags = ["--audit", "0", "--validate-every", "0"]
-    for name in ("model", "stages", "microbatches", "redundancy", "steps"):
-        flags += [f"--{name}", str(getattr(job, name))]
+    for name in ("model", "stages", "microbatches", "redundancy", "log_every", "steps"):
+        flags += [f"--{name.replace('_', '-')}", str(getattr(job, name))]
     for field in ("model_args", "data_args"):
         for name, value in getattr(job, field).items():
             flags += ["--set", f"{field}.{name}={value}"]

@@ -39,7 +39,7 @@ def test_the_latest_run_is_told_and_its_page_written(folder: Path) -> None:
     first, titles, row = said.stdout.splitlines()
     assert first.startswith(f"{folder.name}: Worker 2 was lost in step 5; worker 1 took over after a pause of 24 ms.")
     assert titles.split() == (
-        "what step heirs detect agree fence regroup inventory plan replay pause total redone rung".split()
+        "what outcome step heirs detect agree fence regroup inventory plan replay pause total redone rung".split()
     )
     assert row.startswith("5:2: worker 2 was ended by SIGKILL")
     assert row.split()[-4:] == ["24", "78.4", "8", "shadow"]

@@ -10,6 +10,8 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.schedule import schedule
 from engine.core.errors import UserError
+from engine.core.ownership import Grid, fresh
+from engine.core.program import build_program
 from engine.core.schedules.choice import check_schedule
 from engine.core.schedules.registry import SCHEDULES
 
@@ -69,3 +71,19 @@ def test_a_page_is_written() -> None:
     assert done.stderr == "page.html\n"
     assert "lengthen the step by 3.0% over none" in done.stdout
     assert "<h1" in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_exported_of_a_schedule_is_that_schedule(name: str) -> None:
+    v = 2 if SCHEDULES[name].takes(2) else 1
+    text = said("export", "--compute-only", "--schedule", name, "--stages", str(4 * v), "--stages-per-worker", str(v))
+    ownership = fresh(Grid(4 * v, 8), v, SCHEDULES[name].placement)
+    assert build_program(text.stdout, ownership) == build_program(name, ownership)
+
+
+def test_a_broken_program_is_shown_where_it_breaks() -> None:
+    Path("whole.csv").write_text(said("export", "--redundancy", "none").stdout.replace("0RECV_B0,0B0", "0B0,0RECV_B0"))
+    done = said("check", "--redundancy", "none", "--program", "whole.csv")
+    assert done.exit_code == 1
+    assert "0B0: stands before 0RECV_B0, which it requires" in done.stdout
+    assert ">0B0<" in done.stdout

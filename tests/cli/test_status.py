@@ -21,10 +21,10 @@ APP = typer.Typer()
 APP.command()(status)
 
 STARTED: list[dict[str, Any]] = [
-    {"event": "job", "steps": 9},
-    {"event": "started", "of": 0, "child": 11, "slots": [[0, 0]]},
+    {"event": "job", "steps": 9, "stages": 2},
+    {"event": "started", "of": 0, "child": 11, "slots": [[0, 0], [1, 0]]},
     {"event": "started", "of": 1, "child": 12, "slots": [[0, 1], [1, 1]]},
-    {"event": "epoch", "epoch": 1, "reason": "every worker has joined"},
+    {"event": "epoch", "epoch": 1, "reason": "every worker has joined", "owners": [0, 1, 0, 1]},
     {"event": "commit", "step": 0},
     {"event": "commit", "step": 1},
 ]
@@ -56,7 +56,7 @@ def test_an_ended_run_is_told_from_its_events(tmp_path: Path) -> None:
     name = make_run(tmp_path, "mlp", ENDED)
     assert say("--results", tmp_path).splitlines() == [
         f"{name}: failed, epoch 1, step 2 of 9 (from events)",
-        "  worker 0  pid 11  stage 0.0  in",
+        "  worker 0  pid 11  stage 0.0 1.0  in",
         "  worker 1  pid 12  stage 0.1 1.1  dead",
         "  epoch 1: every worker has joined",
         "  epoch 1: worker 1 was ended by SIGKILL",
@@ -92,7 +92,7 @@ def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeyp
     name = make_run(tmp_path, "mlp", [STORE, *STARTED, {"event": "exit", "of": 1, "code": -9, "expected": False}])
     assert lament(tmp_path, "last committed step 1") == [
         f"{name}: launcher gone, epoch 1, step 2 of 9 (from events)",
-        "  worker 0  pid 11  stage 0.0  gone",
+        "  worker 0  pid 11  stage 0.0 1.0  gone",
         "  worker 1  pid 12  stage 0.1 1.1  dead",
         "  epoch 1: every worker has joined",
     ]

@@ -6,9 +6,10 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.dry_run import DryRun, Span, dry_run
-from engine.core.grid_text import grid_lines
+from engine.core.grid_text import grid_lines, marked_lines
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program import build_program
+from tests.core.drawing import program_of
 
 DRAWINGS = {
     ("1f1b", Grid(3, 4)): """
@@ -73,3 +74,13 @@ def test_what_is_done_for_another_slot_stands_in_brackets() -> None:
     run = DryRun(spans, 2.0, 0.0, {})
     assert grid_lines(run, 0, ownership) == ["worker 0  0F0   (1F0)", "worker 1        1F0"]
     assert grid_lines(run) == ["worker 0  0F0 1F0", "worker 1      1F0"]
+
+
+def test_what_breaks_a_rule_is_marked_in_its_row() -> None:
+    program = program_of("0: 0F0 0F1 0B0 0B1 0STEP\n1: 1F0 1B0\n10: 2F0")
+    assert marked_lines(program, {(0, 2), (1, 0)}, 80) == [
+        "worker 0   0F0   0F1   >0B0< 0B1   0STEP",
+        "worker 1   >1F0< 1B0",
+        "worker 10  2F0",
+    ]
+    assert marked_lines(program, {(0, 4)}, 32) == ["worker 0   0F1     0B0", "worker 1   1B0", "worker 10"]

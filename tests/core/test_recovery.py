@@ -10,10 +10,12 @@ import time
 from collections import Counter
 from dataclasses import replace
 from math import log2
+from typing import Any
 
 import pytest
 
-from engine.core.action import COMPUTE_OPS, SEND_OPS, Op
+from engine.core import recovery
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Op
 from engine.core.dry_run import dry_run
 from engine.core.errors import InvariantError, ScheduleError
 from engine.core.inventory import Inventory
@@ -21,6 +23,7 @@ from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each
 from engine.core.program import Program
 from engine.core.recovery import PlanInput, held_at_start, make_plan
 from engine.core.requires import Held, Kind, Value
+from engine.core.transfer_pass import with_transfers
 from tests.core.drawing import drawn_program, plain
 from tests.core.recovery_cases import (
     Failure,
@@ -163,6 +166,23 @@ def test_shadow_without_a_whole_replica_is_healed_in_the_plan() -> None:
 def test_input_that_cannot_be_is_refused(inventories: tuple[Inventory, ...], rule: str) -> None:
     with pytest.raises(InvariantError, match=rule):
         make_plan(PlanInput(2, 4, _ONE_LEFT, inventories))
+
+
+def test_plan_that_does_not_finish_its_own_dry_run_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers that each wait for the other before they send: a pass with a bug would hang them."""
+
+    def receives_first(*words: Any) -> Program:
+        program = with_transfers(*words)
+        return {
+            worker: tuple(sorted(line, key=lambda each: each.op not in RECEIVE_OPS)) for worker, line in program.items()
+        }
+
+    whole = (Inventory(0, 5, ((0, 0),)), Inventory(1, 5, ((0, 1),)))
+    given = PlanInput(2, 4, Ownership(Grid(2, 2), (0, 1)), whole)
+    assert make_plan(given).program
+    monkeypatch.setattr(recovery, "with_transfers", receives_first)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        make_plan(given)
 
 
 def _jobs(pipelines: int) -> list[Job]:

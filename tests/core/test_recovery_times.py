@@ -96,6 +96,12 @@ def test_a_kill_is_told_in_phases_that_add_up_to_the_pause() -> None:
     assert (found.lost_steps, found.rung) == (0, "shadow")
 
 
+def test_what_a_zombie_does_after_its_verdict_is_not_looked_at() -> None:
+    zombie = [did(2, 3, action, 218 + index) for index, action in enumerate(["2B1", "2F2", "2B2"])]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *zombie, *REPLAYED, COMMIT])
+    assert (found.last_actions, found.pause_ns) == ({2: (3, "2B0")}, 50 * MS)
+
+
 def test_it_reads_as_one_sentence() -> None:
     events = [*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
     (found,) = recoveries(events)

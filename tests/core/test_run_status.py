@@ -85,7 +85,7 @@ STARTED = [
 ]
 TRAINED = [
     *STARTED,
-    event("epoch", epoch=1, reason="every worker has joined", members=[0, 1]),
+    event("epoch", epoch=1, reason="every worker has joined", members=[0, 1], owners=[0, 1]),
     event("action", step=0, action="0F0"),
     *(event("commit", step=step) for step in range(3)),
 ]
@@ -109,3 +109,12 @@ def test_events_are_followed_to_the_last() -> None:
     assert (ended.phase, ended.committed) == ("failed", 2)
     assert {each.worker: each.state for each in ended.workers} == {0: "left", 1: "dead"}
     assert ended.verdicts[1:] == ((1, "worker 1 was ended by SIGKILL"),)
+
+
+def test_events_say_who_owns_what_after_a_failure() -> None:
+    out = event("epoch", epoch=2, reason="an exit was seen", members=[0], owners=[0, 0])
+    found = status_of_events("mine", [*TRAINED, event("exit", of=1, code=-9, expected=False), out])
+    assert [(each.now, each.before, each.state) for each in found.workers] == [
+        (((0, 0), (0, 1)), ((0, 0),), "in"),
+        ((), ((0, 1),), "dead"),
+    ]

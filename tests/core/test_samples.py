@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from engine.core.job import Job
@@ -89,3 +90,16 @@ def test_a_zombie_counts_nothing_after_its_verdict() -> None:
     zombie = did(1, 0, "1B0", "1B1", from_ns=90)
     assert miscounted(steps(out(1, 10), *whole(0, 0, 1, from_ns=20), *zombie), JOB) == []
     assert miscounted(steps(*whole(0, 0, 1, from_ns=20), *zombie), JOB) != []
+
+
+def test_what_came_with_a_stream_counts_once() -> None:
+    streaming = replace(JOB, log_every=1)
+    dead, rest = did(1, 0, "1F0", "1B0"), did(0, 0, "1F1", "1B1", from_ns=20)
+    assert miscounted(steps(*dead, out(1, 10), *rest), streaming) == []
+    early = did(0, 0, "1F0", from_ns=1)  # of an eager shadow
+    assert miscounted(steps(*dead, *early, out(1, 10), *rest), streaming) == []
+    never = miscounted(steps(*did(1, 0, "1F0"), out(1, 10), *rest), streaming)
+    assert never[0] == "step 0: worker 0 counted the forward of microbatch 0 of stage 1 0 times"
+    three = replace(JOB, log_every=2, microbatches=3)  # nothing is streamed behind the first
+    zero = did(0, 0, "0F2", "0B2", from_ns=40)
+    assert miscounted([*zero, *steps(*dead, out(1, 10), *rest, *did(0, 0, "1F2", "1B2", from_ns=50))], three) != []

@@ -45,19 +45,27 @@ WAITS: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
-def megatron_stash(p: int, v: int, m: int, worker: int) -> int:
-    """The warm-up of rounds of P microbatches, and the forward that comes before the first backward."""
-    return min(v * m, (v - 1) * p + 2 * (p - 1 - worker) + 1) if v > 1 else min(m, p - worker)
+def megatron_stash(longest: int, p: int, v: int, m: int, worker: int) -> int:
+    """The warm-up of rounds of microbatches, and the forward that comes before the first backward."""
+    return min(v * m, (v - 1) * longest + 2 * (p - 1 - worker) + 1) if v > 1 else min(m, p - worker)
 
 
 STASH: dict[str, Callable[[int, int, int, int], int]] = {
     "gpipe": lambda p, v, m, worker: m,
     "1f1b": lambda p, v, m, worker: min(m, p - worker),
+    "interleaved": lambda p, v, m, worker: megatron_stash(p + m % p if m > p else m, p, v, m, worker),
+    "interleaved-flexible": lambda p, v, m, worker: megatron_stash(-(-m // max(1, m // p)), p, v, m, worker),
     "looped-bfs": lambda p, v, m, worker: v * m,
     "zb1p": lambda p, v, m, worker: min(m, p),
-    "interleaved": megatron_stash,
-    "interleaved-flexible": megatron_stash,
+    # Of two half stages per worker: 2P are as much as P whole ones; DualPipeV holds one more.
+    "zbv": lambda p, v, m, worker: 2 * p,
+    "dualpipev": lambda p, v, m, worker: 2 * p + 1,
 }
+
+
+def stash_is_exact(name: str, p: int, v: int, m: int) -> bool:
+    """Says whether the formula is met, not only a bound: a V holds less at its turn, as a shorter round does."""
+    return not name.startswith(("zbv", "dualpipev")) and (v == 1 or m % p == 0)
 
 
 def shapes(schedule: Schedule, microbatches: range = range(1, 65)) -> Iterator[tuple[int, int, int]]:
@@ -77,8 +85,8 @@ def test_waiting_and_memory_are_what_the_literature_says(name: str) -> None:
         lists = schedule(p, m, v)
         waits, length = passed(lists, unit_costs)
         assert max(waits) == WAITS[name](p, v, m), (p, v, m)
-        if name in STASH and (v == 1 or m % p == 0):  # a longer round needs a longer warm-up
-            assert [peak_stash(line) for line in lists] == [STASH[name](p, v, m, worker) for worker in range(p)]
+        stash, most = [peak_stash(line) for line in lists], [STASH[name](p, v, m, worker) for worker in range(p)]
+        assert stash == most if stash_is_exact(name, p, v, m) else all(a <= b for a, b in zip(stash, most, strict=True))
         if name in ("gpipe", "1f1b", "interleaved", "interleaved-flexible", "looped-bfs"):
             assert length == v * m * (FORWARD + BACKWARD) + WAITS[name](p, v, m)
 
@@ -92,14 +100,6 @@ def test_the_dry_run_says_the_same(name: str) -> None:
         run = dry_run(with_transfers(on_owners(lists, ownership), ownership), ownership)
         waits, length = passed(lists, unit_costs)
         assert (list(run.waits.values()), run.makespan) == (waits, length)
-
-
-@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
-def test_a_v_holds_no_more_than_its_turn(name: str) -> None:
-    """Of two half stages per worker: 2P are as much as P whole ones; DualPipeV holds one more."""
-    for p, v, m in shapes(SCHEDULES[name], range(1, 65, 9)):
-        peaks = [peak_stash(line) for line in SCHEDULES[name](p, m, v)]
-        assert max(peaks) <= 2 * p + (name == "dualpipev"), (p, m, peaks)
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -75,6 +75,9 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     assert facts["scenario"]["seed"] == 0
     assert [each["id"] for each in facts["scenario"]["faults"]] == ["first"]
     assert facts["result"]["case"]["verdict"] == "passed"
+    (again,), (twin,) = launcher.events("scenario"), launcher.events("twin")
+    assert (again["scenario"], again["text"]) == ("scenario.yaml", (folder / "scenario.yaml").read_text())
+    assert [step for step, _ in twin["losses"]] == [*range(6)]
     assert launcher.leftovers() == []
 
 

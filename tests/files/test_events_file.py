@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import StorageError
-from engine.files.events_file import has_event, read_events
+from engine.files.events_file import add_event, has_event, read_events
 from engine.runtime.recorder import Recorder, open_events
 
 
@@ -62,3 +62,11 @@ def test_a_kind_of_event_is_found_without_parsing(tmp_path: Path) -> None:
     os.close(fd)
     with pytest.raises(StorageError):
         has_event(tmp_path / "none.jsonl", "epoch")
+
+
+def test_what_is_learned_afterwards_is_added(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event":"ended"}\n')
+    add_event(tmp_path / "events.jsonl", "twin", losses=[[0, 1.5]])
+    assert list(read_events(tmp_path / "events.jsonl")) == [{"event": "ended"}, {"event": "twin", "losses": [[0, 1.5]]}]
+    with pytest.raises(StorageError):
+        add_event(tmp_path / "nowhere" / "events.jsonl", "twin")

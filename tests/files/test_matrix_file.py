@@ -138,8 +138,8 @@ def test_the_full_matrix_has_every_action_at_every_place_in_every_way() -> None:
     assert len(moments) == 3 * 10 - len(edges)
     assert {(dict(each.labels)["action"], dict(each.labels)["stage"]) for each in found.absent} == edges
     assert len(labels) == len(moments) * 3 * 3 * 3
-    split, heal = 2 * 3 * 3 * 3 * 3, 3 * 3 * 3 * 2
-    assert len(found.cells) == len(labels) + split + heal
+    split, stream, heal = 2 * 3 * 3 * 3 * 3, 3 * 3 * 3 * 2, 3 * 3 * 3 * 2
+    assert len(found.cells) == len(labels) + split + stream + heal
 
 
 @pytest.mark.parametrize("path", sorted(library().glob("matrix-*.yaml")), ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
-from engine.files.scenario_file import library, load_scenario, scenario_names
+from engine.files.scenario_file import library, library_names, load_scenario, scenario_names
 from engine.files.scenario_schema import job_file_schema, json_schema
 from engine.files.strict_yaml import read_text
 from tests.core.scenario_cases import KINDS
@@ -82,9 +82,10 @@ def test_file_and_schema_agree(tmp_path: Path) -> None:
 
 
 def test_the_library_is_not_empty_and_says_why() -> None:
-    for name in scenario_names():
+    for name in library_names():
         lines = (library() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        assert lines[0] == "# yaml-language-server: $schema=scenario.schema.json"
+        schema = "matrix" if name.startswith("matrix-") else "scenario"
+        assert lines[0] == f"# yaml-language-server: $schema={schema}.schema.json"
         assert len([line for line in lines[1:8] if line.startswith("# ")]) >= 2, name
         assert f"name: {name}" in lines
     assert len(scenario_names()) >= 25

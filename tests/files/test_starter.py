@@ -65,17 +65,22 @@ JOBS = yaml.safe_load(workflow())["jobs"]
 PLAN, CELLS = ([each for each in JOBS[name]["steps"] if "bamboo matrix" in each.get("run", "")] for name in JOBS)
 
 
-def run_step(script: str, folder: Path, bamboo: Path) -> tuple[int, str]:
+def run_step(script: str, folder: Path, bamboo: Path, **variables: str) -> tuple[int, str]:
     """Runs a step as a runner does; returns its exit code and what it has put out for the jobs after it."""
     output = folder / "output"
     output.touch()
-    environment = {"PATH": f"{bamboo}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(output)}
+    environment = {"PATH": f"{bamboo}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(output), **variables}
     (folder / "step.sh").write_text(script)
     done = subprocess.run(["/bin/bash", "-e", str(folder / "step.sh")], env=environment, check=False, cwd=folder)
     return done.returncode, output.read_text()
 
 
-def test_the_workflow_means_what_a_runner_reads(tmp_path: Path) -> None:
+# What a runner makes of the variables at the top, for a pull request and once a week.
+CHOICES = {"MATRIX": ("matrix-smoke", "matrix-full"), "SHARDS": ("2", "8")}
+
+
+@pytest.mark.parametrize("choice", [0, 1])
+def test_the_workflow_means_what_a_runner_reads(tmp_path: Path, choice: int) -> None:
     """What its expressions name is there, its commands are ours, and its jobs run every cell once."""
     text = workflow()
     assert {*re.findall(r"\$\{\{ (.+?) \}\}", text)} == {
@@ -84,9 +89,12 @@ def test_the_workflow_means_what_a_runner_reads(tmp_path: Path) -> None:
         "matrix.matrix",
         "matrix.shard",
         "strategy.job-index",
+        *(f"github.event_name == 'schedule' && '{weekly}' || '{usual}'" for usual, weekly in CHOICES.values()),
     }
+    variables = {name: values[choice] for name, values in CHOICES.items()}
+    assert variables.keys() <= yaml.safe_load(text)["env"].keys()
     assert (PLAN[0]["id"], [*JOBS["plan"]["outputs"]], JOBS["cells"]["needs"]) == ("plan", ["matrix"], "plan")
-    code, output = run_step(PLAN[0]["run"], tmp_path, Path(sys.executable).parent)
+    code, output = run_step(PLAN[0]["run"], tmp_path, Path(sys.executable).parent, **variables)
     name, _, value = output.partition("=")
     assert (code, name) == (0, "matrix")
     cells: list[str] = []
@@ -96,7 +104,7 @@ def test_the_workflow_means_what_a_runner_reads(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, [*words[1:], "--format", "list"], catch_exceptions=False)
         assert (words[0], done.exit_code, len(done.output.splitlines())) == ("bamboo", 0, job["cells"])
         cells += done.output.splitlines()
-    assert sorted(cells) == sorted(each.cell.name for each in read_matrix("matrix-smoke", kinds()).cells)
+    assert sorted(cells) == sorted(each.cell.name for each in read_matrix(variables["MATRIX"], kinds()).cells)
 
 
 def test_a_plan_that_fails_fails_its_job(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 import pytest
 
+from engine.report.charts import charts
 from engine.report.headline import command, headline
 from engine.report.load import RunTables, joined, load
+from engine.report.timeline import timeline
 from tests.report.made_up import PHASES_MS, MadeUpRun, agent, did
 
 
@@ -113,6 +116,33 @@ def test_a_death_that_nobody_recovered_from_is_a_row_too() -> None:
 ENDED = agent("ended", 1102, outcome="failed", exit_code=3)
 
 
+@pytest.mark.parametrize(
+    ("events", "outcome"),
+    [
+        ([], "harmless"),
+        ([agent("notice", 1002.0, of=1, grace_s=60)], "left"),
+        ([agent("failed", 1050.0, error="the loss of step 2 is nan")], "noticed"),
+    ],
+)
+def test_a_fault_that_put_nobody_out_is_a_row_too(events: list[dict[str, Any]], outcome: str) -> None:
+    fault = agent("fault", 1001.0, fault="pause", do="stop", step=0, action="1F0", when="before", of=1, slot=[0, 1])
+    *told, ended = MadeUpRun(dead=((5, 2),)).events()
+    run = load([*told, fault, *events, ended])
+    row, lost = run.recovery.to_dict("records")
+    assert [row[name] for name in ("what", "outcome", "who", "slots")] == [
+        "pause: stop of worker 1",
+        outcome,
+        "1",
+        "0.1",
+    ]
+    assert row["samples_per_s_during"] == run.steps["samples_per_s"][0]
+    assert math.isnan(row["pause_ms"])
+    assert lost["who"] == "2"
+    assert headline(run)[1].startswith("Worker 2 was lost in step 5")
+    assert len(run.exposure) == 1
+    assert [each["begin_ms"] == each["resume_ms"] for each in timeline(run)["recoveries"]] == [True, False]
+
+
 def test_the_headline_of_a_failure_names_who_was_lost() -> None:
     events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in ("finished", "ended", "exit")]
     events += [agent("exit", 1100, of=who, code=-9, expected=False, seen_ns=1_099_000_000) for who in (2, 1)]
@@ -155,6 +185,28 @@ def test_the_headline_says_who_was_lost_and_the_command_does_it_again(run: RunTa
     assert mood == "good"
     assert sentence.startswith("Worker 2 was lost in step 5; worker 1 took over after a pause of 24 ms. All 10 steps")
     assert command(run) == "bamboo run --model mlp --set model_args.width=64 --steps 10 --seed 7 --kill 5:2"
+
+
+def test_a_scenario_is_run_again_as_it_was_run() -> None:
+    said = {"scenario": "scenario.yaml", "text": "version: 1\n", "seed": 3, "settings": ["steps=9"]}
+    run = load([*MadeUpRun().events(), {"event": "scenario"} | said])
+    first, _, *text = command(run).splitlines()
+    assert first == "bamboo inject --scenario scenario.yaml --seed 3 --set steps=9"
+    assert text == ["# scenario.yaml", "version: 1"]
+
+
+def test_faults_that_came_from_elsewhere_are_named_and_not_taken_for_kills() -> None:
+    events = MadeUpRun(dead=((5, 2),)).events()
+    run = load([*events, agent("fault", 2000, fault="pause.ab12", do="stop", step=9, of=1)])
+    assert command(run).endswith("--kill 5:2\n# without what `bamboo inject --run` added: pause.ab12")
+
+
+def test_the_loss_without_the_fault_stands_beside_the_loss() -> None:
+    events = MadeUpRun().events()
+    run = load([*events, {"event": "twin", "losses": [[0, 2.0], [1, 1.5]]}])
+    assert run.end_ms == load(events).end_ms
+    (twin,) = [each for each in charts(run)["loss"]["data"] if each["name"] == "without the fault"]
+    assert (list(twin["x"]), list(twin["y"])) == ([0, 1], [2.0, 1.5])
 
 
 def test_two_deaths_are_two_rows_and_runs_are_joined(run: RunTables) -> None:

@@ -84,6 +84,15 @@ def test_every_decision_is_in_the_store_when_its_effects_come_back(backend: Back
     assert json.loads(keys_of(reader)["plan"])["inventories"] == [[0, "held by 0"], [2, "held by 2"]]
 
 
+def test_the_last_reconfiguration_can_be_read(backend: Backend) -> None:
+    client, reader = backend.client(), backend.client()
+    coordinator = start(client, first_state())
+    tell(coordinator, *JOINED, Notice(2, 1, 60 * S), StepCommitted(3, 1, 0))
+    keys = keys_of(reader)
+    assert keys["status"] == b"reconfiguring"
+    assert json.loads(keys["reconfigured"]) == {"epoch": 2, "reason": "worker 1 handed over after step 0"}
+
+
 def test_what_decides_nothing_writes_nothing(backend: Backend) -> None:
     client, reader = backend.client(), backend.client()
     coordinator = start(client, first_state())

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.inventory import Inventory
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.requires import Kind, Value
 from engine.models.catalogue import build_model, open_data
+from engine.runtime.control import Fenced
 from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.holdings import Holdings
 from engine.runtime.replicas import Replicas
@@ -220,6 +222,18 @@ def test_a_commit_is_taken_once_and_none_is_missed() -> None:
         executor.catch_up({"step": 4})
     assert executor.step == 3
     assert executor.inventory() == Inventory(0, 3, ((0, 0),), {(0, 0): 0}, {(0, 0): 0})
+
+
+def test_a_fence_takes_nobody_out_of_the_optimizer_steps() -> None:
+    executor = lone_executor()
+
+    def failpoint() -> None:
+        raise Fenced
+
+    executor._meet(Action(0, Op.STEP), failpoint)
+    for op in (Op.F, Op.LOG, Op.COMMIT):
+        with pytest.raises(Fenced):
+            executor._meet(Action(0, op), failpoint)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

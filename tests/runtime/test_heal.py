@@ -127,6 +127,15 @@ def test_a_new_replica_has_the_bits_of_the_boundary(peers: PeerServer, port: int
     assert has_optimizer_state == (num_steps > 0 and name != "sgd")
 
 
+@pytest.mark.parametrize("name", ["adamw", "two pipelines"])
+def test_what_is_sent_is_as_of_the_boundary_though_forwards_have_run_since(name: str) -> None:
+    stage = trained(small_job(**JOBS[name]), 2).stages[SLOT]
+    sent = [tensor for place, tensor in state_of(stage) if place[0] == "buffer"]
+    of_boundary = [buffer for buffers in stage.boundary for buffer in buffers]
+    assert all(torch.equal(*pair) for pair in zip(sent, of_boundary, strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(sent, stage.buffers(), strict=False))
+
+
 def sends_a_wrong_bit(port: int, prefix: str, what: str) -> None:
     replicas = trained(small_job(**NORMED), 1)
     plane = plane_of(port, prefix, 0)

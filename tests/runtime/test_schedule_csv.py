@@ -89,13 +89,16 @@ def test_ours_load_there(name: str, m: int, tmp_path: Path) -> None:
     schedule = SCHEDULES[name]
     v = max(2, schedule.stages_per_worker[0]) if schedule.takes(2) else 1
     path = tmp_path / "ours.csv"
-    path.write_text(rows_to_csv(schedule(P, m, v)))
+    path.write_text(rows_to_csv(schedule(P, m, v), pairs=schedule.overlaps))
     host = of_torch("ScheduleZBVZeroBubble" if schedule.placement == "v" else "ScheduleLoopedBFS", v, m)
     host._load_csv(str(path), format="compute_only")
     loaded = [tuple(str(each) for each in host.pipeline_order[rank]) for rank in range(P)]
-    assert loaded == [tuple(str(each) for each in line) for line in schedule(P, m, v)]
+    assert loaded == [tuple(line.split(",")) for line in path.read_text().splitlines()]
+    assert any("OVERLAP_F_B" in line for line in loaded[0]) == schedule.overlaps
     owners = host.stage_index_to_group_rank
-    with_transfers = theirs._add_send_recv(host.pipeline_order, lambda stage: owners[stage], P * v)
+    # What torch simulates is without pairs, though it runs them: they are taken apart for it.
+    apart = {rank: [part for a in line for part in a.sub_actions or (a,)] for rank, line in host.pipeline_order.items()}
+    with_transfers = theirs._add_send_recv(apart, lambda stage: owners[stage], P * v)
     theirs._simulate_comms_compute(with_transfers, lambda stage: owners[stage], P * v)  # raises when it cannot go on
     assert lists_from_csv(path.read_text()) == schedule(P, m, v)
 

@@ -143,6 +143,34 @@ def test_reduction_adds_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch)
     caught(kills(GROWN), "clip factor of step . differs")
 
 
+def test_reduction_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce = actions._DO[8]
+
+    def in_place(worker: Worker, action: tuple[Any, ...]) -> bool:
+        is_done = reduce(worker, action)
+        _, stage, mine, *_ = action
+        for pipeline in mine if is_done else ():
+            worker.replicas[pipeline, stage].sums = worker.reduced[stage][0]
+        return is_done
+
+    monkeypatch.setattr(actions, "_DO", (*actions._DO[:8], in_place, *actions._DO[9:]))
+    caught(kills(GROWN), "clip factor of step . differs")
+
+
+def test_redone_forward_draws_with_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = actions._DO[REDO]
+
+    def redo(worker: Worker, action: tuple[Any, ...]) -> bool:
+        replica = worker.replicas[action[1]]
+        weights, replica.weights = replica.weights, hash((replica.weights, worker.number))
+        is_done = forward(worker, action)
+        replica.weights = weights
+        return is_done
+
+    monkeypatch.setattr(actions, "_DO", (*actions._DO[:REDO], redo, *actions._DO[REDO + 1 :]))
+    caught(redone(), "clip factor of step . differs")
+
+
 def test_log_without_the_buffers_of_other_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     add = actions.reduction
 

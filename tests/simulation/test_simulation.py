@@ -59,6 +59,19 @@ def all_well(cases: Iterable[Case]) -> list[History]:
     return histories
 
 
+def test_there_are_enough_schedules() -> None:
+    num_kills = RANDOM + 80 * len(PAIRED)
+    for case in grid_cases():
+        shape = (case.pipelines, case.stages, case.microbatches)
+        moments = sum(moments // case.steps for moments in run(case).moments)
+        num_kills += 2 * moments // (1 if shape in WHOLE else _stride(shape))
+    assert num_kills >= 25_000
+
+
+def _stride(shape: tuple[int, int, int]) -> int:
+    return 11 * shape[0] * shape[1]
+
+
 def of_shape(shape: tuple[int, int, int]) -> list[Case]:
     return [case for case in grid_cases() if (case.pipelines, case.stages, case.microbatches) == shape]
 
@@ -75,8 +88,8 @@ def test_every_single_kill(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("shape", SAMPLED)
 def test_some_single_kills_of_large_shapes(shape: tuple[int, int, int]) -> None:
     for nth, case in enumerate(of_shape(shape)):
-        stride = 11 * shape[0] * shape[1]
-        assert all(len(history.struck) == 1 for history in all_well(single_kills(case, stride, nth * 7)))
+        kills = single_kills(case, _stride(shape), nth * 7)
+        assert all(len(history.struck) == 1 for history in all_well(kills))
 
 
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])

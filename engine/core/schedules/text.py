@@ -14,7 +14,7 @@ from io import StringIO
 
 from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.errors import ScheduleError
-from engine.core.overlap import OVERLAPS
+from engine.core.overlap import OVERLAPS, overlap_of
 from engine.core.schedules.compute import ComputeLists
 
 _TAKEN = (COMPUTE_OPS - {Op.REDO_F}) | {Op.REDUCE_GRAD}
@@ -35,10 +35,12 @@ def name_of(schedule: str) -> str:
     return "a schedule of one's own" if is_text(schedule) else schedule
 
 
-def rows_to_csv(rows: Iterable[Sequence[Action]]) -> str:
-    """Returns actions as CSV."""
+def rows_to_csv(rows: Iterable[Sequence[Action]], pairs: bool = False) -> str:
+    """Returns actions as CSV; with `pairs`, a forward and the backward to be run at once with it share a cell."""
     text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows([str(action) for action in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(
+        _cells(row) if pairs else [str(action) for action in row] for row in rows
+    )
     return text.getvalue()
 
 
@@ -106,6 +108,17 @@ def _parse_row(worker: int, row: Sequence[str]) -> Iterator[Action]:
                 yield parse_action(text)
             except ScheduleError as error:
                 raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
+
+
+def _cells(row: Sequence[Action]) -> list[str]:
+    cells: list[str] = []
+    for before, action in zip([None, *row], row, strict=False):
+        kind = before and overlap_of(before, action)
+        if kind == "OVERLAP_F_B":  # the only kind that torch's rows have
+            cells[-1] = f"({cells[-1]};{action}){kind}"
+        else:
+            cells.append(str(action))
+    return cells
 
 
 def _parts(cell: str) -> list[str]:
