@@ -21,7 +21,7 @@ END
 printf '#!/bin/sh\\necho "demo $*" >> calls\\n' > .venv/bin/bamboo
 chmod +x .venv/bin/python .venv/bin/bamboo
 """
-TESTS = ["tests", "tests"]  # what only computes, then what starts processes
+TESTS = ["tests"]
 VENV = "venv -m venv --clear .venv"
 RUN, TEST = (
     f"install -m pip install --quiet --constraint constraints.txt --editable .[{x}]" for x in ("vision", "dev")

@@ -20,11 +20,17 @@ from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
 from tests.runtime.peers import PeerServer, peer_server
 
 
-@pytest.fixture(scope="package")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerServer]:
-    """Starts functions of test modules in processes of their own."""
+@pytest.fixture(name="started", scope="package")
+def _started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerServer]:
     with peer_server(tmp_path_factory.mktemp("peers")) as server:
         yield server
+
+
+@pytest.fixture
+def peers(started: PeerServer) -> Iterator[PeerServer]:
+    """Starts functions of test modules in processes of their own, which end with the test."""
+    yield started
+    started.let_go()
 
 
 @pytest.fixture(scope="package")
@@ -35,9 +41,9 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]:
 
 
 @pytest.fixture(scope="package")
-def port(peers: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def port(started: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Returns the port of a rendezvous store; each test has its own prefix there."""
-    store = RendezvousStore(peers.server, tmp_path_factory.mktemp("store"))
+    store = RendezvousStore(started.server, tmp_path_factory.mktemp("store"))
     yield store.port
     store.close()
 

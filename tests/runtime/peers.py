@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,25 +49,33 @@ class PeerServer:
         self.server = server
         self.logs = logs
         self.peers: list[Peer] = []
+        self._numbers = itertools.count()
 
     def start(self, function: Callable[..., Any], *arguments: Any, fds: Sequence[int] = ()) -> Peer:
         """Has a new process call ``function(*fds, *arguments)``; the function stands at the top of its module."""
         near, far = Link.pair()
-        log = self.logs / f"peer-{len(self.peers)}.log"
+        name = f"peer-{next(self._numbers)}"
+        log = self.logs / f"{name}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT)
-        child = self.server.fork("peer", f"peer-{len(self.peers)}", log_fd, [far.fileno(), *fds])
+        child = self.server.fork("peer", name, log_fd, [far.fileno(), *fds])
         os.close(log_fd)
         far.close()
         near.send("call", module=function.__module__, function=function.__name__, arguments=arguments)
         self.peers.append(Peer(child, near, log))
         return self.peers[-1]
 
-    def close(self) -> None:
-        """Ends every peer."""
-        self.server.close()
+    def let_go(self) -> None:
+        """Ends every peer, and forgets it."""
         for peer in self.peers:
+            peer.child.signal(signal.SIGKILL)
             peer.link.close()
             os.close(peer.child.pidfd)
+        self.peers = []
+
+    def close(self) -> None:
+        """Ends every peer, and the server."""
+        self.let_go()
+        self.server.close()
 
 
 @contextlib.contextmanager
