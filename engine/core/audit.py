@@ -7,12 +7,17 @@ have the same buffers too. What has been reported twice must be equal as well.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from engine.core.errors import InvariantError
 from engine.core.trajectory import Row
 
-LayerHashes = dict[int, tuple[str, str]]  # layer -> (weights and optimizer state, buffers)
+Marks = Sequence[Sequence[str]]  # of each tensor its name, and a digest of all up to it
+LayerHashes = Mapping[int, tuple[str, str]]  # layer -> (weights and optimizer state, buffers)
+LayerMarks = Mapping[int, tuple[Marks, Marks]]  # the same
+_Said = tuple[str, str, Marks]  # hash, who said so, marks
 
 
 @dataclass(slots=True)
@@ -21,22 +26,26 @@ class AuditBook:
 
     num_layers: int
     num_pipelines: int
-    _states: dict[int, tuple[str, str]] = field(default_factory=dict)  # layer -> hash, who said so
-    _buffers: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)  # (layer, pipeline) -> the same
+    _states: dict[int, _Said] = field(default_factory=dict)  # by layer
+    _buffers: dict[tuple[int, int], _Said] = field(default_factory=dict)  # by layer and pipeline
     _is_disputed: bool = False
 
-    def add(self, step: int, worker: int, pipeline: int, hashes: LayerHashes) -> None:
-        """Takes the hashes of some layers of a worker's replica in one pipeline.
+    def add(
+        self, step: int, worker: int, pipeline: int, hashes: LayerHashes, marks: LayerMarks = MappingProxyType({})
+    ) -> None:
+        """Takes the hashes of some layers of a worker's replica in one pipeline, and the marks of their tensors.
 
-        Raises InvariantError when they differ from those of another replica; from then on there are no more rows,
-        because nobody knows who is right.
+        Raises InvariantError, which names the tensor as far as marks tell, when they differ from those of another
+        replica; from then on there are no more rows, because nobody knows who is right.
         """
         who = f"worker {worker} in pipeline {pipeline}"
         try:
             for layer, (state, buffers) in hashes.items():
-                _compare(step, f"layer {layer}", self._states.setdefault(layer, (state, who)), (state, who))
-                said = self._buffers.setdefault((layer, pipeline), (buffers, who))
-                _compare(step, f"a buffer of layer {layer}", said, (buffers, who))
+                of_state, of_buffers = marks.get(layer, ((), ()))
+                said: _Said = (state, who, of_state)
+                _compare(step, f"layer {layer}", self._states.setdefault(layer, said), said)
+                said = (buffers, who, of_buffers)
+                _compare(step, f"a buffer of layer {layer}", self._buffers.setdefault((layer, pipeline), said), said)
         except InvariantError:
             self._is_disputed = True
             raise
@@ -53,10 +62,12 @@ class AuditBook:
         return rows
 
 
-def _compare(step: int, what: str, one: tuple[str, str], other: tuple[str, str]) -> None:
+def _compare(step: int, what: str, one: _Said, other: _Said) -> None:
     if one[0] != other[0]:
+        pairs = zip(one[2], other[2], strict=False)
+        tensor = next((f", tensor {mine[0]}," for mine, its in pairs if list(mine) != list(its)), "")
         raise InvariantError(
-            f"step {step}: {what} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}"
+            f"step {step}: {what}{tensor} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}"
         )
 
 

@@ -100,8 +100,9 @@ class Account:
     def audit(self, worker: int, message: Message) -> None:
         """Takes in the hashes of some layers; raises InvariantError when replicas disagree."""
         if message["step"] == self.committed:
-            hashes = {layer: (state, buffers) for layer, state, buffers in message["rows"]}
-            self._book.add(message["step"], worker, message["pipeline"], hashes)
+            hashes = {layer: (state, buffers) for layer, state, buffers, *_ in message["rows"]}
+            marks = {row[0]: row[3:] for row in message["rows"] if row[3:]}
+            self._book.add(message["step"], worker, message["pipeline"], hashes, marks)
 
     def close_book(self) -> None:
         """Makes rows of the hashes of the last committed step."""

@@ -72,7 +72,7 @@ def _record_seconds(path: Path) -> float:
     recorder = Recorder(fd, 0)
     started_s = time.monotonic()
     for step in range(_NUM_RECORDS):
-        recorder.action(step, "3RECV_F7", 10**15, 10**15)
+        recorder.action(1, step, "3RECV_F7", 10**15, 10**15)
     taken_s = time.monotonic() - started_s
     os.close(fd)
     return taken_s / _NUM_RECORDS
@@ -103,6 +103,6 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
 _record = Recorder.action
 
 
-def _record_some(recorder: Recorder, step: int, action: str, start_ns: int, end_ns: int) -> None:
+def _record_some(recorder: Recorder, epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> None:
     if step // 2 % 2 == 0:
-        _record(recorder, step, action, start_ns, end_ns)
+        _record(recorder, epoch, step, action, start_ns, end_ns)

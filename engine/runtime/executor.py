@@ -135,7 +135,7 @@ class Executor:
             if strikes:
                 self._meet(action, lambda: around.failpoints.linger(step, action, start_ns))
         finally:  # it is done, whatever ends the wait
-            around.recorder.action(step, text, start_ns, now_ns())
+            around.recorder.action(around.control.accepted, step, text, start_ns, now_ns())
         around.control.at = (step, self._index, False)
         self.num_computed += action.op in COMPUTE_OPS
         if strikes:

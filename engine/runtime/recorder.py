@@ -19,12 +19,12 @@ class Recorder:
         self.fd = fd
         self.worker = worker
         self._pid = os.getpid()
-        self._action_of_this = f'{{"event":"action","worker":{worker},"pid":{self._pid},"step":'
+        self._action_of_this = f'{{"event":"action","worker":{worker},"pid":{self._pid},"epoch":'
 
-    def action(self, step: int, action: str, start_ns: int, end_ns: int) -> None:
-        """Records one action of this worker, from start to end."""
+    def action(self, epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> None:
+        """Records one action of this worker, in the epoch that it had accepted, from start to end."""
         times = f'"start_ns":{start_ns},"end_ns":{end_ns}'
-        os.write(self.fd, f'{self._action_of_this}{step},"action":"{action}",{times}}}\n'.encode())
+        os.write(self.fd, f'{self._action_of_this}{epoch},"step":{step},"action":"{action}",{times}}}\n'.encode())
 
     def event(self, event: str, **fields: object) -> None:
         """Records anything else, stamped with the time of recording."""

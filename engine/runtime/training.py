@@ -23,11 +23,11 @@ from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.forming import Forming
 from engine.runtime.link import Message
 from engine.runtime.plane import DataPlane
-from engine.runtime.state_hash import hash_tensors
+from engine.runtime.state_hash import marked_hash
 from engine.runtime.store_server import Rendezvous
 from engine.runtime.validation import Validation
 
-_ROWS_PER_MESSAGE = 500
+_ROWS_PER_MESSAGE, _MARKS_PER_ROW = 10, 100  # so that a message fits into a packet
 
 
 class Out(Exception):
@@ -217,10 +217,11 @@ class Training:
             if self.around.shards is not None:
                 self.around.shards.meet(index)
             stage = self.around.replicas.stages[pipeline, index]
-            rows = [
-                [layer, hash_tensors(stage.optimizers[layer].state_tensors()), hash_tensors(module.named_buffers())]
-                for layer, module in stage.layers.items()
-            ]
+            rows = []
+            for layer, module in stage.layers.items():
+                state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
+                buffers, of_buffers = marked_hash(module.named_buffers())
+                rows.append([layer, state, buffers, of_state[:_MARKS_PER_ROW], of_buffers[:_MARKS_PER_ROW]])
             for first in range(0, len(rows), _ROWS_PER_MESSAGE):
                 part = rows[first : first + _ROWS_PER_MESSAGE]
                 self.around.control.send("audit", step=commit["step"], pipeline=pipeline, rows=part)

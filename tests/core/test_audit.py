@@ -43,6 +43,13 @@ def test_buffers_of_pipelines_differ_by_right_and_are_hashed_in_pipeline_order()
     assert book.close(0, 1.0) == [Row(0, 0, "s", hashlib.sha256(b"b0\nb1\nb2").hexdigest(), 1.0)]
 
 
+def test_who_disagrees_is_told_the_tensor() -> None:
+    book = AuditBook(num_layers=1, num_pipelines=1)
+    book.add(0, 0, 0, {0: ("s", "b")}, {0: ([("bias", "11"), ("weight", "22"), ("weight exp_avg", "33")], ())})
+    with pytest.raises(InvariantError, match="step 0: layer 0, tensor weight, differs between worker 0"):
+        book.add(0, 1, 0, {0: ("t", "b")}, {0: ([["bias", "11"], ["weight", "99"], ["weight exp_avg", "88"]], ())})
+
+
 def test_an_owner_and_its_shadows_make_one_row() -> None:
     book = AuditBook(num_layers=1, num_pipelines=1)
     for worker in range(3):

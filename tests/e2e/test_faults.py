@@ -171,7 +171,7 @@ def test_whoever_is_warned_too_late_is_killed(strike: Strike, faultless: Callabl
         (
             Fault("first", At(2, parse_action("1F2")), (Role("shadow"),), "flip-bit"),
             ExitCode.INTERNAL,
-            "step 2: layer 1 differs between worker",
+            "step 2: layer 1, tensor ",
         ),
     ],
     ids=str,

@@ -17,7 +17,7 @@ def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:
     recorder = Recorder(fd, 3)
     # Whatever Python takes for the end of a line must not end one here.
     recorder.event("failed", error="line\nline\x0b\u2028\x85\r")
-    recorder.action(2, "1F0", 10, 20)
+    recorder.action(1, 2, "1F0", 10, 20)
     os.close(fd)
     first, second = read_events(tmp_path / "events.jsonl")
     assert (first["event"], first["error"], first["worker"]) == ("failed", "line\nline\x0b\u2028\x85\r", 3)

@@ -31,12 +31,13 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_an_action_is_one_line(events: int, tmp_path: Path) -> None:
-    Recorder(events, 3).action(7, "2SEND_F0@1", 100, 250)
+    Recorder(events, 3).action(4, 7, "2SEND_F0@1", 100, 250)
     assert lines_of(tmp_path) == [
         {
             "event": "action",
             "worker": 3,
             "pid": os.getpid(),
+            "epoch": 4,
             "step": 7,
             "action": "2SEND_F0@1",
             "start_ns": 100,
@@ -86,7 +87,7 @@ def writes(fd: int, gate: int, worker: int, path: str) -> int:
     recorder = Recorder(fd if worker % 2 else open_events(path), worker)
     for number in range(NUM_LINES):
         if number % 8:
-            recorder.action(number, f"{worker}F{number}", number, number + 1)
+            recorder.action(1, number, f"{worker}F{number}", number, number + 1)
         else:
             recorder.event("audit", step=number, rows=[["f" * 64] * 200])  # beyond a page
     return os.getpid()
