@@ -90,12 +90,14 @@ class StepCommitted(Event):
     """Every owner and shadow holds what `step` needs: the ballot is full.
 
     `shadows` are the whole replicas of each slot besides the owner's, in the order in which they would take over;
-    empty where they have not changed.
+    empty where they have not changed. With `waits` nobody hands over or leaves yet: there is time for another step,
+    in which that can be prepared.
     """
 
     epoch: int
     step: int
     shadows: tuple[tuple[int, ...], ...] = ()
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,8 @@ def commits(state: State, event: StepCommitted) -> State:
     )
     if event.step >= state.last_step:
         return new._replace(phase=Phase.DRAINING)
+    if event.waits:
+        return new
     moving = leavers(state)  # as ordered before this commit
     return handed_over(new, event.now_ns, moving) if moving or departing(new) else new
 

@@ -47,9 +47,9 @@ class Account:
         return len(self.losses) - 1
 
     @property
-    def shadows(self) -> tuple[tuple[int, ...], ...]:
-        """The shadows of each slot that vote in the open step; nothing while no votes are taken."""
-        return self._ballot.ownership.shadows if self._ballot is not None else ()
+    def ownership(self) -> Ownership | None:
+        """Who votes in the open step; None while no votes are taken."""
+        return self._ballot.ownership if self._ballot is not None else None
 
     def cut(self, message: Message) -> None:
         """Takes in how the model was cut into stages."""

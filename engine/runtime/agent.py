@@ -29,6 +29,7 @@ from engine.runtime.account import Account
 from engine.runtime.injector import Injector
 from engine.runtime.node import Node
 from engine.runtime.orders import Orders
+from engine.runtime.preparation import Preparation
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.raised import RaisedErrors
 from engine.runtime.recorder import Recorder, now_ns
@@ -70,6 +71,7 @@ class Agent:
         self.interrupted: signal.Signals | None = None
         self.deadline_s = float("inf")
         self.grace_ns = round(grace_s * 1e9)
+        self.preparation = Preparation(self.orders.prepare)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self.raised = RaisedErrors()
         self._seen_ns: dict[int, int] = {}
@@ -121,12 +123,16 @@ class Agent:
                     pass  # the fork server has ended too, as the loop is about to find
         return False
 
-    def decide(self, event: Event) -> None:
-        """Has the coordinator decide on an event, and does what it says. A run that is ending needs no decisions."""
+    def decide(self, *events: Event) -> None:
+        """Has the coordinator decide on events, as one, and does what it says; a run that is ending needs nothing.
+
+        Then whoever has to prepare for the coming commit is told so.
+        """
         with self.failing():
             if not self.is_stopping:
-                for effect in self.node.handle(event):
+                for effect in self.node.handle(*events):
                     self._carry_out(effect)
+                self.preparation.look(self.node.state, self.account.ownership)
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Halt):

@@ -28,6 +28,7 @@ from engine.runtime.kernel import sleep_exactly
 from engine.runtime.link import Link, Message
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
+from engine.runtime.share import share_of
 from engine.runtime.store_server import connect
 from engine.runtime.worker import Joined, join
 
@@ -65,9 +66,10 @@ class OurSide:
     """The executor over the data plane, with events, board and control thread as in a run."""
 
     def __init__(self, joined: Joined):
-        ownership, self.plane = joined.ownership, joined.plane
-        self.executor = Executor(joined.around)
-        self.executor.enter(self.plane, ownership, timed_program(joined.around.job, ownership))
+        around, ownership, self.plane = joined.around, joined.ownership, joined.plane
+        self.executor = Executor(around)
+        program = timed_program(around.job, ownership)
+        self.executor.enter(self.plane, share_of(around.worker, program, ownership, around.borders))
 
     def run(self, iteration: int) -> None:
         """Runs the program once."""

@@ -46,6 +46,7 @@ class Control:
         self.accepted = 0  # the epoch that the main thread is in
         self.fired: set[str] = set()  # ids of the faults that have struck somebody
         self.on_fault: Callable[[Message], None] = lambda message: None  # called in the main thread
+        self.on_prepare: Callable[[Message], None] = lambda message: None  # called in the control thread
         self._of_faults: list[Message] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.has_given_notice = False
@@ -66,6 +67,9 @@ class Control:
             if message["kind"] == "exit":
                 if self.recorder is not None:
                     self.recorder.event("known", of=message["of"])
+                continue
+            if message["kind"] == "prepare":
+                self.on_prepare(message)
                 continue
             if message["kind"] == "stop":
                 self._stopped = True

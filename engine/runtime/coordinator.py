@@ -45,26 +45,28 @@ class Coordinator:
         changes: list[Change] = [Put(STATE, self._written), Put("status", self.state.phase.encode())]
         self._transact(Txn((election.fence, unchanged), tuple(changes)))
 
-    def handle(self, event: Event) -> tuple[Effect, ...]:
-        """Takes one event in and returns what is to be done.
+    def handle(self, *events: Event) -> tuple[Effect, ...]:
+        """Takes events in, all or none of them, and returns what is to be done.
 
         Raises CoordinatorUnavailableError when the store cannot be reached, or when another coordinator has written.
         """
-        new, effects = step(self.state, event)
-        if new.epoch != self.state.epoch:
-            self._verdicts = [*self._verdicts, (new.epoch, new.reason)][-_MAX_VERDICTS:]
-        changes = _changes(self.state, new, self._verdicts) + [
-            Put("plan", json.dumps(asdict(effect)).encode())
-            for effect in effects
-            if isinstance(effect, PublishPlanInput)
-        ]
-        if changes and (effects or not isinstance(event, Answer)):
+        new, effects, changes = self.state, list[Effect](), dict[str, Change]()
+        for event in events:
+            old = new
+            new, found = step(old, event)
+            effects += found
+            if new.epoch != old.epoch:
+                self._verdicts = [*self._verdicts, (new.epoch, new.reason)][-_MAX_VERDICTS:]
+            told = _changes(old, new, self._verdicts)
+            told += (Put("plan", json.dumps(asdict(each)).encode()) for each in found if type(each) is PublishPlanInput)
+            changes |= {change.key: change for change in told}
+        if changes and (effects or not all(isinstance(event, Answer) for event in events)):
             written = to_json(new).encode()
             conditions = (self._election.fence, equal(STATE, self._written))
-            self._transact(Txn(conditions, (Put(STATE, written), *changes)))
+            self._transact(Txn(conditions, (Put(STATE, written), *changes.values())))
             self._written = written
         self.state = new
-        return effects
+        return tuple(effects)
 
     def _transact(self, txn: Txn) -> None:
         outcome = self._kv.transact(txn)

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.fault import When
 from engine.core.inventory import Inventory
 from engine.core.job import Job
-from engine.core.ownership import Ownership
-from engine.core.program import Program
 from engine.core.requires import Kind, Value, carried
-from engine.core.routes import routes_of
 from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
 from engine.runtime.control import Control, Fenced
@@ -32,10 +29,11 @@ from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.replicas import Replicas
 from engine.runtime.sharded_stages import Shards
+from engine.runtime.share import Share
 from engine.runtime.step_end import Method, StepEnd
 from engine.runtime.stream import Streams
 from engine.runtime.tensor_spec import Border
-from engine.runtime.transfers import Receiver, carrier_key, receives_of
+from engine.runtime.transfers import Receiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +66,22 @@ class Executor:
         self._batches: dict[Action, Batch] = {}
         self._index = 0  # actions begun in this step, since the program began
 
-    def enter(self, plane: DataPlane, ownership: Ownership, program: Program) -> None:
-        """Takes the program of all workers, and a plane, for what follows; may be called between any two runs."""
-        around, actions = self.around, program.get(self.around.worker, ())
-        routes = routes_of(around.worker, program, ownership)
+    def enter(self, plane: DataPlane, share: Share) -> None:
+        """Takes its share of a program, and a plane, for what follows; may be called between any two runs."""
         self._plane = plane
-        self._owned = frozenset(ownership.slots_of(around.worker))
-        self._receives = receives_of(actions, routes, ownership.grid, around.borders)
-        self._targets = {
-            action: (routes.targets.get(carried(action), ()), carrier_key(ownership.grid, action))
-            for action in actions
-            if action.op in SEND_OPS
-        }
-        self._next_forwards = _next_forwards(actions)
+        self._share = share
         self._batches = {}
-        self.end.enter(plane, ownership, routes)
-        self.streams.enter(plane, ownership, routes, actions)
-        if around.shards is not None:
-            around.shards.enter(plane, ownership)
-        methods = [(action, str(action), self._method(action.op)) for action in actions]
+        self.end.enter(plane, share.ownership, share.routes)
+        self.streams.enter(plane, share.ownership, share.routes, [action for action, _ in share.actions])
+        if self.around.shards is not None:
+            self.around.shards.enter(plane, share.ownership)
+        methods = [(action, text, self._method(action.op)) for action, text in share.actions]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
-        for action in actions:
+        for action, _ in share.actions:
             slot = (action.pipeline, action.stage)
-            if action.op is Op.HEAL and slot not in self._owned:
-                around.replicas.await_heal(slot)
+            if action.op is Op.HEAL and slot not in share.owned:
+                self.around.replicas.await_heal(slot)
 
     def _method(self, op: Op) -> Method:
         where, name = _METHODS[op]
@@ -114,14 +103,14 @@ class Executor:
 
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps."""
-        self._receiver = Receiver(self._plane, self._receives)
+        self._receiver = Receiver(self._plane, self._share.receives)
         self.streams.begin()
         self._index = 0
         run_in_order(self._actions, self.around.control.check, self._run)
 
     def _run(self, action: Action, text: str, run: Method) -> None:
         around, step = self.around, self.step
-        strikes = around.failpoints.armed and (action.pipeline, action.stage) in self._owned
+        strikes = around.failpoints.armed and (action.pipeline, action.stage) in self._share.owned
         if strikes:
             self._strike(action, "before")
         self._index += 1
@@ -238,8 +227,9 @@ class Executor:
         return around.data.microbatch(self.step, action.pipeline, action.microbatch, around.job.microbatch_size)
 
     def _receive(self, action: Action, step: int) -> None:
-        if self._receiver.must_wait() and action in self._next_forwards:
-            self._prepare(self._next_forwards[action])
+        forward = self._share.next_forwards.get(action)
+        if forward is not None and self._receiver.must_wait():
+            self._prepare(forward)
         self.holdings.receive(*self._receiver.take())
 
     def _prepare(self, forward: Action) -> None:
@@ -250,7 +240,7 @@ class Executor:
             self._batches[forward] = self._load(forward)
 
     def _send(self, action: Action, step: int) -> None:
-        targets, key = self._targets[action]
+        targets, key = self._share.targets[action]
         tensors = self.holdings.to_send(carried(action))
         for target in targets:
             self._plane.send(target, key, tensors)
@@ -278,15 +268,3 @@ _METHODS = {
     Op.COMMIT: ("end", "vote"),
     Op.STEP: ("end", "take_step"),
 }
-
-
-def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:
-    """Returns for each receive the forward that comes next, whatever it is that is received."""
-    found: dict[Action, Action] = {}
-    forward = None
-    for action in reversed(actions):
-        if action.op is Op.F:
-            forward = action
-        elif action.op in RECEIVE_OPS and forward is not None:
-            found[action] = forward
-    return found

@@ -53,10 +53,12 @@ def _on_heartbeat(agent: Agent, member: Member, message: Message) -> None:
 
 
 def _on_vote(agent: Agent, member: Member, message: Message) -> None:
+    ownership = agent.account.ownership
     commit = agent.account.vote(member.worker, message)
-    if commit is not None:
+    if commit is not None and ownership is not None:
         agent.orders.decided = commit
-        agent.decide(StepCommitted(now_ns(), message["epoch"], commit.step, agent.account.shadows))
+        event = StepCommitted(now_ns(), message["epoch"], commit.step, ownership.shadows)
+        agent.decide(*agent.preparation.at_commit(event, agent.node.state, ownership))
 
 
 def _on_audit(agent: Agent, member: Member, message: Message) -> None:
@@ -106,10 +108,15 @@ def _on_planned(agent: Agent, member: Member, message: Message) -> None:
     agent.decide(PlanAcknowledged(now_ns(), member.worker, message["epoch"], message["digest"], lost))
 
 
+def _on_prepared(agent: Agent, member: Member, message: Message) -> None:
+    agent.preparation.answered(member.worker, message["number"], message["digest"])
+
+
 def _on_notice(agent: Agent, member: Member, message: Message) -> None:
     grace_ns = agent.injector.grace_ns(member.worker) or agent.grace_ns
     agent.recorder.event("notice", of=member.worker, grace_s=grace_ns / 1e9)
     agent.injector.sees(member.worker, "notice", f"{grace_ns / 1e9:g} s")
+    agent.preparation.noticed(member.worker, grace_ns)
     agent.decide(Notice(now_ns(), member.worker, grace_ns))
 
 
@@ -130,6 +137,7 @@ _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {
     "heartbeat": _on_heartbeat,
     "inventory": _on_inventory,
     "planned": _on_planned,
+    "prepared": _on_prepared,
     "notice": _on_notice,
     "strike": _on_fault,
     "suffered": _on_fault,

@@ -156,6 +156,8 @@ class Injector:
     def has_begun(self, effect: Effect) -> None:
         """Takes in what the agent has done, which may be that a phase of a recovery begins."""
         phase = _BEGIN_WITH.get(type(effect))
+        if isinstance(effect, PublishPlanInput):
+            self.reached("inventory", effect.epoch)  # whoever has prepared does not say again what it holds
         if isinstance(effect, Commit):
             # Every epoch tells the last commit again before it goes on: no step begins with that.
             is_new, self._committed = effect.step > self._committed, max(effect.step, self._committed)

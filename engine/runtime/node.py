@@ -51,10 +51,10 @@ class Node:
         """What the coordinator knows."""
         return self._coordinator.state
 
-    def handle(self, event: Event) -> tuple[Effect, ...]:
-        """Takes an event in and returns what is to be done; raises CoordinatorUnavailableError."""
+    def handle(self, *events: Event) -> tuple[Effect, ...]:
+        """Takes events in, as one, and returns what is to be done; raises CoordinatorUnavailableError."""
         with self._in_or_out():
-            return self._coordinator.handle(event)
+            return self._coordinator.handle(*events)
 
     def enrol(self, members: Iterable[Member]) -> None:
         """Writes down where each worker runs, with its slots now and before."""

@@ -68,6 +68,8 @@ class Orders:
             "gather": state.phase in GATHERING,
             "regroup": state.phase is Phase.FAILING_OVER,
             "store_port": self.store.port,  # the group of this epoch is formed there, whatever there was before
+            "commit": self._told,  # whoever was taken out of waiting for it has it from here
+            "digest": None if state.phase in GATHERING else next(iter(state.digests.values()), None),
         }
         at_ns = now_ns()
         self.broadcast(**self._epoch_message())
@@ -95,19 +97,14 @@ class Orders:
         self._planned = effect.epoch
         self._leaving = effect.leaving
         at_ns = now_ns()
-        self.broadcast(
-            "plan",
-            epoch=effect.epoch,
-            committed=effect.committed,
-            owners=effect.owners,
-            shadows=effect.shadows,
-            members=effect.members,
-            leaving=effect.leaving,
-            inventories=effect.inventories,
-            commit=self._told,
-            validate=self.account.owes_validation(effect.committed >= state.last_step),
-        )
-        self.recorder.event("plan", epoch=effect.epoch, committed=effect.committed, at_ns=at_ns)
+        is_prepared = state.phase not in GATHERING
+        if not is_prepared:
+            self.broadcast("plan", **_document(effect))
+        self.recorder.event("plan", epoch=effect.epoch, committed=effect.committed, prepared=is_prepared, at_ns=at_ns)
+
+    def prepare(self, number: int, document: PublishPlanInput) -> None:
+        """Has every worker make a plan before its epoch begins; it answers under the same number."""
+        self.broadcast("prepare", number=number, **_document(document))
 
     def _start_training(self, effect: StartTraining, state: State) -> None:
         if effect.epoch <= self._started:
@@ -115,7 +112,8 @@ class Orders:
         self._started = effect.epoch
         self.account.open(effect.epoch, self._ownership(state))
         at_ns = now_ns()
-        self.broadcast("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING)
+        validate = self.account.owes_validation(state.committed >= state.last_step)
+        self.broadcast("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING, validate=validate)
         self.recorder.event("go", epoch=effect.epoch, at_ns=at_ns)
         self.account.going_at_ns = self.account.going_at_ns or at_ns
         for worker in state.members:
@@ -149,6 +147,11 @@ class Orders:
 
     def _need_not(self, effect: Effect, state: State) -> None:
         """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
+
+
+def _document(effect: PublishPlanInput) -> Message:
+    """Returns what the workers make the plan from."""
+    return {name: value for name, value in asdict(effect).items() if name != "verdict"}
 
 
 _CARRY_OUT: dict[type[Effect], Callable[[Orders, Any, State], None]] = {

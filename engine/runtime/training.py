@@ -4,6 +4,9 @@ Rules: an epoch takes the worker out of whatever it waits for. It then says what
 step and no commit until the plan, or a higher epoch. The plan finishes the open step under the ownership that the
 verdict left; with the step after it the slots get the shadows that are wanted (heal), and from then on the program is
 the usual one. A broken transfer is a suspicion: it is told, and the next epoch says what came of it.
+
+An epoch that was prepared begins with a commit and names the digest of its plan, which everybody has made before. Its
+inventories are what the commit leaves: nobody is asked again, and a worker that holds anything else stops.
 """
 
 from __future__ import annotations
@@ -12,17 +15,17 @@ import contextlib
 from collections.abc import Sequence
 from typing import Literal
 
-from engine.core.errors import WorkerFailedError
-from engine.core.inventory import from_json, to_json
+from engine.core.errors import InvariantError, WorkerFailedError
+from engine.core.inventory import to_json
 from engine.core.ownership import Ownership, Slot
-from engine.core.planned import is_due, shadowed
-from engine.core.program import Program, build_program
-from engine.core.recovery import Plan, PlanInput, make_plan
+from engine.core.planned import is_due
 from engine.runtime.control import Fenced
 from engine.runtime.executor import Executor, Surroundings
+from engine.runtime.foresight import Foresight, Planned
 from engine.runtime.forming import Forming
 from engine.runtime.link import Message
 from engine.runtime.plane import DataPlane
+from engine.runtime.share import Share
 from engine.runtime.state_hash import marked_hash
 from engine.runtime.store_server import Rendezvous
 from engine.runtime.validation import Validation
@@ -44,6 +47,7 @@ class Training:
         self._plane = plane
         self._forming: Forming | None = None
         self._executor = Executor(around)
+        self._foresight = Foresight(around, ownership.grid)
         self._members: tuple[int, ...] = ownership.workers()
         self._leaving: tuple[int, ...] = ()
         self._program: Literal["usual", "plan", "heal"] = "usual"  # the usual one is what every step has
@@ -118,26 +122,26 @@ class Training:
         control.at = (*control.at[:2], False)
         if around.worker not in epoch["members"]:
             raise Out
-        validate, program = False, None
+        share: Share | None = None
         if epoch["gather"]:
-            self._mark("fence")
-            control.send("inventory", holds=to_json(self._executor.inventory()))
-            self._mark("inventory")
-            if epoch["regroup"]:
-                self._regroup(epoch)
-            told = control.take("plan")
-            plan = self._plan(told)
-            program, validate = plan.program, told["validate"]
-            self._mark("plan", adopted=plan.adopted)
+            share = self._convene(epoch)
+        elif epoch["digest"] is not None:
+            share = self._recall(epoch)
         go = control.take("go")
         if self._forming is not None:
             self._plane = self._forming.plane()
             self._forming = None
-        self._program = "usual" if program is None else "plan"
+        self._program = "usual" if share is None else "plan"
         self._is_over = go["end"]
-        self._executor.enter(self._plane, self.ownership, program or self._usual_program())
-        if validate:
+        self._begin(share or self._foresight.usual_share(self.ownership))
+        if go["validate"]:
             self._validate(self._executor.step - 1)
+
+    def _begin(self, share: Share) -> None:
+        """Takes a program for what follows. Which one follows on one of a recovery is known from now on."""
+        self._executor.enter(self._plane, share)
+        if self._program != "usual" and not self._is_over:
+            self._foresight.look_past(self._executor.step, self.ownership, self._members, self._leaving)
 
     def _mark(self, phase: str, **fields: object) -> None:
         self.around.control.mark(phase)
@@ -151,26 +155,51 @@ class Training:
         what = (around.worker, epoch["epoch"], epoch["members"], epoch["store_port"])
         self._forming = Forming(around.control, self._rendezvous, around.recorder, *what)
 
-    def _plan(self, told: Message) -> Plan:
-        """Catches up with the last commit, makes the plan, and takes over what it says."""
-        around, commit = self.around, told["commit"]
-        self.ownership = Ownership(self.ownership.grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
-        self._members, self._leaving = tuple(told["members"]), tuple(told["leaving"])
+    def _convene(self, epoch: Message) -> Share:
+        """Says what this worker holds, and makes the plan of what everybody holds."""
+        control = self.around.control
+        self._mark("fence")
+        control.send("inventory", holds=to_json(self._executor.inventory()))
+        self._mark("inventory")
+        if epoch["regroup"]:
+            self._regroup(epoch)
+        planned = self._foresight.plan(control.take("plan"))
+        self._catch_up(planned, epoch["commit"])
+        control.send("planned", digest=planned.plan.digest, lost_stages=planned.plan.lost_stages)
+        self._take_over(planned, epoch["commit"])
+        return self._foresight.share(planned)
+
+    def _recall(self, epoch: Message) -> Share:
+        """Takes the plan that was made before its epoch began; raises InvariantError when it does not fit."""
+        self._mark("fence")
+        planned, share = self._foresight.recall(epoch)
+        self._catch_up(planned, epoch["commit"])
+        worker, holds = self.around.worker, to_json(self._executor.inventory())
+        if [worker, holds] not in planned.told["inventories"]:
+            raise InvariantError(f"worker {worker} holds {holds}, which is not what epoch {epoch['epoch']} begins with")
+        self._take_over(planned, epoch["commit"])
+        return share
+
+    def _catch_up(self, planned: Planned, commit: Message | None) -> None:
+        """Catches up with the last commit, under the ownership of the epoch."""
+        self.ownership = planned.ownership
+        self._members, self._leaving = tuple(planned.told["members"]), tuple(planned.told["leaving"])
         self._executor.catch_up(commit)
         if commit is not None and commit["step"] > self._audited:
-            whole = around.replicas.whole()
+            whole = self.around.replicas.whole()
             self._audit(commit, [slot for slot in self._slots() if slot in whole])
-        inventories = tuple(from_json(text) for _, text in told["inventories"])
-        plan = make_plan(PlanInput(told["epoch"], told["committed"], self.ownership, inventories))
-        around.control.send("planned", digest=plan.digest, lost_stages=plan.lost_stages)
+
+    def _take_over(self, planned: Planned, commit: Message | None) -> None:
+        """Takes over what the plan says, unless a stage is lost."""
+        plan, replicas = planned.plan, self.around.replicas
         if not plan.lost_stages:
-            adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == around.worker]
+            adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == self.around.worker]
             for slot in adopted:
-                around.replicas.adopt(slot)
+                replicas.adopt(slot)
             if commit is not None:
                 self._audit(commit, adopted)
             self._drop_others()
-        return plan
+        self._mark("plan", adopted=plan.adopted)
 
     def _slots(self) -> tuple[Slot, ...]:
         """Returns the slots of which this worker holds a replica in the open step."""
@@ -184,20 +213,10 @@ class Training:
 
     def _heal(self) -> None:
         """Opens a step with the shadows that are wanted: once more with those who get their replica, then as usual."""
-        before = self.ownership
-        self.ownership = shadowed(self.around.job, before, self._members, self._leaving)
-        new = frozenset(
-            (worker, slot)
-            for slot in before.grid.slots()
-            for worker in self.ownership.shadows_of(*slot)
-            if worker not in before.shadows_of(*slot)
-        )
-        self._program = "heal" if new else "usual"
-        self._executor.enter(self._plane, self.ownership, self._usual_program(new))
-
-    def _usual_program(self, healing: frozenset[tuple[int, Slot]] = frozenset()) -> Program:
-        job = self.around.job
-        return build_program(job.schedule, self.ownership, job.redundancy, healing, job.log_every, job.fsdp)
+        following = self._foresight.following()
+        self.ownership = following.ownership
+        self._program = "heal" if following.is_healing else "usual"
+        self._begin(following.share)
 
     def _validate(self, step: int) -> None:
         """Runs a validation pass; so that it can be redone, nobody begins the next step before the outcome is told."""

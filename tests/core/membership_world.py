@@ -166,7 +166,7 @@ class World:
         if kind in _ANSWERS and words[1] != old.epoch and new.decided() != old.decided():
             raise Violation(f"{kind.__name__} of epoch {words[1]} counts in epoch {old.epoch}")
         if new.committed != old.committed:
-            epoch, number, shadows = words
+            epoch, number, shadows, _ = words
             if epoch != old.epoch or old.phase is not Phase.RUNNING or number != old.committed + 1:
                 raise Violation(f"step {number} of epoch {epoch} is committed after step {old.committed}")
             if shadows:
@@ -258,7 +258,8 @@ class World:
         assert isinstance(published, effects.PublishEpoch)
         if all(votes >> owner & 1 for owner in published.owners):
             heals = self.redundant and (self.calm or self.pick() < 0.7)
-            self.say(events.StepCommitted, *key, self.healed(published) if heals else ())
+            waits = not self.calm and self.pick() < 0.2
+            self.say(events.StepCommitted, *key, self.healed(published) if heals else (), waits)
 
     def healed(self, published: effects.PublishEpoch) -> tuple[tuple[int, ...], ...]:
         """Returns one shadow for each slot, which stays if anybody does."""

@@ -149,8 +149,9 @@ def test_whoever_wakes_after_the_verdict_does_nothing_more(strike: Strike, fault
 
 
 def test_whoever_is_warned_hands_over_and_leaves(strike: Strike, faultless: Callable[..., Any]) -> None:
-    struck = strike(at("1B2", "terminate", grace_ns=20_000_000_000))
-    check(struck, faultless(), 1)
+    longer = {"steps": 12}  # to hand over and to leave, each maybe a step later
+    struck = strike(at("1B2", "terminate", grace_ns=20_000_000_000), **longer)
+    check(struck, faultless(**longer), 1)
     assert struck.codes[1] == ExitCode.LEFT_WITH_NOTICE
     (notice,) = struck.events("notice")
     assert notice["grace_s"] == 20

@@ -32,6 +32,8 @@ SLOW: dict[str, Any] = {
     "validate_every": 3,
 }
 TWO_PIPELINES = {"stages": 2, "pipelines": 2}
+# A step takes some 300 ms: whatever is begun with it is done before its end.
+LONG: dict[str, Any] = {"model_args": {"forward_ms": 20, "backward_ms": 20}, "validate_every": 0}
 
 
 class Recovered:
@@ -156,6 +158,20 @@ def test_whoever_gives_notice_hands_over_and_leaves(recover: Recover, faultless:
     check(recovered, faultless(), [], [2])
     assert recovered.exits == {0: 0, 1: 0, 2: ExitCode.LEFT_WITH_NOTICE, 3: 0}
     assert recovered.ending.view.workers[2].state == "left"
+
+
+def test_a_hand_over_is_prepared_before_the_commit_that_brings_it(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(1), 2, signal.SIGTERM), **LONG)
+    check(recovered, faultless(**LONG), [], [2])
+    assert [event["prepared"] for event in recovered.events if event["event"] == "plan"] == [True, True]
+    assert not [event for event in recovered.events if event["event"] == "mark" and event["phase"] == "inventory"]
+
+
+def test_whoever_dies_prepared_for_a_hand_over_is_survived(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(1), 2, signal.SIGTERM), Strike(told("prepared", 2), 0), **LONG)
+    check(recovered, faultless(**LONG), [0], [], [2])
+    plans = [(event["epoch"], event["prepared"]) for event in recovered.events if event["event"] == "plan"]
+    assert plans == [(2, False), (3, True), (4, True)]
 
 
 def test_notice_is_given_at_once_though_the_worker_is_blocked(recover: Recover, faultless: Faultless) -> None:

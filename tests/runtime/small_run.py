@@ -32,6 +32,7 @@ from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder
 from engine.runtime.replicas import Replicas
+from engine.runtime.share import share_of
 from engine.runtime.stage import Stage
 from engine.runtime.state_hash import hash_tensors
 from engine.runtime.store_server import connect
@@ -164,7 +165,7 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
                 if ownership.owner(*slot) == worker:
                     replicas.adopt(slot)
         assert plane is not None
-        executor.enter(plane, ownership, program)
+        executor.enter(plane, share_of(worker, program, ownership, executor.around.borders))
         try:
             while executor.run_step()["then"] != "report":
                 pass

@@ -10,7 +10,15 @@ import pytest
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.kv import KV, Lease
 from engine.core.kv_double import Fault
-from engine.core.membership_effects import Commit, Finish, GatherInventories, Halt, PublishEpoch, StartTraining
+from engine.core.membership_effects import (
+    Commit,
+    Finish,
+    GatherInventories,
+    Halt,
+    PublishEpoch,
+    PublishPlanInput,
+    StartTraining,
+)
 from engine.core.membership_events import (
     Done,
     Event,
@@ -91,6 +99,24 @@ def test_the_last_reconfiguration_can_be_read(backend: Backend) -> None:
     keys = keys_of(reader)
     assert keys["status"] == b"reconfiguring"
     assert json.loads(keys["reconfigured"]) == {"epoch": 2, "reason": "worker 1 handed over after step 0"}
+
+
+def test_events_that_come_as_one_are_written_as_one(backend: Backend) -> None:
+    client, reader = backend.client(), backend.client()
+    coordinator = start(client, first_state())
+    tell(coordinator, *JOINED, Notice(2, 2, S))
+    before = reader.read_prefix("").revision
+    answers = [Inventory(3, worker, 2, f"held by {worker}") for worker in range(3)]
+    plans = [PlanAcknowledged(3, worker, 2, "plan") for worker in range(3)]
+    effects = coordinator.handle(StepCommitted(3, 1, 0), *answers, *plans)
+    kinds = [Commit, PublishEpoch, GatherInventories, PublishPlanInput, StartTraining, Commit]
+    assert [type(effect) for effect in effects] == kinds
+    assert reader.read_prefix("").revision == before + 1
+    keys = keys_of(reader)
+    assert (keys["status"], keys["epoch"], keys["commit"]) == (b"running", b"2", b"0")
+    assert json.loads(keys["reconfigured"])["epoch"] == 2
+    assert json.loads(keys["plan"])["inventories"][2] == [2, "held by 2"]
+    assert keys[STATE] == to_json(coordinator.state).encode()
 
 
 def test_what_decides_nothing_writes_nothing(backend: Backend) -> None:

@@ -272,6 +272,22 @@ def test_the_first_layer_is_called_with_the_form_of_the_batch(module: WriteModul
     assert length == len("text")
 
 
+def test_a_first_layer_that_is_called_by_name_may_hand_a_skip(module: WriteModule) -> None:
+    source = USER_BATCHES + (
+        "def first(x, *, named): return 3 * x, named[0]\n"
+        "def last(x, skip): return x - skip\n"
+        "first.hands = last.takes = ('skip',)\n"
+        "def make(): return [first, torch.neg, last]\n"
+    )
+    name = module(source)
+    data = open_data(replace(BATCH_JOB, data=f"{name}:Whole"))
+    values = data.microbatch(0, 0, 2, 2).inputs
+    for spec in build_model(Job(model=f"{name}:make"), data.facts).layers:
+        made = spec.build()(*values)
+        values = made if isinstance(made, tuple) else (made,)
+    assert values[0].tolist() == [[-16], [-20]]
+
+
 def test_batches_that_cannot_be_split_are_told_when_they_are_opened(module: WriteModule) -> None:
     with pytest.raises(UserError) as caught:
         open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:Odd"))

@@ -6,6 +6,7 @@ ballot of the open step. It knows nothing of what was done to whom.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from engine.core import membership_effects as effects
 from engine.core import membership_events as events
 from engine.core.commit import Ballot, Vote
 from engine.core.commit import Commit as Outcome
+from engine.core.foreseen import Foreseen, foresee
 from engine.core.membership import step
 from engine.core.membership_state import Options, Phase, State, begin
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
 from tests.simulation.case import Case, Violation
-from tests.simulation.plans import Document, next_program
+from tests.simulation.plans import Document, next_program, planned
 from tests.simulation.provenance import CLIP_NORM
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Agent:
         self.ballot = Ballot(1, 0, self.ownership, CLIP_NORM)
         self.last: Outcome | None = None
         self.leaving: tuple[int, ...] = ()
+        self.foreseen: Foreseen | None = None  # before the last commit
 
     def hear(self, event: events.Event) -> None:
         """Takes an event, and carries out what the protocol orders."""
@@ -81,6 +84,7 @@ class Agent:
             return
         self.world.judge.committed(outcome, self.ballot.ownership)
         self.last = outcome
+        self.foreseen = foresee(self.state, self.ballot.ownership, self.world.now)
         self.hear(events.StepCommitted(self.world.now, epoch, number, self.ballot.ownership.shadows))
 
     def counts(self, epoch: int, worker: int) -> bool:
@@ -103,8 +107,21 @@ class Agent:
         document = Document(
             effect.epoch, effect.committed, self.ownership, effect.members, self.leaving, effect.inventories, clip
         )
+        self.compare(effect, document)
         for number in effect.members:
             self.world.tell(self.world.workers[number], "plan", document)
+
+    def compare(self, effect: effects.PublishPlanInput, document: Document) -> None:
+        """An epoch that a commit has made was foreseen before it: the same plan would have been made."""
+        if self.state.phase is not Phase.RECONFIGURING:
+            return
+        assert self.foreseen is not None
+        foreseen = self.foreseen.document
+        if replace(foreseen, inventories=()) != replace(effect, inventories=()):
+            raise Violation(f"{foreseen} was foreseen, and {effect} has come")
+        if planned(document._replace(inventories=foreseen.inventories)).plan != planned(document).plan:
+            raise Violation(f"epoch {effect.epoch} has another plan than was foreseen")
+        self.world.turns.add("epoch is foreseen")
 
     def start(self, effect: effects.StartTraining) -> None:
         """A new ballot, and everybody runs the plan; while the job drains there is nothing to run."""

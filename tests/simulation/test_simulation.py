@@ -41,7 +41,7 @@ TURNS = {
     *("transfer of an old epoch is dropped", "transfer fails", "worker catches up"),
     *("commit comes too late", "plan comes too late", "vote comes too late", "replica is adopted", "log is sent again"),
     *("forward is redone", "backward is redone", "shadow is healed"),
-    *("stream is taken", "stream is taken by the fence"),
+    *("stream is taken", "stream is taken by the fence", "epoch is foreseen"),
 }
 CHUNK = 500
 

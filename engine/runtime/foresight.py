@@ -1,0 +1,126 @@
+"""What a worker works out in a thread beside training, before it is needed: plans of coming epochs, the next program.
+
+Rules: that thread reads nothing that changes while training goes on, and changes nothing but what is prepared; so it
+is as if the same had been worked out later. It takes one order after the other; of an epoch, the latest plan counts.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from engine.core.errors import InvariantError
+from engine.core.inventory import from_json
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.planned import shadowed
+from engine.core.program import build_program
+from engine.core.recovery import Plan, PlanInput, make_plan
+from engine.runtime.executor import Surroundings
+from engine.runtime.link import Message
+from engine.runtime.share import Share, share_of
+
+_MOST_S = 60.0  # for what was begun a step ago
+_SWITCH_S = 0.0002  # after which the thread beside training hands the interpreter back
+_LOOKS, _LOOK_S = 50, 0.001  # for a moment that costs training little
+
+
+class Planned(NamedTuple):
+    """The document of an epoch, and what comes of it."""
+
+    told: Message
+    ownership: Ownership
+    plan: Plan
+
+
+class Following(NamedTuple):
+    """The step that follows on one of a recovery: with the shadows that are wanted, of which some may be new."""
+
+    ownership: Ownership
+    is_healing: bool
+    share: Share
+
+
+class Foresight:
+    """What one worker knows before it is needed."""
+
+    def __init__(self, around: Surroundings, grid: Grid):
+        self._around = around
+        self._grid = grid
+        self._thread = ThreadPoolExecutor(1)
+        self._hurry = threading.Event()
+        sys.setswitchinterval(_SWITCH_S)
+        self._following: Future[Following] | None = None
+        self._prepared: dict[int, tuple[Planned, Share]] = {}  # by epoch
+        around.control.on_prepare = self._on_prepare
+
+    def plan(self, told: Message) -> Planned:
+        """Returns the plan that a document makes."""
+        ownership = Ownership(self._grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
+        inventories = tuple(from_json(text) for _, text in told["inventories"])
+        return Planned(told, ownership, make_plan(PlanInput(told["epoch"], told["committed"], ownership, inventories)))
+
+    def share(self, planned: Planned) -> Share:
+        """Returns what this worker has to do in a plan."""
+        return share_of(self._around.worker, planned.plan.program, planned.ownership, self._around.borders)
+
+    def usual_share(self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()) -> Share:
+        """Returns what this worker has to do in a step with nothing to make up for but shadows that are new."""
+        job, around = self._around.job, self._around
+        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
+        return share_of(around.worker, program, ownership, around.borders)
+
+    def _on_prepare(self, told: Message) -> None:
+        self._thread.submit(self._prepare, told)
+
+    def _stand_by(self, step: int) -> None:
+        """Waits, not for long, until training is inside a long action of `step`, or waits for what comes of this."""
+        for _ in range(_LOOKS):
+            at_step, _, is_inside = self._around.control.at
+            if (is_inside and at_step >= step) or self._hurry.wait(_LOOK_S):
+                return
+
+    def _prepare(self, told: Message) -> None:
+        self._stand_by(told["committed"])  # with which the epoch begins
+        planned = self.plan(told)
+        if not planned.plan.lost_stages and self._around.shards is None:  # shards are no replicas
+            epoch = told["epoch"]
+            # The one before may have begun, and training not have come to it yet.
+            kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
+            self._prepared = {**kept, epoch: (planned, self.share(planned))}
+            self._around.recorder.event("prepared", epoch=epoch)
+            self._around.control.send("prepared", number=told["number"], digest=planned.plan.digest)
+
+    def recall(self, epoch: Message) -> tuple[Planned, Share]:
+        """Returns what has been prepared for an epoch; raises InvariantError when that is something else."""
+        prepared = self._prepared.get(epoch["epoch"])
+        found = None if prepared is None else prepared[0].plan.digest
+        if prepared is None or found != epoch["digest"]:
+            who = f"worker {self._around.worker} has prepared {found} for epoch {epoch['epoch']}"
+            raise InvariantError(f"{who}, which is said to be {epoch['digest']}")
+        return prepared
+
+    def look_past(self, step: int, ownership: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        """Begins to work out what follows on `step`, which has this ownership and is about to begin."""
+        self._following = self._thread.submit(self._follow, step, ownership, members, leaving)
+
+    def _follow(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
+        self._stand_by(step)
+        ownership = shadowed(self._around.job, before, members, leaving)
+        new = frozenset(
+            (worker, slot)
+            for slot in before.grid.slots()
+            for worker in ownership.shadows_of(*slot)
+            if worker not in before.shadows_of(*slot)
+        )
+        return Following(ownership, bool(new), self.usual_share(ownership, new))
+
+    def following(self) -> Following:
+        """Returns the step that was last begun to be worked out."""
+        assert self._following is not None
+        self._hurry.set()
+        try:
+            return self._following.result(_MOST_S)
+        finally:
+            self._hurry.clear()

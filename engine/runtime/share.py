@@ -1,0 +1,62 @@
+"""One worker's share of a program, with all that is read off the program before its first action.
+
+Rules: it is a pure function of the program and the ownership, so whoever knows them early has it ready early, in
+whatever thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.ownership import Ownership, Slot
+from engine.core.program import Program
+from engine.core.requires import carried
+from engine.core.routes import Routes, routes_of
+from engine.runtime.tensor_spec import Border
+from engine.runtime.transfers import Receive, carrier_key, receives_of
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker does in a program, in order, and with whom."""
+
+    ownership: Ownership
+    owned: frozenset[Slot]
+    actions: tuple[tuple[Action, str], ...]  # each with its text
+    routes: Routes
+    receives: Sequence[Receive]
+    targets: Mapping[Action, tuple[tuple[int, ...], int]]  # of each send, with its key
+    next_forwards: Mapping[Action, Action]
+
+
+def share_of(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> Share:
+    """Returns the share of `worker` in the program of all workers."""
+    actions = program.get(worker, ())
+    routes = routes_of(worker, program, ownership)
+    return Share(
+        ownership,
+        frozenset(ownership.slots_of(worker)),
+        tuple((action, str(action)) for action in actions),
+        routes,
+        receives_of(actions, routes, ownership.grid, borders),
+        {
+            action: (routes.targets.get(carried(action), ()), carrier_key(ownership.grid, action))
+            for action in actions
+            if action.op in SEND_OPS
+        },
+        _next_forwards(actions),
+    )
+
+
+def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:
+    """Returns for each receive the forward that comes next, whatever it is that is received."""
+    found: dict[Action, Action] = {}
+    forward = None
+    for action in reversed(actions):
+        if action.op is Op.F:
+            forward = action
+        elif action.op in RECEIVE_OPS and forward is not None:
+            found[action] = forward
+    return found

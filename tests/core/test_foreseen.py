@@ -1,0 +1,79 @@
+"""What a commit will bring is known before it: the same as comes when everybody is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.foreseen import Foreseen, foresee, held_at_boundary
+from engine.core.inventory import from_json
+from engine.core.membership import step
+from engine.core.membership_effects import OrderHandOver
+from engine.core.membership_events import Notice, StepCommitted
+from engine.core.membership_state import Phase, State
+from engine.core.membership_verdicts import leavers
+from engine.core.ownership import Grid, Ownership
+from tests.core.membership_cases import S, committed, in_phase, recovered, running, told
+
+GRID = Grid(3, 4)
+
+
+def foreseen_by(state: State, shadows: tuple[tuple[int, ...], ...] = ()) -> Foreseen | None:
+    """Returns what is foreseen in a state, while these shadows vote, or those of the state."""
+    return foresee(state, Ownership(GRID, state.owners, shadows or state.shadows), 7)
+
+
+def test_a_hand_over_is_foreseen_as_it_comes() -> None:
+    state = told(running(), Notice(5, 2, 120 * S))
+    foreseen = foreseen_by(state)
+    assert foreseen is not None
+    assert foreseen.events[0] == StepCommitted(7, 1, 0, state.shadows)
+    new, effects = step(state, StepCommitted(7, 1, 0))
+    assert new.phase is Phase.RECONFIGURING
+    for answer in foreseen.events[1:]:
+        new, effects = step(new, answer)
+    assert effects == (foreseen.document,)
+    assert (foreseen.document.owners, foreseen.document.leaving) == (new.owners, (2,))
+
+
+def test_everybody_holds_whole_replicas_and_nothing_else() -> None:
+    foreseen = foreseen_by(told(running(), Notice(5, 2, 120 * S)))
+    assert foreseen is not None
+    held = [from_json(text) for _, text in foreseen.document.inventories]
+    assert [(each.worker, each.step, each.whole) for each in held] == [
+        (0, 1, ((0, 0), (0, 1))),
+        (1, 1, ((0, 1), (0, 2))),
+        (2, 1, ((0, 0), (0, 2))),
+    ]
+    assert not any((each.values, each.logged, any(each.counted.values())) != ((), (), False) for each in held)
+
+
+def test_that_somebody_leaves_is_foreseen_once_its_replicas_have_healed() -> None:
+    state = recovered(committed(told(running(), Notice(5, 2, 120 * S))))
+    assert foreseen_by(state) is None, "it is the only shadow of stages 0 and 2"
+    healed = ((1,), (0,), (0,))
+    foreseen = foreseen_by(state, healed)
+    assert foreseen is not None
+    assert (foreseen.document.members, foreseen.document.epoch) == ((0, 1), 3)
+    assert [worker for worker, _ in foreseen.document.inventories] == [0, 1]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_nothing_is_foreseen_where_nobody_leaves(phase: Phase) -> None:
+    state = in_phase(phase)._replace(leaving=())
+    assert foreseen_by(state) is None
+
+
+def test_nothing_is_foreseen_of_the_last_step() -> None:
+    assert foreseen_by(told(running(last_step=0), Notice(5, 2, 120 * S))) is None
+
+
+def test_who_may_stay_hands_over_one_step_later() -> None:
+    state = told(running(), Notice(5, 2, 120 * S))
+    state, effects = step(state, StepCommitted(6, 1, 0, waits=True))
+    assert (state.phase, state.epoch, state.committed, leavers(state)) == (Phase.RUNNING, 1, 0, (2,))
+    assert OrderHandOver(1, 1, (2,)) in effects
+    assert committed(state).phase is Phase.RECONFIGURING
+
+
+def test_a_worker_without_a_slot_holds_nothing() -> None:
+    assert held_at_boundary(3, 1, Ownership(GRID, (0, 1, 2))).whole == ()

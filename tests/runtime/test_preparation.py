@@ -1,0 +1,107 @@
+"""The agent has the workers prepare for a commit, and takes the short way only when all of them have."""
+
+from __future__ import annotations
+
+from engine.core.membership_effects import PublishPlanInput
+from engine.core.membership_events import Event, ExitSeen, Notice, StepCommitted
+from engine.core.membership_state import Phase, State
+from engine.core.ownership import Grid, Ownership
+from engine.runtime.preparation import Preparation
+from engine.runtime.recorder import now_ns
+from tests.core.membership_cases import S, running, told
+
+GRID = Grid(3, 4)
+
+
+class Prepared:
+    """A preparation, and what it has ordered."""
+
+    def __init__(self, grace_ns: int = 120 * S):
+        self.orders: list[tuple[int, PublishPlanInput]] = []
+        self.of = Preparation(lambda number, document: self.orders.append((number, document)))
+        self.of.noticed(2, grace_ns)
+
+    def look(self, state: State) -> None:
+        """Looks at a state, with the shadows that it has."""
+        self.of.look(state, Ownership(GRID, state.owners, state.shadows))
+
+    def commit(self, state: State) -> tuple[Event, ...]:
+        """Returns what there is to decide on with the commit of the open step."""
+        event = StepCommitted(now_ns(), state.epoch, state.committed + 1, state.shadows)
+        return self.of.at_commit(event, state, Ownership(GRID, state.owners, state.shadows))
+
+
+LEAVING = told(running(), Notice(5, 2, 120 * S))
+
+
+def test_when_all_have_prepared_the_commit_brings_the_epoch_and_its_start() -> None:
+    prepared = Prepared()
+    prepared.look(running())
+    prepared.look(LEAVING)
+    prepared.look(LEAVING)
+    ((number, document),) = prepared.orders
+    assert (document.epoch, document.committed) == (2, 0)
+    for worker in range(3):
+        prepared.of.answered(worker, number, "plan")
+    state = told(LEAVING, *prepared.commit(LEAVING))
+    assert (state.phase, state.epoch, state.committed) == (Phase.RUNNING, 2, 0)
+    assert state.digests == dict.fromkeys(range(3), "plan")
+
+
+def test_two_plans_are_found_out_on_the_short_way_too() -> None:
+    prepared = Prepared()
+    prepared.look(LEAVING)
+    for worker in range(3):
+        prepared.of.answered(worker, 0, f"plan {worker}")
+    assert told(LEAVING, *prepared.commit(LEAVING)).phase is Phase.HALTED
+
+
+def test_an_answer_to_an_earlier_order_counts_for_nothing() -> None:
+    prepared = Prepared(grace_ns=0)
+    prepared.look(LEAVING)
+    for worker in (0, 1):
+        prepared.of.answered(worker, 0, "plan")
+    dead = told(LEAVING._replace(shadows=((2,), (0,), (1, 0))), ExitSeen(6, 1, -9))
+    failed_over = dead._replace(phase=Phase.RUNNING)
+    prepared.look(failed_over)
+    assert [(number, document.epoch) for number, document in prepared.orders] == [(0, 2), (1, 3)]
+    prepared.of.answered(0, 1, "plan")
+    prepared.of.answered(2, 0, "plan")  # it had not heard of the death
+    (commit,) = prepared.commit(failed_over)
+    assert isinstance(commit, StepCommitted) and not commit.waits
+
+
+def test_what_was_prepared_for_something_else_is_not_taken() -> None:
+    prepared = Prepared(grace_ns=0)
+    prepared.look(LEAVING)
+    for worker in range(3):
+        prepared.of.answered(worker, 0, "plan")
+    healed_elsewhere = LEAVING._replace(shadows=((1,), (0,), (0,)))
+    assert [type(event) for event in prepared.commit(healed_elsewhere)] == [StepCommitted]
+
+
+def test_who_has_time_stays_for_one_more_step_and_no_longer() -> None:
+    prepared = Prepared()
+    prepared.look(LEAVING)
+    (commit,) = prepared.commit(LEAVING)
+    assert isinstance(commit, StepCommitted) and commit.waits
+    later = told(LEAVING, commit)
+    assert (later.phase, later.epoch) == (Phase.RUNNING, 1)
+    prepared.look(later)
+    assert [document.committed for _, document in prepared.orders] == [0, 1]
+    (commit,) = prepared.commit(later)
+    assert isinstance(commit, StepCommitted) and not commit.waits
+
+
+def test_who_has_no_time_does_not_stay() -> None:
+    prepared = Prepared(grace_ns=1)
+    prepared.look(LEAVING)
+    (commit,) = prepared.commit(LEAVING)
+    assert isinstance(commit, StepCommitted) and not commit.waits
+
+
+def test_a_commit_that_changes_nothing_is_decided_alone() -> None:
+    prepared, state = Prepared(), running()
+    prepared.look(state)
+    assert prepared.orders == []
+    assert [type(event) for event in prepared.commit(state)] == [StepCommitted]
