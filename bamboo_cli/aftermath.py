@@ -7,7 +7,7 @@ the last committed step were compared with the twin's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import BambooError, ExitCode
@@ -83,6 +83,8 @@ def aftermath_of(
         unseen = {each["fault"] for each in events if each["event"] == "unconfirmed"}
         fired = frozenset(each["fault"] for each in events if each["event"] == "fault") - unseen
         found = recoveries(events)
+    if job.fsdp:  # nobody can take over from shards, whoever was to
+        found = [replace(each, heirs=()) if each.resume_ns is None else each for each in found]
     aftermath = Aftermath(tuple(faults), fired, found)
     if with_twin and fired and not ending.exit_code:
         from bamboo_cli.twin import compare_with_twin

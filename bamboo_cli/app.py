@@ -102,14 +102,27 @@ def _program(
 
 
 def main() -> NoReturn:
-    """Runs the program and exits with its code."""
+    """Runs the program and exits with its code; where nobody reads what it says, with that of SIGPIPE."""
     _open_standard_streams()
     # Outside a run, Ctrl-C ends the program as the shell expects; a run takes the signal itself.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        _run_program()
+    except BrokenPipeError:
+        _end_unheard()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # the libraries that print make a 1 of it
+            _end_unheard()
+        raise
+
+
+def _run_program() -> NoReturn:
+    try:
         app()
     except BambooError as error:
         _refuse(error)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         # What a run writes goes to one folder; whatever else may fail has been given a name where it happens.
         _refuse(StorageError(f"{error.filename or 'output'}: {error.strerror or error}"))
@@ -118,6 +131,14 @@ def main() -> NoReturn:
 
         _refuse(BambooError(f"internal error, please report it\n{traceback.format_exc().rstrip()}"))
     sys.exit(ExitCode.OK)
+
+
+def _end_unheard() -> NoReturn:
+    """Ends as a program does that SIGPIPE kills: a run must survive its reader, so the signal itself is ignored."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # where Python writes at its end what it still has
+        os.dup2(nowhere, stream)
+    sys.exit(ExitCode.UNHEARD)
 
 
 def _open_standard_streams() -> None:

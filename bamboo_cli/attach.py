@@ -1,7 +1,8 @@
 """Faults for a job that is running: they are handed to its launcher, and what came of them is read off its events.
 
-Rules: the launcher decides whether a request is good; here it is only written, readable by its user alone. A run that
-goes on has no twin to compare with and leaves nothing yet, so neither is looked at.
+Rules: the launcher decides whether a request is good; here it is only written, readable by its user alone, and
+withdrawn when nobody takes it. What happened to the run before is not judged. A run that goes on has no twin to compare
+with and leaves nothing yet: whoever expects something of either is told that it is not judged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +44,33 @@ def attach(loaded: Loaded, folder: RunFolder) -> Case:
         UserError: the faults do not fit its job.
     """
     events = _Events(folder)
+    wanted = loaded.scenario.expect
     loaded = _fitted(loaded, events)
+    judged = loaded.scenario.expect
     for line in describe(loaded.faults, loaded.scenario.job):
         typer.echo(line, err=True)
-    _request(folder, loaded.faults)
-    _wait(events, loaded.faults)
+    if unjudged := [each.name for each in fields(judged) if getattr(judged, each.name) != getattr(wanted, each.name)]:
+        typer.echo(f"not judged: {', '.join(unjudged)} (the job runs on)", err=True)
+    since_ns = time.monotonic_ns()  # the clock of the events
+    request = _request(folder, loaded.faults)
+    try:
+        _wait(events, loaded.faults, request.name)
+    finally:
+        request.unlink(missing_ok=True)  # whoever has given up wants nobody struck
     ended = events.last("ended") or {"exit_code": 0}
     error = events.last("failed") or {"error": ""}
-    return case_of(loaded, folder.path, Observed(ended["exit_code"], error["error"], events.known, ()))
+    seen = Observed(ended["exit_code"], error["error"], events.known, (), since_ns=since_ns)
+    return case_of(loaded, folder.path, seen)
+
+
+def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:
+    """Returns a scenario as a running job would be handed it now; hands over nothing.
+
+    Raises:
+        NothingMatchedError: the run has ended.
+        UserError: the faults do not fit its job.
+    """
+    return _fitted(loaded, _Events(folder))
 
 
 def _fitted(loaded: Loaded, events: _Events) -> Loaded:
@@ -61,7 +81,8 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
     from engine.core.scenario_rules import check_scenario
     from engine.runtime.faults.registry import kinds
 
-    job, expect = events.job(), replace(loaded.scenario.expect, trajectory=None, leftovers=None)
+    job = events.job()
+    expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None)
     # Until the launcher has taken the request, a quick job commits many steps.
     meanwhile = events.steps_a_second()  # while it waits, more are committed
     first_step = events.committed + 2 + meanwhile
@@ -84,25 +105,28 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
     return replace(fault, id=f"{fault.id}.{mark}", moment=moment)
 
 
-def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> None:
+def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
     path = folder.path / f"request-{secrets.token_hex(8)}.json"
     partial = path.with_suffix(".partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(fd, "w", encoding="utf-8") as file:
         json.dump([to_plain(fault) for fault in faults], file)
-    partial.replace(path)  # whole, or not there
+    return partial.replace(path)  # whole, or not there
 
 
-def _wait(events: _Events, faults: tuple[Fault, ...]) -> None:
-    """Waits until the faults have been taken, have shown and have been recovered from, or the run has ended."""
-    ids = {fault.id for fault in faults}
+def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
+    """Waits until the faults have been taken, have shown and have been recovered from, or the run has ended.
+
+    Raises:
+        UserError: the launcher has refused the request of that name.
+        BambooError: nobody takes it, or its faults came too late.
+    """
     heard_s = time.monotonic() + _HEARD_WITHIN_S
     while not events.is_over():
-        taken = {name for event in events.known if event["event"] == "request" for name in event["faults"]}
-        refused = events.last("refused")
-        if refused is not None and not ids <= taken:
-            raise UserError([Problem("--run", "faults that the run can take", "", refused["reason"])])
-        if not ids <= taken and time.monotonic() > heard_s:
+        answer = next((event for event in events.known if event.get("request") == request), None)
+        if answer is not None and answer["event"] == "refused":
+            raise UserError([Problem("--run", "faults that the run can take", "", answer["reason"])])
+        if answer is None and time.monotonic() > heard_s:
             error = BambooError(f"{events.folder.path}: nobody takes the faults; its launcher does not answer")
             error.exit_code = ExitCode.NOT_RECOVERED
             raise error

@@ -17,7 +17,7 @@ from engine.core.errors import BambooError, ExitCode
 from engine.core.expectations import Check, Observed, Result, check, exit_code, verdict
 from engine.core.fault import to_plain
 from engine.core.precision import precision
-from engine.core.recovery_times import Recovery, recoveries
+from engine.core.recovery_times import Recovery
 
 if TYPE_CHECKING:
     from engine.core.trajectory import Row
@@ -60,7 +60,7 @@ def case_of(loaded: Loaded, folder: Path, seen: Observed) -> Case:
     scenario = loaded.scenario
     checks = check(scenario.expect, scenario.job, loaded.faults, kinds(), seen)
     checks = (*checks, precision(scenario.job, loaded.faults, seen.events))
-    return Case(folder, checks, exit_code(checks, seen), tuple(recoveries(seen.events)))
+    return Case(folder, checks, exit_code(checks, seen), tuple(seen.recoveries()))
 
 
 def run_case(

@@ -44,7 +44,7 @@ Grace = Annotated[
 
 def faults_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> tuple[Fault, ...]:
     """Returns the faults that the user asked for; raises UserError with every problem."""
-    from engine.core.fault import parse_kills
+    from engine.core.kill_text import parse_kills
 
     if kills and with_twin and not job.audit:
         hint = "without hashes nothing can be compared; --no-twin goes without"

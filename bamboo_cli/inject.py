@@ -40,26 +40,28 @@ def inject(
         int | None, typer.Option("--seed", help="Seed of what is random (default: the job's seed).", min=0)
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", help="How many times to run it.", min=1)] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would strike whom, and when.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would strike whom, and when; with --run: as of now.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it."""
+    from bamboo_cli.attach import as_of_now, attach
+    from engine.files.run_folder import find_run
     from engine.files.scenario_file import load_scenario
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
     loaded = load_scenario(scenario, kinds(), seed, changed)
+    folder = find_run(Path(loaded.scenario.job.results), run) if run else None
     if dry_run:
-        _print_plan(loaded, as_json)
+        _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
         return
-    if run:
-        from bamboo_cli.attach import attach
-        from engine.files.run_folder import find_run
-
-        cases = [attach(loaded, find_run(Path(loaded.scenario.job.results), run))]
+    if folder is not None:
+        cases = [attach(loaded, folder)]
         _print_case(loaded, cases[0], as_json)
     else:
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http)

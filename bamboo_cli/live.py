@@ -13,6 +13,7 @@ from types import TracebackType
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -139,7 +140,8 @@ class LivePicture:
         for each in view.workers:
             table.add_row(*self._row(each))
         bar = ProgressBar(total=self.job.steps, completed=len(view.account.losses), width=40)
-        return Group(Text(self._line(view)), bar, table)  # a small screen cuts off the end
+        # A small screen cuts off the end. A bar alone does not end its line.
+        return Group(Text(self._line(view)), Padding(bar, 0), table)
 
     def _row(self, each: WorkerView) -> tuple[str | Text, ...]:
         first_s, first, _ = self._history[0]

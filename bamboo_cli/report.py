@@ -46,6 +46,8 @@ class Format(StrEnum):
 
 Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")]
 DEFAULT_RESULTS = Path("results")
+# What is said of a condition, by its exit code; of several, the first of these that occurs is that of all.
+_SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "passed"}
 
 
 def report(
@@ -55,8 +57,11 @@ def report(
     *,
     table: Annotated[Table, typer.Option(help="Which table to print.")] = Table.RECOVERY,
     form: Annotated[
-        Format, typer.Option("--format", help="In which form; others than terminal print nothing else.")
-    ] = (Format.TERMINAL),
+        Format | None,
+        typer.Option(
+            "--format", help="In which form; others than terminal print nothing else.", show_default="terminal"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
     page: Annotated[
@@ -65,19 +70,23 @@ def report(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a trace that Perfetto opens.")] = None,
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(metavar="CONDITION", help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds; repeatable."),
+        typer.Option(
+            metavar="CONDITION",
+            help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds, or is about a time that a recovery never "
+            "came to; with 5 if there is nothing to measure; repeatable.",
+        ),
     ] = None,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Say what happened in a run: tables, a page that opens without a network, a trace. Reads its events only."""
-    form = Format.JSON if as_json else form
+    form = _form(form, as_json)
     folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
     if form is Format.PARQUET and output is None:
         raise UserError([Problem("--format parquet", "--output FILE")])
     loaded = [load_run(folder) for folder in folders]
-    fails = _check(loaded, fail_if or ())
+    code = _check(loaded, fail_if or ())
     if form is Format.TERMINAL:
         _say(loaded)
     _write_table(loaded, table, form, output)
@@ -88,8 +97,14 @@ def report(
         from engine.report.trace import trace as traced
 
         write(trace, json.dumps(traced(loaded[0]), separators=(",", ":")))
-    if fails:
-        raise typer.Exit(ExitCode.EXPECTATION_FAILED)
+    if code:
+        raise typer.Exit(code)
+
+
+def _form(form: Format | None, as_json: bool) -> Format:
+    if as_json and form not in (None, Format.JSON):
+        raise UserError([Problem("--json", "no other --format beside it", f"--format {form}")])
+    return Format.JSON if as_json else form or Format.TERMINAL
 
 
 def find(results: Path, run: str | None) -> RunFolder:
@@ -167,15 +182,16 @@ def _write_page(path: Path, run: RunTables) -> None:
     typer.echo(str(path), err=True)
 
 
-def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> bool:
-    """Says of each condition whether it holds, and returns whether any does; raises UserError when one is none."""
+def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
+    """Says what came of each condition; returns the exit code of all. Raises UserError when one is none."""
     from engine.report.conditions import parse_condition
     from engine.report.load import TABLES, joined
 
     tables = {name: joined(runs, name) for name in TABLES} if texts else {}
     conditions = [parse_condition(text, tables) for text in texts]
-    found = [(condition, condition.measure(tables)) for condition in conditions]
-    for condition, figure in found:
-        said = "failed" if condition.holds(figure) else "passed"
-        typer.echo(f"{said}: {condition.text} (found {figure:.6g})", err=True)
-    return any(condition.holds(figure) for condition, figure in found)
+    codes = {ExitCode.OK}
+    for condition in conditions:
+        code, why = condition.judge(tables)
+        typer.echo(f"{_SAID[code]}: {condition.text} ({why})", err=True)
+        codes.add(code)
+    return next(code for code in _SAID if code in codes)

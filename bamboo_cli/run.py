@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -103,12 +104,14 @@ def _train(
     summary = summary_of(folder, ending, wall_s) | aftermath.as_dict()
     _write_facts(folder, resolved, summary)
     try:
+        _print_ending(summary, ending, aftermath, resolved, folder, as_json)
         if as_json:
             typer.echo(json.dumps(summary))
-        _print_ending(summary, ending, aftermath, resolved, folder, as_json)
     except BrokenPipeError:
         pass  # everything is on disk; whoever read the output has had enough
-    except OSError:
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            typer.echo(f"bamboo: output: {error.strerror or error}; all of it is in {folder.path}", err=True)
         return ending.exit_code or ExitCode.STORAGE
     return ending.exit_code
 

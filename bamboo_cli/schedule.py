@@ -31,6 +31,7 @@ schedule = typer.Typer(
 
 # A schedule that takes every number of stages per worker: the job's own is not asked for.
 _OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto"}
+_SLOW = 8000  # stages times microbatches: comparing the schedules of more takes longer than a second
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -153,6 +154,7 @@ def compare(
         lambda action: costs.get(action.op, 0.0),
         job.redundancy,
         job.redundancy_level,
+        begin=_say if job.stages * job.microbatches > _SLOW else str,
     )
     if as_json:
         typer.echo(json.dumps(asdict(comparison)))
@@ -162,6 +164,10 @@ def compare(
         f"forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
     )
     _print_comparison(comparison, job.redundancy == "eager")
+
+
+def _say(name: str) -> None:
+    typer.echo(f"comparing {name}", err=True)
 
 
 def _check_costs(forward: float, backward: float, weights: float) -> None:

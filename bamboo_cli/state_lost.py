@@ -31,6 +31,8 @@ class Loss:
     def why(self) -> str:
         """Returns why nobody holds the state any more."""
         job = self.job
+        if job.fsdp:
+            return "with --fsdp each owner of a stage holds a shard of it, and nobody can take over from the others"
         if job.redundancy == "none":
             return "no redundancy: each stage is held by its owners only"
         if self.workers == 1:
@@ -46,6 +48,10 @@ class Loss:
     def advice(self) -> list[str]:
         """Returns the options that would each have helped."""
         job, gone = self.job, len(self.gone)
+        if job.fsdp:
+            whole = replace(self, job=replace(job, fsdp=0))
+            enough = fewest_holders(whole.job) > gone
+            return ["--fsdp 0"] if enough else [f"--fsdp 0 {each}" for each in whole.advice()]
         found = []
         if gone < self.workers:
             level = f"--redundancy-level {gone}" if gone > job.redundancy_level else ""
@@ -58,7 +64,10 @@ class Loss:
 
 
 def fewest_holders(job: Job) -> int:
-    """Returns how many workers hold the stage that the fewest hold, in any pipeline, while nobody has failed."""
+    """Returns how many workers hold the stage that the fewest hold, in any pipeline, while nobody has failed.
+
+    The job has no fsdp.
+    """
     ownership = fresh_ownership(job)
     return min(
         len({worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage)})

@@ -30,6 +30,7 @@ class ExitCode(IntEnum):
     FENCED = 85
     LEFT_WITH_NOTICE = 86
     INTERRUPTED = 130
+    UNHEARD = 141  # nobody reads what the program prints
     TERMINATED = 143
 
 

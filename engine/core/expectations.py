@@ -57,7 +57,8 @@ class Check:
 class Observed:
     """What came of a run: its exit code and error, its events, its trajectory and that of its twin, what it left.
 
-    What was not looked at is None.
+    What was not looked at is None. Only what happened since `since_ns`, on the clock of the events, is judged; what was
+    before tells who owned what.
     """
 
     exit_code: int
@@ -66,17 +67,27 @@ class Observed:
     rows: Sequence[Row]
     twin: Sequence[Row] | None = None
     leftovers: Sequence[str] | None = None
+    since_ns: int = 0
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Returns the events of one kind."""
-        return [event for event in self.events if event["event"] == kind]
+        """Returns the events of one kind that are judged; they have a time."""
+        return [event for event in self.events if event["event"] == kind and event["at_ns"] >= self.since_ns]
+
+    def recoveries(self) -> list[Recovery]:
+        """Returns the recoveries that are judged: those that began since."""
+        return [each for each in recoveries(self.events) if each.begin_ns >= self.since_ns]
+
+    def miscounted(self, job: Job) -> list[str]:
+        """Returns what was not counted once in the steps that are judged: those committed since."""
+        judged = (each for each in self.events if each["event"] != "commit" or each["at_ns"] >= self.since_ns)
+        return miscounted(judged, job)
 
 
 def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
 ) -> tuple[Check, ...]:
     """Returns what came of every expectation, that the faults struck first."""
-    found = recoveries(seen.events)
+    found = seen.recoveries()
     checks = [_struck(faults, seen), _outcome(expect.outcome, seen)]
     if expect.trajectory is not None:
         checks.append(_trajectory(seen))
@@ -84,7 +95,7 @@ def check(
         lost = sum(each.lost_steps for each in found)
         checks.append(_judged("steps_lost", lost <= expect.steps_lost, f"{lost} lost, {expect.steps_lost} at most"))
     if expect.samples is not None:
-        wrong = miscounted(seen.events, job)
+        wrong = seen.miscounted(job)
         text = "every committed step counted every sample once"
         checks.append(_judged("samples", not wrong, _first(wrong) or text))
     if expect.culprit is not None:

@@ -7,17 +7,30 @@ is told once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from engine.core.action import STAGE_OPS, Op
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
 from engine.core.errors import Problem, nearest
 from engine.core.fault import After, At
 from engine.core.job import Job
-from engine.core.ownership import Ownership
+from engine.core.ownership import Ownership, Slot
 from engine.core.planned import planned
 from engine.core.program import Program
 from engine.core.scenario import Every, Expect, Scenario, Target, Wanted
+from engine.core.schedules.text import is_text
+
+_MOST_LISTED = 8
+# Which of these a slot has depends on who owns its neighbours, and on what a recovery does again.
+_OF_OTHER_PLANS = COMPUTE_OPS | SEND_OPS | RECEIVE_OPS
+# Why a stage has none of these while nobody has failed.
+_HALVES = f"this schedule has whole backwards: {Op.B} instead of {Op.I} and {Op.W}"
+_UNDISTURBED = {
+    Op.W: _HALVES,
+    Op.I: _HALVES,
+    Op.B: f"this schedule has halves of backwards: {Op.I} and {Op.W} instead of {Op.B}",
+    Op.REDO_F: "only a recovery runs a forward again: add a fault that ends a worker by then",
+}
 
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
@@ -54,9 +67,9 @@ def _of_job(found: Found, job: Job, expect: Expect, ending: Collection[str]) -> 
     for number, wanted in found.faults.items():
         place = f"faults.{number}"
         if isinstance(wanted.trigger, At):
-            problems += _at(f"{place}.at", wanted.trigger, job, program, ownership)
-            if wanted.trigger.action.op is Op.HEAL and found.whole:
-                problems += _heal(f"{place}.at.action", wanted.trigger, job, found.faults.values(), ending)
+            at, failures = wanted.trigger, _Failures(wanted.trigger, found, ending)
+            own = own_actions(program, ownership, (at.action.pipeline, at.action.stage))
+            problems += _limits(f"{place}.at", at, job) or _action(f"{place}.at", at.action, own, job, failures)
         problems += _target(f"{place}.target", wanted, job, len(ownership.workers()))
     return problems
 
@@ -84,52 +97,78 @@ def _moments(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
             seen.setdefault(wanted.trigger, number)
 
 
-def _at(place: str, at: At, job: Job, program: Program, ownership: Ownership) -> list[Problem]:
+def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Action, ...]:
+    """Returns the actions of a slot that its owner runs, in order; none where there is no such slot."""
+    if slot not in ownership.grid.slots():
+        return ()
+    return tuple(each for each in program[ownership.owner(*slot)] if (each.pipeline, each.stage) == slot)
+
+
+def _limits(place: str, at: At, job: Job) -> list[Problem]:
     action = at.action
     limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
     limits["stage"] = (action.stage, job.stages)
     if action.op not in STAGE_OPS:
         limits["microbatch"] = (action.microbatch, job.microbatches)
-    problems = [
+    return [
         Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
         for name, (value, limit) in limits.items()
         if not 0 <= value < limit
     ]
-    if problems or action.op is Op.HEAL:  # which no first program has
-        return problems
-    slot = (action.pipeline, action.stage)
-    own = [each for each in program[ownership.owner(*slot)] if (each.pipeline, each.stage) == slot]
-    if action not in own:
-        there = dict.fromkeys(each.op.value for each in own)
-        expected = f"an action of stage {action.stage} with schedule {job.schedule}"
-        hint = _why_not(action.op, action.stage, job) or f"it has {', '.join(there)}"
-        return [Problem(f"{place}.action", expected, repr(action.op.value), hint)]
-    return []
 
 
-def _why_not(op: Op, stage: int, job: Job) -> str:
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    """The other faults, which may end a worker before a moment."""
+
+    at: At
+    found: Found
+    ending: Collection[str]
+
+    def before(self, step: int) -> bool:
+        """Says whether one may strike before this step; one that could not be read may at any time."""
+        triggers = [each.trigger for each in self.found.faults.values() if each.do in self.ending]
+        others = [each for each in triggers if each != self.at]
+        return not self.found.whole or any(not isinstance(each, At) or each.step < step for each in others)
+
+
+def _action(place: str, action: Action, own: Collection[Action], job: Job, failures: _Failures) -> list[Problem]:
+    """Returns why an action can never come; `own` are those of its slot while nobody has failed."""
+    op, step = action.op, failures.at.step
+    if op is Op.HEAL:
+        return _heal(f"{place}.action", job, step, can_follow=failures.before(step))
+    why = _why_never(op, action.stage, job)
+    if action in own or (not why and op in _OF_OTHER_PLANS and failures.before(step + 1)):
+        return []
+    if numbers := sorted(each.microbatch for each in own if each.op is op):
+        listed = ", ".join(map(str, numbers[:_MOST_LISTED])) + ", ..." * (len(numbers) > _MOST_LISTED)
+        return [Problem(f"{place}.microbatch", f"a microbatch with {op}: {listed}", str(action.microbatch), why)]
+    name = "a schedule of one's own" if is_text(job.schedule) else f"schedule {job.schedule}"
+    hint = why or _UNDISTURBED.get(op) or f"it has {', '.join(dict.fromkeys(each.op.value for each in own))}"
+    return [Problem(f"{place}.action", f"an action of stage {action.stage} with {name}", repr(op.value), hint)]
+
+
+def _why_never(op: Op, stage: int, job: Job) -> str:
+    """Returns why a stage has no such action, or not for every microbatch, whoever has failed."""
     if op in (Op.RECV_F, Op.SEND_B) and stage == 0:
         return f"the first stage has nobody before it: no {op}"
     if op in (Op.SEND_F, Op.RECV_B) and stage == job.stages - 1:
         return f"the last stage has nobody after it: no {op}"
     if op is Op.STREAM:
         return f"log_every is {job.log_every}, and behind the last backward follows the log"
-    if op in (Op.W, Op.I):
-        return f"this schedule has whole backwards: {Op.B} instead of {Op.I} and {Op.W}"
+    if op in SHARD_OPS and not job.fsdp:
+        return f"without fsdp there is no {op}"
     return ""
 
 
-def _heal(place: str, at: At, job: Job, faults: Iterable[Wanted], ending: Collection[str]) -> list[Problem]:
+def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]:
     """A slot is healed in the first step after one in which somebody was lost, where there are shadows at all."""
     if job.redundancy == "none":
         hint = "with redundancy none nobody gets a shadow"
         return [Problem(place, "an action that this job has", "'HEAL'", hint)]
-    for wanted in faults:
-        trigger = wanted.trigger
-        earlier = not isinstance(trigger, At) or trigger.step < at.step
-        if wanted.do in ending and earlier:
-            return []
-    hint = f"nobody is healed while nobody has failed: add a fault that ends a worker before step {at.step}"
+    if can_follow:
+        return []
+    hint = f"nobody is healed while nobody has failed: add a fault that ends a worker before step {step}"
     return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
 
 

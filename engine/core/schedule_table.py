@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.action import COMPUTE_OPS, SEND_OPS, Action
@@ -46,10 +47,12 @@ def compare(
     cost: Cost = unit_costs,
     redundancy: Redundancy = "none",
     level: int = 1,
+    begin: Callable[[str], object] = str,
 ) -> Comparison:
     """Returns every schedule on as many workers, with V stages each or one that is V of them.
 
     `cost` is that of an action of one of `stages` stages; a schedule of one stage per worker runs V of them as one.
+    `begin` is told the name of each schedule that fits before it is looked at.
     """
     num_workers = stages // stages_per_worker
     rows: list[Row] = []
@@ -60,6 +63,7 @@ def compare(
         if problems:
             skipped[name] = str(problems[0])
             continue
+        begin(name)
         ownership = fresh(Grid(num_workers * v, microbatches), v, schedule.placement)
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())

@@ -79,7 +79,7 @@ class ListOf:
     def check(self, reading: Reading, path: KeyPath, value: object) -> Any:
         """Returns the items that are good."""
         if not isinstance(value, list) or not value:
-            reading.refuse(path, "a list of at least one", "an empty list" if value == [] else shown(value))
+            reading.refuse(path, "a list of at least one", shown(value))
             return BAD
         # An item with a problem stays, with what is good of it, so that the numbers of the others do not shift.
         return [self.item.check(reading, (*path, number), each) for number, each in enumerate(value)]

@@ -83,7 +83,7 @@ def check(given: Given) -> Given | Problem:
 def shown(value: Any) -> str:
     """Returns a value as a message shows it, in the words of YAML."""
     if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "a mapping"
+        return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
     if value is None:
         return "nothing"
     return repr(value).lower() if isinstance(value, bool) else repr(value)

@@ -84,8 +84,9 @@ def open_data(job: Job) -> Data:
 def build_model(job: Job, facts: DataFacts) -> Model:
     """Makes the model of `job` for data with these facts, no layer of it built; raises UserError where it cannot."""
     _check_model_name(job.model)
-    made = _builtin_model(job, facts) if job.model in MODELS else with_skips(user_model(job))
-    return with_form(made, facts.form)
+    made = _builtin_model(job, facts) if job.model in MODELS else user_model(job)
+    # The form first: what is passed on between layers are tensors alone, without names.
+    return with_skips(with_form(made, facts.form))
 
 
 def _builtin_model(job: Job, facts: DataFacts) -> Model:

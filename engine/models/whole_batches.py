@@ -82,15 +82,26 @@ class SplitBatches:
         if step != self._step:
             self._step, self._parts = step, {}
         if pipeline not in self._parts:
-            job, source = self._job, self._source
-            count = job.validation_microbatches if step == _VALIDATION else job.microbatches
-            whole = (
-                source.validation_batch(count * size)
-                if step == _VALIDATION
-                else source.batch(step, pipeline, count * size)
-            )
-            self._parts[pipeline] = split(whole, source.spec, count)
+            self._parts[pipeline] = self._split(step, pipeline, size)
         return self._parts[pipeline][index]
+
+    def _split(self, step: int, pipeline: int, size: int) -> list[WholeBatch]:
+        """Returns the parts of a whole batch; what is wrong with it is told with the call that made it."""
+        source, name = self._source, type(self._source).__name__
+        if step == _VALIDATION:
+            count = self._job.validation_microbatches
+            whole: object = source.validation_batch(count * size)
+            call = f"{name}.validation_batch(size={count * size})"
+        else:
+            count = self._job.microbatches
+            whole = source.batch(step, pipeline, count * size)
+            call = f"{name}.batch(step={step}, pipeline={pipeline}, size={count * size})"
+        if not isinstance(whole, WholeBatch):
+            raise TypeError(f"{call} returned {type(whole).__name__}, expected a WholeBatch")
+        try:
+            return split(whole, source.spec, count)
+        except ValueError as error:
+            raise ValueError(f"{call}: {error}") from error
 
 
 def _form(part: WholeBatch) -> tuple[object, tuple[Tensor, ...]]:

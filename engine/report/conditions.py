@@ -1,12 +1,12 @@
 """Conditions on tables, such as ``recovery.total_ms.p95 > 500``: what a check of a run may fail on.
 
-Rules: table, column, figure, comparison and a number, and nothing else. A figure of no values meets no condition; ask
-for ``count`` to learn that there are none. Missing values do not count.
+Rules: table, column, figure, comparison and a number, and nothing else. Missing values do not count, but for the times
+of a recovery that is not over: no figure of such times is good enough. Where there are no values there is nothing to
+measure, and that is no pass; ask for ``count`` to learn that there are none.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import ExitCode, Problem, UserError, nearest
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -35,6 +35,7 @@ _FIGURES: dict[str, Callable[[pd.Series], float]] = {
 _FORM = "TABLE.COLUMN.FIGURE OPERATOR NUMBER, such as 'recovery.total_ms.p95 > 500'"
 _TEXT = re.compile(r"\s*(\w+)\.(\w+)\.(\w+)\s*(>=|<=|==|!=|>|<)\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
 _QUANTILE = re.compile(r"p(\d{1,2}|100)")
+_NOT_OVER = ("not recovered", "under way")  # outcomes of recoveries
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,23 @@ class Condition:
     comparison: str
     number: float
 
-    def measure(self, tables: Mapping[str, pd.DataFrame]) -> float:
-        """Returns the figure, in the unit of its column; not a number when there are no values."""
+    def judge(self, tables: Mapping[str, pd.DataFrame]) -> tuple[ExitCode, str]:
+        """Returns the exit code of a check for the condition, and why: what was found, in the unit of its column."""
+        if self.figure != "count" and self._never_over(tables[self.table]):
+            return ExitCode.EXPECTATION_FAILED, "not recovered"
         values = tables[self.table][self.column].dropna().astype("float64")
+        if values.empty and self.figure != "count":
+            return ExitCode.NOTHING_MATCHED, "nothing to measure"
         quantile = _QUANTILE.fullmatch(self.figure)
-        return float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
+        found = float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
+        is_met = _COMPARISONS[self.comparison](found, self.number)
+        return ExitCode.EXPECTATION_FAILED if is_met else ExitCode.OK, f"found {found:.6g}"
 
-    def holds(self, found: float) -> bool:
-        """Returns whether a measured figure meets the condition."""
-        return not math.isnan(found) and _COMPARISONS[self.comparison](found, self.number)
+    def _never_over(self, table: pd.DataFrame) -> bool:
+        """Says whether the column is a time that a recovery has not come to."""
+        if self.table != "recovery" or not self.column.endswith("_ms"):
+            return False
+        return bool((table["outcome"].isin(_NOT_OVER) & table[self.column].isna()).any())
 
 
 def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> Condition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 from bamboo_cli.aftermath import Aftermath, aftermath_of
 from bamboo_cli.fault_options import faults_of, grace_seconds
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.core.fault import parse_kill
 from engine.core.job import Job
+from engine.core.kill_text import parse_kill
 from engine.core.recovery_times import Recovery
 from engine.core.twin import Comparison
 from engine.files.run_folder import RunFolder, create_run_folder
@@ -124,3 +125,11 @@ def test_what_fired_is_read_off_the_events_also_when_the_run_failed(folder: RunF
     assert (found.missed, found.comparison, found.recoveries) == ([], None, [])
     write(folder, EVENTS[:5])
     assert aftermath_of(JOB, folder, ending(0), [FAULT], None, with_twin=True).missed == [FAULT]
+
+
+def test_of_shards_nobody_is_called_the_heir(folder: RunFolder) -> None:
+    verdict = {"epoch": 1, "owners": [0, 1, 1], "verdict": [[2, "died"]], "reason": "", "at_ns": 6}
+    write(folder, [*EVENTS[:-2], {"event": "epoch", **verdict}])
+    for job, heirs in ((JOB, "; worker 1 was to take over stage 2"), (replace(JOB, pipelines=2, fsdp=1), "")):
+        found = aftermath_of(job, folder, ending(80), [FAULT], None, with_twin=True)
+        assert found.lines(0) == [f"worker 2 died after 2B0 of step 1{heirs}; not recovered"]

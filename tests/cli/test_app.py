@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -51,3 +53,38 @@ def test_the_overview_loads_no_command() -> None:
 @pytest.mark.parametrize("arguments", [("run",), ("inject",), ("report",), ("schedule", "show"), ("bench", "launch")])
 def test_the_help_of_a_command_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
     assert not loaded_by(*arguments, "--help") & {*HEAVY}
+
+
+BAMBOO = [sys.executable, "-c", "from bamboo_cli.app import main; main()"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stream"),
+    [
+        (("schedule", "show"), "stdout"),
+        (("run", "--help"), "stdout"),  # which another library prints
+        (("run", "--stages", "0"), "stderr"),
+    ],
+)
+def test_a_program_to_which_nobody_listens_ends_quietly_as_by_sigpipe(arguments: tuple[str, ...], stream: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: write}
+        done = subprocess.run([*BAMBOO, *arguments], cwd=ROOT, check=False, timeout=60, **streams)
+    finally:
+        os.close(write)
+    assert done.returncode == 141
+    assert not done.stdout and not done.stderr
+
+
+def test_what_cannot_be_written_is_said_and_the_end_of_a_run_too(tmp_path: Path) -> None:
+    job = ("--model", "mlp", "--stages", "1", "--steps", "1", "--validate-every", "0", "--results", str(tmp_path))
+    for arguments in (("schedule", "show"), ("run", "--json", *job)):
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run(
+                [*BAMBOO, *arguments], cwd=ROOT, check=False, timeout=60, stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        assert done.returncode == 74
+        assert "bamboo: output: No space left on device" in done.stderr
+    assert "finished: 1 steps" in done.stderr

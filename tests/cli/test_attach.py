@@ -1,12 +1,27 @@
-"""Faults for a job that is running: which of them can no longer strike, and when nobody waits for more."""
+"""Faults for a job that is running: what is asked of its launcher, when nobody waits for more, and what is judged."""
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from bamboo_cli import attach
 from bamboo_cli.attach import have_shown, pace, skipped
+from bamboo_cli.inject import inject
 from engine.core.action import parse_action
+from engine.core.errors import BambooError
 from engine.core.fault import After, At, Fault, When, Worker
+from engine.core.job import Job
+from engine.files.run_folder import RunFolder
 
 
 def at(name: str, step: int, when: When = "before") -> Fault:
@@ -49,3 +64,116 @@ def test_the_pace_is_that_of_the_last_steps() -> None:
     assert pace(slow_start) == 0
     assert pace([7]) == pace([]) == 0
     assert pace([7, 7]) == 10**9  # of steps that take no time it says something, too
+
+
+APP = typer.Typer()
+APP.command()(inject)
+SCENARIO = """
+version: 1
+name: mine
+about: A case of the tests.
+job: {stages: 3, microbatches: 1, steps: 4}
+faults: [{id: first, at: {step: 1, stage: 1, action: B, microbatch: 0}, do: kill}]
+expect: {trajectory: identical, leftovers: none, culprit: exact, steps_lost: 0}
+"""
+
+
+def of_agent(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "worker": -1, "pid": os.getpid(), "at_ns": time.monotonic_ns(), **fields}
+
+
+def death(worker: int, fault: str, epoch: int, owners: list[int], step: int) -> list[dict[str, Any]]:
+    """Returns what a launcher says of a fault that strikes in a step, and of the steps after it."""
+    return [
+        of_agent("fault", fault=fault, of=worker, do="kill", slot=None, step=step),
+        of_agent("exit", of=worker, code=-9, expected=False, seen_ns=time.monotonic_ns()),
+        of_agent("confirmed", fault=fault, how="exit: -9"),
+        of_agent("epoch", epoch=epoch, owners=owners, members=[], verdict=[[worker, "was ended"]], reason="x"),
+        of_agent("go", epoch=epoch),
+        *(of_agent("commit", step=step + later) for later in range(3)),
+    ]
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path: Path) -> RunFolder:
+    """Returns a run that this process is the launcher of: worker 2 was killed in step 4, and 6 is committed."""
+    folder = RunFolder(tmp_path / "20260101-000000-mine-abcd")
+    folder.path.mkdir()
+    write(
+        folder,
+        of_agent("job", **asdict(Job(stages=3, microbatches=1, steps=10**6))),
+        *(of_agent("started", of=worker, slots=[[0, worker]]) for worker in range(3)),
+        of_agent("epoch", epoch=1, owners=[0, 1, 2], members=[], verdict=[], reason="all have joined"),
+        of_agent("go", epoch=1),
+        *(of_agent("commit", step=step) for step in range(4)),
+        *death(2, "first.0000", 2, [0, 1, 1], 4),
+    )
+    return folder
+
+
+def write(folder: RunFolder, *events: dict[str, Any]) -> None:
+    with folder.events.open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in events)
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Sequence[Fault]], list[dict[str, Any]]]) -> None:
+    """Has a launcher answer each request at once, given its name and its faults; it stays in the folder."""
+    ask = attach._request
+
+    def asked(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
+        path = ask(folder, faults)
+        write(folder, *answer(path.name, faults))
+        return path
+
+    monkeypatch.setattr(attach, "_request", asked)
+
+
+def say(run: RunFolder, *arguments: str) -> Result:
+    scenario = run.path.parent / "mine.yaml"
+    scenario.write_text(SCENARIO)
+    where = ["--run", run.path.name, "--results", str(run.path.parent)]
+    return CliRunner().invoke(APP, ["--scenario", str(scenario), *where, *arguments], catch_exceptions=False)
+
+
+def taken(name: str, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    request = of_agent("request", request=name, faults=[each.id for each in faults])
+    return [request, *death(1, faults[0].id, 3, [0, 0, 0], 10**5)]
+
+
+def test_what_came_of_an_earlier_scenario_is_not_judged_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered(monkeypatch, taken)
+    done = say(run, "--json")
+    (case,) = json.loads(done.stdout)["runs"]
+    checks = {each["name"]: (each["result"], each["text"]) for each in case["checks"]}
+    assert checks["culprit"] == ("passed", "put out: 1")
+    assert [each["culprits"] for each in case["recoveries"]] == [[1]]
+    assert (done.exit_code, case["verdict"]) == (0, "passed")
+    assert "not judged: trajectory, leftovers (the job runs on)\n" in done.stderr
+
+
+def test_a_refusal_of_somebody_elses_request_is_none(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(run, of_agent("refused", request="request-other.json", reason="it is no good"))
+    answered(monkeypatch, taken)
+    assert say(run).exit_code == 0
+
+
+@pytest.mark.parametrize("reason", ["it is no good", ""])
+def test_whoever_is_refused_or_not_heard_withdraws_the_request(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(attach, "_HEARD_WITHIN_S", 0.0)
+    answered(monkeypatch, lambda name, _: [of_agent("refused", request=name, reason=reason)] if reason else [])
+    with pytest.raises(BambooError, match=reason or "nobody takes the faults"):
+        say(run)
+    assert list(run.path.glob("request-*")) == []
+
+
+def test_a_dry_run_says_which_steps_of_the_running_job_are_meant(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "pace", lambda _: 20)
+    said = say(run, "--dry-run").stdout
+    assert "kill before 1B0 of step 29;" in said  # 1 of the scenario, from 2 after the last committed one, and 20
+    (fault,) = json.loads(say(run, "--dry-run", "--json").stdout)["faults"]
+    assert fault["moment"]["step"] == 29
+    assert list(run.path.glob("request-*")) == []

@@ -9,8 +9,8 @@ import pytest
 
 from bamboo_cli.plan import print_plan
 from engine.core.expansion import describe
-from engine.core.fault import parse_kills
 from engine.core.job import Job
+from engine.core.kill_text import parse_kills
 from engine.core.planned import planned
 
 SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}

@@ -59,6 +59,7 @@ def test_a_form_for_programs_prints_nothing_else(folder: Path, form: str) -> Non
 
 def test_json_is_a_form(folder: Path) -> None:
     assert say(folder, "--json").stdout == say(folder, "--format", "json").stdout
+    assert say(folder, "--json").stdout == say(folder, "--json", "--format", "json").stdout
 
 
 def test_tables_pages_and_traces_go_where_they_are_told(folder: Path, tmp_path: Path) -> None:
@@ -84,10 +85,33 @@ def test_a_condition_that_holds_fails(folder: Path) -> None:
     assert failed.stderr.splitlines()[1] == "failed: steps.step.count == 10 (found 10)"
 
 
+def test_a_condition_on_nothing_is_no_pass_and_one_that_holds_counts_more(folder: Path) -> None:
+    calm = make_run(folder.parent, MadeUpRun().events(), hour=2)
+    nothing = ["--fail-if", "recovery.total_ms.p95 > 500"]
+    found = say(calm, "--format", "csv", *nothing, "--fail-if", "steps.step.count < 1")
+    assert (found.exit_code, found.stdout.count("\n")) == (5, 1)
+    assert found.stderr.splitlines() == [
+        "not judged: recovery.total_ms.p95 > 500 (nothing to measure)",
+        "passed: steps.step.count < 1 (found 10)",
+    ]
+    assert say(calm, "--format", "csv", *nothing, "--fail-if", "steps.step.count > 1").exit_code == 1
+
+
+def test_a_run_that_never_recovered_meets_a_condition_on_the_time_of_recovery(folder: Path) -> None:
+    events = MadeUpRun(dead=((5, 2),)).events()
+    death = next(place for place, event in enumerate(events) if event["event"] == "epoch" and event["epoch"] == 2)
+    never = make_run(folder.parent, [*events[: death + 1], {**events[-1], "event": "ended", "outcome": "x"}], hour=2)
+    found = say(never, "--format", "csv", "--fail-if", "recovery.total_ms.max > 500")
+    assert (found.exit_code, found.stderr) == (1, "failed: recovery.total_ms.max > 500 (not recovered)\n")
+
+
 def test_what_cannot_be_is_refused_before_anything_is_said(folder: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'total_ms'"):
         say(folder, "--fail-if", "recovery.totl_ms.p95 > 500")
     assert not (folder / "report.html").exists()
+    for form in ("csv", "terminal"):
+        with pytest.raises(UserError, match=f"--json: expected no other --format beside it, found --format {form}"):
+            say(folder, "--format", form, "--json")
     with pytest.raises(UserError, match="--output FILE"):
         say(folder, "--format", "parquet")
     with pytest.raises(UserError, match="--page and --trace: expected one run, found 2 runs"):

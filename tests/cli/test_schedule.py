@@ -37,6 +37,16 @@ def test_schedules_are_compared_for_any_number_of_stages_per_worker() -> None:
     assert "over none" not in table
 
 
+def test_a_comparison_that_takes_long_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = said("compare", "--json")
+    assert small.stderr == ""
+    monkeypatch.setattr("bamboo_cli.schedule._SLOW", 0)
+    large = said("compare", "--json")
+    names = [row["schedule"] for row in json.loads(large.stdout)["rows"]]
+    assert large.stderr.splitlines() == [f"comparing {name}" for name in names]
+    assert large.stdout == small.stdout
+
+
 def test_costs_change_the_table_and_must_make_sense() -> None:
     table = said("compare", "--forward", "2", "--backward", "5", "--weights", "1", "--redundancy", "eager").stdout
     assert "forward 2, backward 5, of which 1 for the weights" in table

@@ -13,6 +13,7 @@ from engine.core.job import Job
 from engine.core.planned import fresh_ownership
 
 LAZY = Job(stages=3, steps=9)
+SHARDED = replace(LAZY, redundancy="none", pipelines=2, fsdp=1)
 
 
 def loss(job: Job, workers: int, gone: int) -> Loss:
@@ -56,6 +57,13 @@ def loss(job: Job, workers: int, gone: int) -> Loss:
             "reroute keeps each stage on at least 2 of 6 workers; 2 were gone before others held it",
             ["--redundancy lazy --redundancy-level 2", "--pipelines 3"],
         ),
+        (
+            SHARDED,
+            *(6, 1),
+            "with --fsdp each owner of a stage holds a shard of it, and nobody can take over from the others",
+            ["--fsdp 0"],
+        ),
+        (SHARDED, 6, 2, "", ["--fsdp 0 --redundancy lazy --redundancy-level 2", "--fsdp 0 --pipelines 3"]),
     ],
 )
 def test_why_and_what_to_do(job: Job, workers: int, gone: int, why: str, advice: list[str]) -> None:

@@ -91,6 +91,7 @@ def test_exit_codes_are_public_and_stay() -> None:
         "FENCED": 85,
         "LEFT_WITH_NOTICE": 86,
         "INTERRUPTED": 130,
+        "UNHEARD": 141,
         "TERMINATED": 143,
     }
 

@@ -86,6 +86,28 @@ def test_a_case_in_which_everything_is_as_expected() -> None:
     assert exit_code(tuple(found.values()), SEEN) == ExitCode.OK
 
 
+def test_of_a_run_that_was_struck_before_only_what_came_since_is_judged() -> None:
+    """Before: step 0 is miscounted, worker 7 is put out without a fault, and step 0 is lost."""
+    since_ns = STRUCK["at_ns"]
+    before = [
+        *did(0, 0, 20, "0F0"),
+        of_agent("exit", 110, of=7, code=-9, expected=False, seen_ns=110),
+        epoch(2, 120, [0, 1], [7, "was silent"]),
+        of_agent("go", 900_000, epoch=2),
+        of_agent("commit", 900_001, step=0),
+    ]
+    events = sorted([*EVENTS, *before], key=lambda each: int(each.get("at_ns", each.get("end_ns", 0))))
+    expect = Expect(samples="exactly-once", culprit="exact", steps_lost=0)
+    whole = replace(SEEN, events=events)
+    found = {name: each.result for name, each in checked(expect, whole).items()}
+    assert found == dict.fromkeys(found, "passed") | dict.fromkeys(("samples", "culprit", "steps_lost"), "failed")
+    seen = replace(whole, since_ns=since_ns)
+    found = {name: each.result for name, each in checked(expect, seen).items()}
+    assert found == dict.fromkeys(found, "passed")
+    (recovery,) = seen.recoveries()
+    assert recovery.heirs == (((0, 1), 1, 0),)
+
+
 def test_what_is_not_expected_is_not_looked_at() -> None:
     assert list(checked(Expect())) == ["faults", "outcome"]
 

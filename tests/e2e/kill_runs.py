@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.fault import Fault, parse_kills
+from engine.core.fault import Fault
 from engine.core.job import Job
+from engine.core.kill_text import parse_kills
 from engine.runtime.account import Account
 from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending, run_session

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.fault import parse_kill
 from engine.core.job import Job
+from engine.core.kill_text import parse_kill
 from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending
 from tests.e2e import plain_loop

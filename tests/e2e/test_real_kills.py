@@ -19,8 +19,9 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.errors import ExitCode
-from engine.core.fault import WHENS, Fault, parse_kill
+from engine.core.fault import WHENS, Fault
 from engine.core.job import Job
+from engine.core.kill_text import parse_kill
 from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.fault import parse_kills
 from engine.core.job import Job
+from engine.core.kill_text import parse_kills
 from engine.core.recovery_times import Recovery, recoveries
 from engine.report.load import RunTables, load
 from engine.runtime.session import run_session

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from engine.core.action import Op
-from engine.core.fault import parse_kills
 from engine.core.job import Job
+from engine.core.kill_text import parse_kills
 from engine.runtime.children import ForkServer
 from tests.e2e.kill_forecast import Sort, plan_kills
 from tests.e2e.kill_runs import Runs, actions_of, differences, job_of

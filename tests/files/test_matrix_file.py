@@ -99,7 +99,11 @@ def test_a_case_decides_what_it_says_itself(tmp_path: Path) -> None:
         ),
         ("$stage", "$stag", "14:36: cases.0.faults.0.at.stage: expected the name of an axis after $, found '$stag'"),
         ("[first, last]", "[first, first]", "8:18: axes.stage.1: expected each value once, found 'first'"),
-        ("[first, last]", "[]", "8:10: axes.stage: expected a list of values, or a mapping of label: fields"),
+        (
+            "[first, last]",
+            "[]",
+            "8:10: axes.stage: expected a list of values, or a mapping of label: fields, found an empty list",
+        ),
         ("kill: {do: kill}", "kill: 3", "10:11: axes.fault.kill: expected a mapping of fields, found 3"),
         (
             "- name: one",

@@ -114,7 +114,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
             [
                 "case.yaml:4:15: job.stages: expected a whole number, found 'four'",
                 "case.yaml:4:21: job.pipelnes: expected a field of the job (did you mean 'pipelines'?)",
-                "case.yaml:5:9: faults: expected a list of at least one, found a mapping",
+                "case.yaml:5:9: faults: expected a list of at least one, found an empty mapping",
             ],
         ),
         (f"{HEAD}job: 3\nfaults:\n", ["case.yaml:4:6: job: expected a mapping, found 3", "case.yaml:5:8: faults: "]),

@@ -7,11 +7,17 @@ import math
 import pandas as pd
 import pytest
 
-from engine.core.errors import UserError
+from engine.core.errors import ExitCode, UserError
 from engine.report.conditions import parse_condition
 
 TABLES = {
-    "recovery": pd.DataFrame({"total_ms": [100.0, 200.0, math.nan], "who": ["1", "2", "3"]}),
+    "recovery": pd.DataFrame(
+        {
+            "outcome": ["recovered", "recovered", "harmless"],
+            "total_ms": [100.0, 200.0, math.nan],
+            "who": ["1", "2", "3"],
+        }
+    ),
     "steps": pd.DataFrame({"loss": pd.Series([], dtype="float64")}),
 }
 
@@ -30,15 +36,34 @@ TABLES = {
     ],
 )
 def test_a_condition_compares_a_figure(text: str, found: float, holds: bool) -> None:
-    condition = parse_condition(text, TABLES)
-    assert condition.measure(TABLES) == pytest.approx(found)
-    assert condition.holds(condition.measure(TABLES)) is holds
+    code = ExitCode.EXPECTATION_FAILED if holds else ExitCode.OK
+    assert parse_condition(text, TABLES).judge(TABLES) == (code, f"found {found:g}")
 
 
-def test_a_figure_of_no_values_meets_no_condition() -> None:
-    for comparison in ("> 0", "<= 0", "!= 0"):
-        condition = parse_condition(f"steps.loss.p95 {comparison}", TABLES)
-        assert not condition.holds(condition.measure(TABLES))
+@pytest.mark.parametrize("figure", ["p95", "max", "sum"])
+@pytest.mark.parametrize("comparison", ["> 0", "<= 0", "!= 0"])
+def test_a_figure_of_no_values_is_no_pass(figure: str, comparison: str) -> None:
+    condition = parse_condition(f"steps.loss.{figure} {comparison}", TABLES)
+    assert condition.judge(TABLES) == (ExitCode.NOTHING_MATCHED, "nothing to measure")
+
+
+@pytest.mark.parametrize("outcome", ["not recovered", "under way"])
+@pytest.mark.parametrize("times", [[100.0, math.nan], [math.nan]])
+def test_a_recovery_that_is_not_over_meets_every_condition_on_a_time_that_it_lacks(
+    outcome: str, times: list[float]
+) -> None:
+    outcomes = [*["recovered"] * (len(times) - 1), outcome]
+    numbers = {"total_ms": times, "detect_ms": 1.0, "lost_steps": 0}
+    tables = {"recovery": pd.DataFrame({"outcome": outcomes, **numbers})}
+
+    def judged(text: str) -> tuple[ExitCode, str]:
+        return parse_condition(text, tables).judge(tables)
+
+    for text in ("max > 500", "min < 5", "p0 > 500", "sum != 1"):
+        assert judged(f"recovery.total_ms.{text}") == (ExitCode.EXPECTATION_FAILED, "not recovered")
+    assert judged("recovery.detect_ms.max > 500") == (ExitCode.OK, "found 1")
+    assert judged("recovery.lost_steps.sum > 0") == (ExitCode.OK, "found 0")
+    assert judged("recovery.total_ms.count > 5") == (ExitCode.OK, f"found {len(times) - 1}")
 
 
 @pytest.mark.parametrize(

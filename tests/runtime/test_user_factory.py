@@ -236,6 +236,14 @@ class Odd(Whole):
     def batch(self, step, pipeline, size):
         return super().batch(step, pipeline, size + 1)
 
+class Number(Whole):
+    def batch(self, step, pipeline, size):
+        return 3
+
+class Grows(Whole):
+    def batch(self, step, pipeline, size):
+        return super().batch(step, pipeline, size + step)
+
 class Drifts(Whole):
     def batch(self, step, pipeline, size):
         return WholeBatch((torch.ones(size, 1), step), torch.ones(size, 1))
@@ -292,6 +300,17 @@ def test_batches_that_cannot_be_split_are_told_when_they_are_opened(module: Writ
     with pytest.raises(UserError) as caught:
         open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:Odd"))
     assert "batch.args.0: expected a multiple of 3 along dimension 0, found 7" in str(caught.value)
+
+
+def test_what_is_wrong_with_a_batch_is_told_with_the_call_that_made_it(module: WriteModule) -> None:
+    name = module(USER_BATCHES)
+    with pytest.raises(UserError) as caught:
+        open_data(replace(BATCH_JOB, data=f"{name}:Number"))
+    told = "Number.batch(step=0, pipeline=0, size=6) returned int, expected a WholeBatch"
+    assert told in str(caught.value)
+    data = open_data(replace(BATCH_JOB, data=f"{name}:Grows"))
+    with pytest.raises(ValueError, match=r"^Grows.batch\(step=4, pipeline=1, size=6\): batch.args.0: .* found 10$"):
+        data.microbatch(4, 1, 0, 2)
 
 
 def test_values_that_are_no_tensors_must_stay(module: WriteModule) -> None:

@@ -1,0 +1,40 @@
+"""The live picture as a terminal of some width shows it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import bamboo_cli.live
+from bamboo_cli.live import LivePicture
+from engine.core.job import Job
+from engine.runtime.account import Account
+from engine.runtime.progress_board import Progress
+from engine.runtime.session import View, WorkerView
+
+BAR = "\u2501\u2578\u257a"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    screen, job = _Terminal(), Job(stages=1, steps=9)
+    console = Console(file=screen, force_terminal=True, width=width, height=20, color_system=None, _environ={})
+    monkeypatch.setattr(bamboo_cli.live, "Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr", screen)
+    worker = WorkerView(0, 100, ((0, 0),), "running", Progress(1, 0, ""), 0, 0)
+    with LivePicture(job, tmp_path / "events.jsonl") as picture:
+        picture.show(View(Account(job, losses=[0.5]), (worker,)))
+        shown = screen.getvalue()
+    lines = [line.rpartition("\r")[2].rpartition("\x1b[2K")[2] for line in shown.splitlines()]
+    (line,) = [line for line in lines if "worker" in line]
+    assert line.startswith("worker")
+    (bar,) = [line for line in lines if BAR[0] in line]
+    assert set(bar.strip()) <= {*BAR}
