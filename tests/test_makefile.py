@@ -21,7 +21,7 @@ END
 printf '#!/bin/sh\\necho "demo $*" >> calls\\n' > .venv/bin/bamboo
 chmod +x .venv/bin/python .venv/bin/bamboo
 """
-TESTS = ["tests"]
+TESTS = ["tests", "tests"]  # what does not look at the clock, then what does
 VENV = "venv -m venv --clear .venv"
 RUN, TEST = (
     f"install -m pip install --quiet --constraint constraints.txt --editable .[{x}]" for x in ("vision", "dev")
