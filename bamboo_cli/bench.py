@@ -98,7 +98,7 @@ def kv(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAUL
     """Time of a call to the coordinator's store and of a watch's news, against the bare etcd3 client."""
     from engine.runtime.bench_kv import bench_kv
 
-    _run("kv", lambda folder: bench_kv(50 if quick else 2000, folder), as_json, results)
+    _run("kv", lambda folder: bench_kv(50 if quick else 10_000, folder), as_json, results)
 
 
 @bench.command()
