@@ -84,12 +84,12 @@ def run_case(
     scenario = loaded.scenario
     job = scenario.job
     folder = create_run_folder(Path(job.results), _folder_name(scenario.name), datetime.now(), secrets.token_hex(2))
-    shutil.copyfile(loaded.path, folder.path / "scenario.yaml")
+    copy = shutil.copyfile(loaded.path, folder.path / "scenario.yaml")
     _write_facts(folder, loaded)
     traces = Traces(server)
     ending = run_shown(job, folder, etcd, faults=loaded.faults, grace_s=grace_s, server=server)
     left = traces.left(folder.logs, folder.path.name, etcd) if scenario.expect.leftovers else None
-    add_event(folder.events, "scenario", **_scenario_facts(loaded))
+    add_event(folder.events, "scenario", **scenario_facts(loaded, copy))
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
@@ -119,14 +119,17 @@ def _twin(
         return None
 
 
-def _scenario_facts(loaded: Loaded) -> dict[str, Any]:
-    """Returns what it takes to run the scenario again: its text, and what was said beside it."""
+def scenario_facts(loaded: Loaded, copy: Path) -> dict[str, Any]:
+    """Returns what it takes to run the scenario again: its text, and what was said beside it.
+
+    The text is that of the `copy` that the run began with: whose file it is may have changed it, or be done with it.
+    """
     from engine.files.scenario_file import library
 
     name = loaded.scenario.name
     return {
         "scenario": name if loaded.path == library() / f"{name}.yaml" else "scenario.yaml",
-        "text": loaded.path.read_text(encoding="utf-8"),
+        "text": copy.read_text(encoding="utf-8"),
         "seed": loaded.seed,
         "settings": [each for each in loaded.settings if not each.startswith("results=")],
     }
