@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -62,6 +63,16 @@ def hanging(call: Callable[[], object], duration_s: float) -> threading.Thread:
     thread.join(duration_s)
     assert thread.is_alive()
     return thread
+
+
+def stand_still(server: EmbeddedEtcd) -> None:
+    """Stops a server, and waits until it stands: until one of its threads has taken the signal, the others go on."""
+    signal.pidfd_send_signal(server.pidfd, signal.SIGSTOP)
+    (pid,) = re.findall(r"^Pid:\s+(\d+)$", Path(f"/proc/self/fdinfo/{server.pidfd}").read_text(), re.MULTILINE)
+    until_s = time.monotonic() + 10
+    while not all("\nState:\tT" in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/status")):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 def free_ports(count: int) -> list[int]:
@@ -194,7 +205,7 @@ def test_a_server_that_does_not_answer(server: EmbeddedEtcd) -> None:
     naive, kv = bare_client(settings), EtcdKV(settings, "/bamboo/x/", deadline_s=0.5)
     naive.put("/bamboo/x/a", "1")
     kv.put("a", b"1")
-    signal.pidfd_send_signal(server.pidfd, signal.SIGSTOP)
+    stand_still(server)
     try:
         thread = hanging(lambda: naive.get("/bamboo/x/a"), 1.2)
         started_s = time.monotonic()
