@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-sim clean
+.PHONY: demo test check bench soak soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -37,6 +37,10 @@ bench: $(TEST_STAMP)
 # A million schedules take hours on one core; it says how far it is, and shrinks the first that fails.
 soak-sim: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --soak 1000000
+
+# The dry run of every schedule in every shape, against the formulas of the literature: minutes on one core.
+soak-formulas: $(TEST_STAMP)
+	.venv/bin/python -m tests.core.soak_formulas
 
 # Real processes, some five minutes on two cores; SEED=1000 tries other kills.
 SEED ?= 0

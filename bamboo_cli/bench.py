@@ -49,12 +49,10 @@ def schedules(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step's forwards and backwards under each schedule, against its dry run and torch's schedule."""
-    from engine.core.bench_schedules import WITHOUT_PEER, schedule_jobs
+    from engine.core.bench_schedules import schedule_jobs
     from engine.runtime.bench_session import bench_schedule
 
     jobs = schedule_jobs()
-    for name in WITHOUT_PEER:
-        typer.echo(f"not measured, for torch runs its pairs of actions one after the other: {name}", err=True)
 
     def measure(name: str, folder: Path) -> list[Row]:
         return bench_schedule(name, jobs[name], 3 if quick else 20, folder)

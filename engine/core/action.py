@@ -48,6 +48,7 @@ STAGE_OPS = SHARD_OPS | {Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP}
 
 WHOLE_STAGE = -1
 
+_new = tuple.__new__
 _OPS = {op.value: op for op in Op}
 _TEXT = re.compile(r"([0-9]{1,9})(f|[A-Z]+(?:_[A-Z]+)?)([0-9]{0,9})(?:@([0-9]{1,9}))?")
 
@@ -67,6 +68,11 @@ class Action(NamedTuple):
         microbatch = "" if self.microbatch == WHOLE_STAGE else str(self.microbatch)
         pipeline = f"@{self.pipeline}" if self.pipeline else ""
         return f"{self.stage}{self.op.value}{microbatch}{pipeline}"
+
+
+def make_action(stage: int, op: Op, microbatch: int, pipeline: int = 0) -> Action:
+    """Returns an action; half the time of calling its class, for those who make a million of them."""
+    return _new(Action, (stage, op, microbatch, pipeline))
 
 
 def parse_action(text: str) -> Action:

@@ -92,21 +92,33 @@ def pipeline_rows(case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Se
 
 
 def schedule_rows(
-    case: str, peer_name: str, ours: Sequence[float], predicted: Sequence[float], peer: Sequence[float]
+    case: str,
+    ours: Sequence[float],
+    predicted: Sequence[float],
+    of_sleeps: Sequence[float],
+    peer_name: str,
+    peer: Sequence[float],
+    has_goal: bool = True,
 ) -> list[Row]:
-    """Returns the rows of one schedule from the seconds of its iterations, and those that a dry run gives each."""
-    goal = SCHEDULE_GOAL_OF_PREDICTION
+    """Returns the rows of one schedule from the seconds of its iterations, and those that two dry runs give each.
+
+    `has_goal` says whether ours must not be slower than the peer's.
+    """
     return [
-        paired_row(case, "iteration s, beside its dry run", ours, predicted, goal),
-        *_with_interval(case, f"iteration s, beside {peer_name}", ours, peer),
+        paired_row(case, "iteration s, beside its dry run", ours, predicted, SCHEDULE_GOAL_OF_PREDICTION),
+        paired_row(case, "iteration s, beside its dry run of sleeps alone", ours, of_sleeps, None),
+        *_with_interval(case, f"iteration s, beside {peer_name}", ours, peer, has_goal),
     ]
 
 
-def _with_interval(case: str, metric: str, ours: Sequence[float], peer: Sequence[float]) -> list[Row]:
+def _with_interval(
+    case: str, metric: str, ours: Sequence[float], peer: Sequence[float], has_goal: bool = True
+) -> list[Row]:
     """Returns a row for the median ratio and one for each end of its interval; not slower: the low end is <= 1."""
     interval = median_interval([one / other for one, other in zip(ours, peer, strict=True)])
+    goal, met = (1.0, interval.low <= 1.0) if has_goal else (None, None)
     middle = (case, metric, median(ours), median(peer), interval.median, None, None, len(ours))
-    low = (case, f"{metric}, low end of 95 %", median(ours), median(peer), interval.low, 1.0, interval.low <= 1.0)
+    low = (case, f"{metric}, low end of 95 %", median(ours), median(peer), interval.low, goal, met)
     high = (case, f"{metric}, high end of 95 %", median(ours), median(peer), interval.high, None, None)
     return [Row(*middle), Row(*low, len(ours)), Row(*high, len(ours))]
 

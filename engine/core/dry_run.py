@@ -1,9 +1,9 @@
 """The dry run: walks a program with a virtual clock, without a process.
 
 Each worker runs its actions in order, one at a time; an action starts when its worker is free and every value that it
-needs is there. What it makes is there when it ends; what is held at the start is there at once. Sends do not block; a
-receive holds its worker until the transfer has arrived. What cannot finish comes back as the cycle of actions that
-wait for each other.
+needs is there. What it makes is there when it ends, what it sends a latency later; what is held at the start is there
+at once. Sends do not block; a receive holds its worker until the transfer has arrived. What cannot finish comes back as
+the cycle of actions that wait for each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.list_schedule import COSTS
 from engine.core.numbers import TAKEN, Line, Numbers
@@ -65,15 +65,17 @@ def dry_run(
     held: Collection[Held] = (),
     blocking: bool = False,
     overlapping: bool = False,
+    latency: float = 0.0,
 ) -> DryRun:
     """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
 
     `held` is what is there at the start. With `blocking` a SEND holds its worker until somebody has begun to receive,
-    with `overlapping` a pair takes as long as the longer of its two, not both.
+    with `overlapping` a pair takes as long as the longer of its two, not both. What is sent arrives `latency` after the
+    end of its SEND.
     """
     costs_of = overlapped_costs if overlapping else map
     costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
-    walk = _Walk(program, ownership, held, blocking)
+    walk = _Walk(program, ownership, held, blocking, latency)
     walk.run(costs)
     lines = {
         worker: [
@@ -125,8 +127,11 @@ def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
 class _Walk:
     """The state of one walk over a program: how far each worker is, what is there since when, who waits for what."""
 
-    def __init__(self, program: Program, ownership: Ownership, held: Collection[Held], blocking: bool):
+    def __init__(
+        self, program: Program, ownership: Ownership, held: Collection[Held], blocking: bool, latency: float = 0.0
+    ):
         self.program = program
+        self.latency = latency
         self.numbers = Numbers(program, ownership, blocking)
         self.there: list[float] = []  # by number
         for thing in held:
@@ -155,7 +160,7 @@ class _Walk:
         """Runs one worker to its end; whenever something is missing it yields its number, and goes on when asked."""
         there, starts, waiting = self.there, self.starts[worker], self.waiting
         lines: dict[tuple[int, Op, bool, int], Line] = {}
-        free_at = 0.0
+        free_at, latency = 0.0, self.latency
         for action, cost in zip(self.program[worker], costs, strict=False):
             stage, op, microbatch, pipeline = action
             line = lines.get((stage, op, microbatch > 0, pipeline))
@@ -173,13 +178,15 @@ class _Walk:
             if met:
                 self._put(begun, microbatch, start)
                 start = yield from self._all_there(met, microbatch, start)
-            free_at = start + cost
+            free_at = start + cost if cost else start  # the same number, not a new one for each of a million
             starts.append(start)
+            at = free_at + latency if latency and op in SEND_OPS else free_at
             for number in made:  # what `_put` does, which is called a million times elsewise
-                if there[number + microbatch] == _NEVER:
-                    there[number + microbatch] = free_at
-                    if number + microbatch in waiting:
-                        self.ready += waiting.pop(number + microbatch)
+                place = number + microbatch
+                if there[place] == _NEVER:
+                    there[place] = at
+                    if place in waiting:
+                        self.ready += waiting.pop(place)
 
     def _all_there(self, numbers: Sequence[int], microbatch: int, start: float) -> Generator[int, None, float]:
         for number in numbers:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from engine.core.action import Action, Op
+from engine.core.action import Action, Op, make_action
 from engine.core.lineage import SENT_BY_SLOT
 from engine.core.numbers import Numbers
 from engine.core.ownership import Ownership
@@ -69,7 +69,10 @@ class _Exchange:
     def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership):
         self.program = program
         self.numbers = Numbers(program, ownership)
-        self.lines = {worker: _Lines(worker, ownership, self.numbers) for worker in program}
+        self.lines: dict[int, list[_Line]] = {}  # of each worker's actions, in order
+        for worker, actions in program.items():
+            lines = _Lines(worker, ownership, self.numbers)
+            self.lines[worker] = [lines[stage, op, pipeline] for stage, op, _, pipeline in actions]
         self.taker: dict[int, int] = {}
         self.taken_at: dict[int, int] = {}  # a position in its program
         self.receives: dict[int, Action] = {}
@@ -83,15 +86,15 @@ class _Exchange:
         for worker, value in held:
             here[worker].add(self.numbers.of((WIRE, value)))
         for worker, actions in self.program.items():
-            lines, there = self.lines[worker], here[worker]
-            for position, (stage, op, microbatch, pipeline) in enumerate(actions):
-                takes, gives = lines[stage, op, pipeline]
+            there = here[worker]
+            for position, (action, (takes, gives)) in enumerate(zip(actions, self.lines[worker], strict=True)):
+                stage, _, microbatch, pipeline = action
                 for number, receive in takes:
                     taken = number + microbatch
                     if taken not in there:
                         there.add(taken)
                         self.taker[taken], self.taken_at[taken] = worker, position
-                        self.receives[taken] = Action(stage, receive, microbatch, pipeline)
+                        self.receives[taken] = make_action(stage, receive, microbatch, pipeline)
                 for number, _ in gives:
                     there.add(number + microbatch)
 
@@ -118,27 +121,28 @@ class _Exchange:
     def send_made(self) -> None:
         """Sends what is wanted and not held, when it is made for the first time."""
         for worker, actions in self.program.items():
-            lines = self.lines[worker]
-            for stage, op, microbatch, pipeline in actions:
-                for number, send in lines[stage, op, pipeline].gives:
+            for (stage, _, microbatch, pipeline), (_, gives) in zip(actions, self.lines[worker], strict=True):
+                for number, send in gives:
                     given = number + microbatch
                     if given in self.taker and given not in self.under_way:
                         self._send(given, worker)
-                        self.sends[given] = Action(stage, send, microbatch, pipeline)
+                        self.sends[given] = make_action(stage, send, microbatch, pipeline)
 
     def spliced(self, worker: int) -> list[Action]:
         """Returns a worker's program with receives before what needs them and sends behind what makes them."""
-        lines, parts = self.lines[worker], []
-        for action in self.program[worker]:
-            stage, op, microbatch, pipeline = action
-            takes, gives = lines[stage, op, pipeline]
+        parts = []
+        under_way, queues, receives, sends = self.under_way, self.queues, self.receives, self.sends
+        for action, (takes, gives) in zip(self.program[worker], self.lines[worker], strict=True):
+            microbatch = action[2]
             for number, _ in takes:
-                while number + microbatch in self.under_way:
-                    come = self.queues[self.under_way[number + microbatch], worker].popleft()
-                    parts.append(self.receives[come])
-                    del self.under_way[come]
+                taken = number + microbatch
+                while taken in under_way:
+                    come = queues[under_way[taken], worker].popleft()
+                    parts.append(receives[come])
+                    del under_way[come]
             parts.append(action)
             for number, _ in gives:
-                if number + microbatch in self.sends:
-                    parts.append(self.sends.pop(number + microbatch))
+                send = sends.pop(number + microbatch, None)
+                if send is not None:
+                    parts.append(send)
         return parts

@@ -1,6 +1,8 @@
 """One worker of the pipeline benchmark: it runs our executor and torch's schedule in turns, on the same layers.
 
-Both sides share process, modules, microbatches and the threads of this worker. Each accumulates gradients as in a
+A third side, which a dry run learns from, is our executor with the first microbatch alone.
+
+The sides share process, modules, microbatches and the threads of this worker. Each accumulates gradients as in a
 training step; dropping them again, and releasing what was sent, is not timed. All workers of an iteration start at one
 agreed moment, so that nobody's way out of a barrier is timed.
 """
@@ -10,6 +12,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -18,6 +22,8 @@ from torch import distributed
 from engine.core.bench_rows import Stamps
 from engine.core.bench_schedules import timed_program
 from engine.core.job import Job
+from engine.core.program import Program
+from engine.core.schedules.registry import SCHEDULES
 from engine.models import timed
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
@@ -26,6 +32,7 @@ from engine.runtime.control import Control
 from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.kernel import sleep_exactly
 from engine.runtime.link import Link, Message
+from engine.runtime.overlap import Call, Handler, register
 from engine.runtime.progress_board import ProgressBoard
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.share import share_of
@@ -37,7 +44,7 @@ _NUM_WARM_UP = 2
 
 
 class Side(Protocol):
-    """One of the two that are compared."""
+    """One of those that take turns."""
 
     def run(self, iteration: int) -> None:
         """Runs forwards and backwards of all microbatches."""
@@ -65,10 +72,9 @@ class PremadeData:
 class OurSide:
     """The executor over the data plane, with events, board and control thread as in a run."""
 
-    def __init__(self, joined: Joined):
+    def __init__(self, joined: Joined, program: Program):
         around, ownership, self.plane = joined.around, joined.ownership, joined.plane
         self.executor = Executor(around)
-        program = timed_program(around.job, ownership)
         self.executor.enter(self.plane, share_of(around.worker, program, ownership, around.borders))
 
     def run(self, iteration: int) -> None:
@@ -94,10 +100,31 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     from engine.runtime.bench_torch_side import TorchSide, join_default_group
 
     join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["ranks"]))
-    _measure(around, {"ours": OurSide(joined), "peer": TorchSide(around)}, welcome["iterations"])
+    job, ownership = around.job, joined.ownership
+    makers: dict[str, Callable[[], Side]] = {
+        "ours": lambda: OurSide(joined, timed_program(job, ownership)),
+        "peer": lambda: TorchSide(around),
+        "lone": lambda: OurSide(joined, timed_program(job, ownership, lone=True)),
+    }
+    if SCHEDULES[job.schedule].overlaps:
+        register("OVERLAP_F_B", _at_once())
+    sides = {name: makers[name]() for name in welcome["sides"]}
+    _measure(around, sides, welcome["iterations"])
     control.send("finished")
     control.take("bye")
     return os.EX_OK
+
+
+def _at_once() -> Handler:
+    """Returns what runs two that sleep at once: the forward, which is over sooner, in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+
+    def run(forward: Call, backward: Call) -> None:
+        other = pool.submit(forward)
+        backward()
+        other.result()
+
+    return run
 
 
 def _form(control: Control, welcome: Message, recorder: Recorder, board: ProgressBoard) -> Joined:

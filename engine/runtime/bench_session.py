@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.core.action import parse_action
+from engine.core.bench_costs import Done, Iteration, lasting, predicted_seconds
 from engine.core.bench_rows import Row, Stamps, pipeline_rows, schedule_rows, seconds_taken
-from engine.core.bench_schedules import peer_name, predicted_seconds, timed_job, timed_program
+from engine.core.bench_schedules import peer_name, predicted_by_sleeps, timed_job, timed_program
 from engine.core.errors import WorkerFailedError
 from engine.core.job import Args, Job
 from engine.core.planned import fresh_ownership
+from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.children import ForkServer
 from engine.runtime.link import Message
 from engine.runtime.progress_board import ProgressBoard
@@ -22,11 +27,11 @@ from engine.runtime.recorder import open_events
 from engine.runtime.roster import Member, RendezvousStore, close_members, start_members
 
 SIDES = ("ours", "peer")
+_EVENTS = "events.jsonl"
 _SHAPES = ((4, 8), (8, 16), (4, 32))  # P, M
 _BLOCKS: Args = {"width": 256, "depth": 6}
 
-Taken = dict[tuple[str, int], list[Stamps]]  # (side, worker) -> its iterations
-Iterations = list[tuple[Stamps, ...]]  # of one side: the stamps of every worker
+Taken = dict[str, list[tuple[Stamps, ...]]]  # side -> its iterations, each with the stamps of every worker
 
 
 def pipeline_jobs() -> dict[str, Job]:
@@ -47,33 +52,56 @@ def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> li
     Raises:
         WorkerFailedError: a worker ended before it had finished.
     """
-    return pipeline_rows(case, *_iterations(job, num_iterations, folder))
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        taken = _measure(job, num_iterations, Path(name), SIDES)
+    return pipeline_rows(case, *(taken[side] for side in SIDES))
 
 
 def bench_schedule(case: str, job: Job, num_iterations: int, folder: Path) -> list[Row]:
-    """Measures one schedule as `bench_pipeline` does, and returns its rows beside its dry run and torch's schedule."""
-    ours, peer = _iterations(job, num_iterations, folder)
-    ownership = fresh_ownership(job)
-    program = timed_program(job, ownership)
-    predicted = [predicted_seconds(program, ownership, workers) for workers in ours]
-    ours_s, peer_s = ([seconds_taken(workers) for workers in side] for side in (ours, peer))
-    return schedule_rows(case, peer_name(job.schedule), ours_s, predicted, peer_s)
-
-
-def _iterations(job: Job, num_iterations: int, folder: Path) -> tuple[Iterations, Iterations]:
-    """Returns what each side took, iteration by iteration."""
+    """Measures one schedule as `bench_pipeline` does; returns its rows beside two dry runs and torch's schedule."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        taken = _measure(job, num_iterations, Path(name))
-    workers = fresh_ownership(job).workers()
-    ours, peer = (list(zip(*(taken[side, worker] for worker in workers), strict=True)) for side in SIDES)
-    return ours, peer
+        taken = _measure(job, num_iterations, Path(name), (*SIDES, "lone"))
+        done = _all_done(Path(name))
+    ours = taken["ours"]
+    judged, lone = ([_done_within(done, workers) for workers in taken[side]] for side in ("ours", "lone"))
+    ownership = fresh_ownership(job)
+    program, overlaps = timed_program(job, ownership), SCHEDULES[job.schedule].overlaps
+    return schedule_rows(
+        case,
+        [seconds_taken(workers) for workers in ours],
+        [predicted_seconds(program, ownership, *both, overlaps) for both in zip(judged, lone, strict=True)],
+        [predicted_by_sleeps(program, ownership, workers, overlaps) for workers in ours],
+        peer_name(job.schedule),
+        [seconds_taken(workers) for workers in taken["peer"]],
+        has_goal=not overlaps,
+    )
 
 
-def _measure(job: Job, num_iterations: int, folder: Path) -> Taken:
+def _all_done(folder: Path) -> dict[int, list[Done]]:
+    """Returns all that our executor ran on each worker, in order of the ends."""
+    done: dict[int, list[Done]] = {}
+    for line in (folder / _EVENTS).read_text().splitlines():
+        record = json.loads(line)
+        if record["event"] == "action":
+            each = Done(parse_action(record["action"]), record["start_ns"], record["end_ns"])
+            done.setdefault(record["worker"], []).append(each)
+    return done
+
+
+def _done_within(done: Mapping[int, Sequence[Done]], workers: Sequence[Stamps]) -> Iteration:
+    """Returns what was done in one iteration."""
+    return {
+        worker: lasting([each for each in done[worker] if start_ns <= each.start_ns < end_ns], end_ns)
+        for worker, (start_ns, end_ns) in enumerate((stamps.start_ns, stamps.end_ns) for stamps in workers)
+    }
+
+
+def _measure(job: Job, num_iterations: int, folder: Path, sides: Sequence[str]) -> Taken:
+    """Returns what each side took, iteration by iteration."""
     ownership = fresh_ownership(job)
     num_workers = len(ownership.workers())
     with contextlib.ExitStack() as stack:
-        events_fd = open_events(folder / "events.jsonl")
+        events_fd = open_events(folder / _EVENTS)
         stack.callback(os.close, events_fd)
         server = stack.enter_context(ForkServer())
         board = ProgressBoard.create(num_workers)
@@ -93,12 +121,13 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> Taken:
                 ranks=ownership.workers(),
                 num_lines=num_workers,
                 store_port=store.port,
+                sides=sides,
                 iterations=num_iterations,
                 temporary=str(folder),
             )
-        taken = _gather(members)
+        taken = _gather(members, sides)
         _send_all(members, "bye")
-    return taken
+    return {side: list(zip(*(taken[side, worker] for worker in members), strict=True)) for side in sides}
 
 
 def _send_all(members: dict[int, Member], kind: str, **fields: Any) -> None:
@@ -106,9 +135,9 @@ def _send_all(members: dict[int, Member], kind: str, **fields: Any) -> None:
         member.link.send(kind, **fields)
 
 
-def _gather(members: dict[int, Member]) -> Taken:
-    """Serves the workers as the agent would, until all have told their stamps."""
-    taken: Taken = {(side, worker): [] for side in SIDES for worker in members}
+def _gather(members: dict[int, Member], sides: Sequence[str]) -> dict[tuple[str, int], list[Stamps]]:
+    """Serves the workers as the agent would, until all have told their stamps; returns those of (side, worker)."""
+    taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in sides for worker in members}
     working = set(members)
     with selectors.DefaultSelector() as selector:
         for member in members.values():

@@ -1,10 +1,11 @@
 """A machine that executes programs by what actions do, not by what they require: values, channels and barriers.
 
 It knows nothing of the engine's happens-before rule, so that the two can disagree. A send never blocks; a receive
-blocks until its transfer is there; a reduction blocks until everybody with that stage has come to it; what is logged
-blocks until the gradients of tied stages are reduced, at a shadow until the owner has logged it; an optimizer step
-blocks until every replica has committed. Forwards and backwards of a replica count in order. A state is of the step
-boundary, so it leaves before its owner counts a forward, and what is logged goes into a whole replica.
+blocks until its transfer is there, `latency` after it was sent; a reduction blocks until everybody with that stage has
+come to it; what is logged blocks until the gradients of tied stages are reduced, at a shadow until the owner has logged
+it; an optimizer step blocks until every replica has committed. Forwards and backwards of a replica count in order. A
+state is of the step boundary, so it leaves before its owner counts a forward, and what is logged goes into a whole
+replica.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class Machine:
         cost: Callable[[Action], int] = no_cost,
         in_order: bool = True,
         healing: Collection[Replica] = (),
+        latency: int = 0,
     ):
         self.ownership = ownership
+        self.latency = latency
         self.grid = ownership.grid
         self.cost = cost
         self.in_order = in_order
@@ -167,7 +170,7 @@ class Machine:
             case Op.W:
                 self.added[slot] += 1
             case Op.SEND_F | Op.SEND_B:
-                transfer = (_value(TRANSFERS[action.op][0], action), end)
+                transfer = (_value(TRANSFERS[action.op][0], action), end + self.latency)
                 self._channel(worker, self._other_end(action)).append(transfer)
             case Op.HEAL if self.ownership.owner(*slot) == worker:
                 self.state_sent_at[slot] = end

@@ -67,12 +67,16 @@ def test_a_backward_may_sleep_in_parts() -> None:
 
 
 @pytest.mark.parametrize(("factor", "met"), [(1.02, True), (1.021, False)])
-def test_a_schedule_stands_beside_its_dry_run_and_its_peer(factor: float, met: bool) -> None:
-    of_dry_run, middle, low, high = schedule_rows("case", "theirs", [factor, factor, 2], [1, 1, 1], [1.1, 1.2, 1.3])
+def test_a_schedule_stands_beside_its_dry_runs_and_its_peer(factor: float, met: bool) -> None:
+    times = [factor, factor, 2], [1, 1, 1], [0.9, 0.9, 0.9], "theirs", [1.1, 1.2, 1.3]
+    of_dry_run, of_sleeps, middle, low, high = schedule_rows("case", *times)
     assert (of_dry_run.metric, of_dry_run.met) == ("iteration s, beside its dry run", met)
     assert (of_dry_run.ours, of_dry_run.peer, of_dry_run.ratio) == (factor, 1, factor)
+    assert (of_sleeps.metric, of_sleeps.met) == ("iteration s, beside its dry run of sleeps alone", None)
+    assert of_sleeps.ratio == pytest.approx(factor / 0.9)
     assert (middle.metric, middle.peer) == ("iteration s, beside theirs", 1.2)
     assert (low.goal, low.met, high.goal) == (1.0, True, None)
+    assert schedule_rows("case", *times, has_goal=False)[3].met is None
 
 
 @pytest.mark.parametrize(("factor", "met"), [(1.0, True), (PIPELINE_GOAL_OF_IDEAL + 0.001, False)])

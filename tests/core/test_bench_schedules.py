@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.action import Op
 from engine.core.bench_rows import Stamps, ideal_seconds
-from engine.core.bench_schedules import TORCH_NAMES, predicted_seconds, schedule_jobs, timed_program
+from engine.core.bench_schedules import TORCH_NAMES, peer_name, predicted_by_sleeps, schedule_jobs, timed_program
 from engine.core.job import Job, check_job
 from engine.core.planned import fresh_ownership
 from engine.core.schedules.registry import SCHEDULES
@@ -22,13 +23,15 @@ def iteration(job: Job) -> list[Stamps]:
 def predicted(case: str) -> float:
     job = schedule_jobs()[case]
     ownership = fresh_ownership(job)
-    return predicted_seconds(timed_program(job, ownership), ownership, iteration(job))
+    overlaps = SCHEDULES[job.schedule].overlaps
+    return predicted_by_sleeps(timed_program(job, ownership), ownership, iteration(job), overlaps)
 
 
 def test_every_schedule_is_timed_and_has_a_peer() -> None:
     jobs = schedule_jobs()
-    assert [job.schedule for job in jobs.values()] == [*TORCH_NAMES]
-    assert [*SCHEDULES] == [*TORCH_NAMES, *(name for name, each in SCHEDULES.items() if each.overlaps)]
+    assert [job.schedule for job in jobs.values()] == [*SCHEDULES]
+    assert {*TORCH_NAMES} == {*SCHEDULES}
+    assert [name for name in SCHEDULES if "pairs" in peer_name(name)] == ["dualpipev-overlapped"]
     assert all(check_job(job) == [] and job.stages == 4 * job.stages_per_worker for job in jobs.values())
 
 
@@ -41,3 +44,17 @@ def test_the_dry_run_of_a_plain_schedule_is_the_ideal(schedule: str) -> None:
 def test_the_parts_of_a_backward_cost_half_of_it_each() -> None:
     assert predicted("zb1p P=4 V=1 M=8") == pytest.approx(8 * 0.03 + 3 * 0.01)
     assert predicted("zbv P=4 V=2 M=8") == pytest.approx(16 * 0.03 + 3 * 0.01)
+
+
+def test_pairs_are_timed_as_pairs() -> None:
+    overlapped, one_by_one = (predicted(f"{name} P=4 V=2 M=8") for name in ("dualpipev-overlapped", "dualpipev"))
+    assert overlapped < one_by_one - 0.05
+
+
+def test_alone_the_first_microbatch_goes_through_all_stages_and_back() -> None:
+    for job in schedule_jobs().values():
+        ownership = fresh_ownership(job)
+        actions = [action for line in timed_program(job, ownership, lone=True).values() for action in line]
+        assert {action.microbatch for action in actions} == {0}
+        assert sorted(action.stage for action in actions if action.op is Op.F) == [*range(job.stages)]
+        assert sorted(action.stage for action in actions if action.op in (Op.B, Op.I)) == [*range(job.stages)]

@@ -68,6 +68,18 @@ def test_a_transfer_holds_its_receiver_and_its_sender_as_long_as_it_costs() -> N
     assert run.bubble == pytest.approx(1 - 6 / (2 * 14))  # only compute counts as busy
 
 
+def test_what_is_sent_arrives_a_latency_later_and_holds_nobody_but_who_waits_for_it() -> None:
+    ownership = one_slot_each(Grid(2, 2))
+    costs = {Op.F: 1.0, Op.B: 2.0, Op.SEND_F: 3.0, Op.RECV_F: 5.0}
+    run = dry_run(build_program("gpipe", ownership), ownership, lambda action: costs.get(action.op, 0.0), latency=7.0)
+    assert span_of(run, "0SEND_F0") == (1, 4)
+    assert span_of(run, "0F1") == (4, 5)
+    assert span_of(run, "1RECV_F0") == (11, 16)
+    assert span_of(run, "1RECV_F1") == (17, 22)  # it was there at 15
+    assert span_of(run, "1SEND_B0") == (25, 25)
+    assert span_of(run, "0RECV_B0") == (32, 32)
+
+
 def test_reductions_begin_together() -> None:
     ownership = one_slot_each(Grid(2, 2, pipelines=3))
 
@@ -254,16 +266,18 @@ OP_COSTS = st.fixed_dictionaries({op: st.integers(0, 9) for op in Op})
 
 
 @settings(max_examples=300)
-@given(cases(), OP_COSTS, st.integers(0, 2**32))
-def test_a_program_executes_as_the_dry_run_says(case: Case, costs: dict[Op, int], interleaving: int) -> None:
+@given(cases(), OP_COSTS, st.integers(0, 9), st.integers(0, 2**32))
+def test_a_program_executes_as_the_dry_run_says(
+    case: Case, costs: dict[Op, int], latency: int, interleaving: int
+) -> None:
     program, ownership, healing = case
 
     def cost(action: Action) -> int:
         return costs[action.op] * (1 + action.stage % 3) + action.pipeline  # slots of different speed
 
-    machine = Machine(ownership, cost, healing=healing)
+    machine = Machine(ownership, cost, healing=healing, latency=latency)
     assert machine.run(program, drawn_by(interleaving))
-    run = dry_run(program, ownership, cost)
+    run = dry_run(program, ownership, cost, latency=latency)
     for worker, actions in program.items():
         assert tuple(span.action for span in machine.spans if span.worker == worker) == actions
         assert tuple(span.action for span in by_worker(run, worker)) == actions

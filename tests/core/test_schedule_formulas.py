@@ -1,12 +1,13 @@
 """The dry run of every schedule meets the formulas of the literature exactly: waiting time, memory, length.
 
 P workers, M microbatches, V stages per worker. Forward 1, backward 2, each part of it 1; what a worker waits is counted
-between its first and its last action, and the most of all workers is taken, as the literature does.
+between its first and its last action, and the most of all workers is taken, as the literature does. Here the whole grid
+meets them by a rule of its own, and the dry run on a part of it; `make soak-formulas` has the dry run do all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -75,6 +76,22 @@ def shapes(schedule: Schedule, microbatches: range = range(1, 65)) -> Iterator[t
             yield from ((p, v, m) for m in microbatches if m >= schedule.least_microbatches(p))
 
 
+def disagreement(
+    name: str, shape: tuple[int, int, int], waits: Sequence[float], stash: Sequence[int], length: float
+) -> str | None:
+    """Returns which formula is not met by what each worker waits and stashes and by the length; None if all are."""
+    p, v, m = shape
+    most_stash = [STASH[name](p, v, m, worker) for worker in range(p)]
+    if max(waits) != WAITS[name](p, v, m):
+        return f"{name} P={p} V={v} M={m}: waits {max(waits)}, not {WAITS[name](p, v, m)}"
+    within = all(found <= most for found, most in zip(stash, most_stash, strict=True))
+    if not within or (stash_is_exact(name, p, v, m) and list(stash) != most_stash):
+        return f"{name} P={p} V={v} M={m}: stashes {stash}, not {most_stash}"
+    if WAITS[name] is fills_and_drains and length != v * m * (FORWARD + BACKWARD) + WAITS[name](p, v, m):
+        return f"{name} P={p} V={v} M={m}: takes {length}"
+    return None
+
+
 @pytest.mark.timeout(300)  # twenty million actions in all; 10 s each on an idle machine
 @pytest.mark.parametrize("name", LISTS)
 def test_waiting_and_memory_are_what_the_literature_says(name: str) -> None:
@@ -84,11 +101,7 @@ def test_waiting_and_memory_are_what_the_literature_says(name: str) -> None:
             continue  # the same as interleaved
         lists = schedule(p, m, v)
         waits, length = passed(lists, unit_costs)
-        assert max(waits) == WAITS[name](p, v, m), (p, v, m)
-        stash, most = [peak_stash(line) for line in lists], [STASH[name](p, v, m, worker) for worker in range(p)]
-        assert stash == most if stash_is_exact(name, p, v, m) else all(a <= b for a, b in zip(stash, most, strict=True))
-        if name in ("gpipe", "1f1b", "interleaved", "interleaved-flexible", "looped-bfs"):
-            assert length == v * m * (FORWARD + BACKWARD) + WAITS[name](p, v, m)
+        assert disagreement(name, (p, v, m), waits, [peak_stash(line) for line in lists], length) is None
 
 
 @pytest.mark.parametrize("name", LISTS)

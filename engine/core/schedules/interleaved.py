@@ -7,7 +7,7 @@ before its first backward, and two for each worker behind: an activation comes d
 
 from __future__ import annotations
 
-from engine.core.action import Action, Op
+from engine.core.action import Op, make_action
 from engine.core.schedules.compute import ComputeLists
 from engine.core.schedules.one_stage import one_f_one_b
 
@@ -35,8 +35,8 @@ def looped_bfs(num_workers: int, stages_per_worker: int, num_microbatches: int) 
     lists = []
     for worker in range(num_workers):
         stages = range(worker, num_workers * stages_per_worker, num_workers)
-        actions = [Action(stage, Op.F, each) for stage in stages for each in every]
-        lists.append((*actions, *(Action(stage, Op.B, each) for stage in reversed(stages) for each in every)))
+        actions = [make_action(stage, Op.F, each) for stage in stages for each in every]
+        lists.append((*actions, *(make_action(stage, Op.B, each) for stage in reversed(stages) for each in every)))
     return tuple(lists)
 
 
@@ -46,9 +46,9 @@ def _interleaved(num_workers: int, stages_per_worker: int, rounds: list[int]) ->
     lists = []
     for worker in range(num_workers):
         stages = range(worker, num_workers * stages_per_worker, num_workers)
-        forwards = [Action(stage, Op.F, each) for stage, each in _by_round(rounds, stages)]
-        backwards = [Action(stage, Op.B, each) for stage, each in _by_round(rounds, stages[::-1])]
-        place = {(action.stage, action.microbatch): number for number, action in enumerate(forwards)}
+        forwards = [make_action(stage, Op.F, each) for stage, each in _by_round(rounds, stages)]
+        backwards = [make_action(stage, Op.B, each) for stage, each in _by_round(rounds, stages[::-1])]
+        place = {(stage, each): number for number, (stage, _, each, _) in enumerate(forwards)}
         ahead = max(place[stage, each] - number for number, (stage, _, each, _) in enumerate(backwards))
         num_warm_up = min(ahead + 2 * (num_workers - 1 - worker), len(forwards))
         pairs = zip(forwards[num_warm_up:], backwards, strict=False)
