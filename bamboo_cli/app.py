@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
-from engine.core.errors import BambooError, ExitCode, StorageError
+from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
 
 # Module of a command, which has a function or a group of that name -> the beginning of its help.
 COMMANDS = {
@@ -25,7 +26,7 @@ COMMANDS = {
     "doctor": "Say what this machine can do, one line per check with the fix",
     "status": "Say who owns what in a run, its step, heartbeats and verdicts",
     "inject": "Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it.",
-    "validate": "Check scenarios and matrices: fields, moments that can come, victims that there are.",
+    "validate": "Check scenarios, matrices and jobs: fields, moments that can come, victims that there are.",
     "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a matrix of scenarios.",
     "init": "Write a job and a first scenario; with --ci also a workflow.",
@@ -104,8 +105,6 @@ def _program(
 def main() -> NoReturn:
     """Runs the program and exits with its code; where nobody reads what it says, with that of SIGPIPE."""
     _open_standard_streams()
-    # Outside a run, Ctrl-C ends the program as the shell expects; a run takes the signal itself.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _run_program()
     except BrokenPipeError:
@@ -119,6 +118,12 @@ def main() -> NoReturn:
 def _run_program() -> NoReturn:
     try:
         app()
+    except SystemExit as end:
+        # Typer has told whoever reads stderr what is wrong with the arguments.
+        told = getattr(end.__context__, "format_message", None)
+        if told is not None:
+            _tell_programs(str(told()), end.code)
+        raise
     except BambooError as error:
         _refuse(error)
     except BrokenPipeError:
@@ -153,14 +158,14 @@ def _open_standard_streams() -> None:
 
 def _refuse(error: BambooError) -> NoReturn:
     """Says what was wrong: one line per problem on stderr, and one object on stdout for those who asked for JSON."""
-    if "--json" in sys.argv:
-        refusal = {
-            "run_dir": None,
-            "outcome": "refused",
-            "exit_code": int(error.exit_code),
-            "error": str(error).splitlines()[0],
-        }
-        typer.echo(json.dumps(refusal))
+    _tell_programs(str(error), int(error.exit_code), error.problems if isinstance(error, UserError) else ())
     for line in str(error).splitlines():
         typer.echo(f"bamboo: {line}", err=True)
     sys.exit(int(error.exit_code))
+
+
+def _tell_programs(text: str, code: object, problems: Iterable[Problem] = ()) -> None:
+    """Prints one object to stdout for those who asked for JSON."""
+    if "--json" in sys.argv:
+        refusal = {"run_dir": None, "outcome": "refused", "exit_code": code, "error": text.partition("\n")[0]}
+        typer.echo(json.dumps(refusal | {"problems": [asdict(each) for each in problems]}))

@@ -25,6 +25,7 @@ from engine.core.expectations import Observed
 from engine.core.fault import After, At, Fault, to_plain
 from engine.core.job import Job
 from engine.core.recovery_times import recoveries
+from engine.files.events_file import events_of
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
+_BEGINS_WITHIN_S = 5.0
 _COMMITS = 4  # by which a job's pace is judged
 _STEPS_AFTER = 2  # committed after the last sign of a fault: the run goes on
 
@@ -40,7 +42,7 @@ def attach(loaded: Loaded, folder: RunFolder) -> Case:
     """Hands the faults of a scenario to a running job; returns when all have shown and it goes on, or has ended.
 
     Raises:
-        NothingMatchedError: the run has ended.
+        NothingMatchedError: the run has ended, or does not begin.
         UserError: the faults do not fit its job.
     """
     events = _Events(folder)
@@ -160,22 +162,33 @@ class _Events:
         self.folder = folder
         self.known: list[dict[str, Any]] = []
         self._read = 0
+        self._wait_for_the_first()
         if self.is_over():
             raise NothingMatchedError(f"{folder.path.name} has ended: faults are for a job that runs")
 
-    def _update(self) -> None:
+    def _wait_for_the_first(self) -> None:
+        """A launcher makes its folder before it writes there."""
+        until_s = time.monotonic() + _BEGINS_WITHIN_S
+        while not self.folder.events.exists() or not self._update():
+            if time.monotonic() > until_s:
+                about = f"{self.folder.path.name} has not begun after {_BEGINS_WITHIN_S:g} s of waiting for it"
+                raise NothingMatchedError(f"{about}: see what its launcher says, or name a run that goes on")
+            time.sleep(_POLL_S)
+
+    def _update(self) -> bool:
+        """Reads on; says whether anything has been written yet."""
         with self.folder.events.open("rb") as file:
             file.seek(self._read)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        self.known += map(json.loads, whole.splitlines())
+        self.known += events_of(whole, self.folder.events)
+        return bool(self.known)
 
     def is_over(self) -> bool:
         """Reads on; says whether the run has ended, with a word or without."""
         self._update()
-        launcher = self.known[0]["pid"] if self.known else None
-        return self.last("ended") is not None or not Path(f"/proc/{launcher}").exists()
+        return self.last("ended") is not None or not Path(f"/proc/{self.known[0]['pid']}").exists()
 
     def last(self, kind: str) -> dict[str, Any] | None:
         """Returns the newest event of a kind."""

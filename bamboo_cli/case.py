@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.errors import BambooError, ExitCode
+from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.expectations import Check, Observed, Result, check, exit_code, verdict
 from engine.core.fault import to_plain
 from engine.core.precision import precision
@@ -63,31 +62,34 @@ def case_of(loaded: Loaded, folder: Path, seen: Observed) -> Case:
     return Case(folder, checks, exit_code(checks, seen), tuple(seen.recoveries()))
 
 
-def run_case(
-    loaded: Loaded, etcd: EtcdSettings | None, grace_s: float = 120.0, server: ForkServer | None = None
-) -> Case:
+def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> Case:
     """Runs a scenario in a run folder of its own, then its twin if something is expected of the weights.
 
-    A fork `server` that runs already saves the start of one for each.
+    Both are forked by `server`, which was started after `mark_processes`.
 
     Raises:
         BambooError: it could not be started.
     """
     from bamboo_cli.live import run_shown
     from bamboo_cli.run import summary_of
+    from engine.files.atomic_write import write_atomically
     from engine.files.events_file import add_event, read_events
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
+    from engine.models.offer import unreadable_data
     from engine.runtime.leftovers import Traces
 
     started_s = time.monotonic()
     scenario = loaded.scenario
     job = scenario.job
+    if problems := unreadable_data(job):
+        raise UserError(problems)
     folder = create_run_folder(Path(job.results), _folder_name(scenario.name), datetime.now(), secrets.token_hex(2))
-    copy = shutil.copyfile(loaded.path, folder.path / "scenario.yaml")
+    copy = folder.path / "scenario.yaml"
+    write_atomically(copy, loaded.path.read_text(encoding="utf-8"))
     _write_facts(folder, loaded)
-    traces = Traces(server)
-    ending = run_shown(job, folder, etcd, faults=loaded.faults, grace_s=grace_s, server=server)
+    traces = Traces(server.pid)
+    ending = run_shown(job, folder, etcd, faults=loaded.faults, server=server)
     left = traces.left(folder.logs, folder.path.name, etcd) if scenario.expect.leftovers else None
     add_event(folder.events, "scenario", **scenario_facts(loaded, copy))
     rows = ending.view.account.rows
@@ -103,7 +105,7 @@ def run_case(
 
 
 def _twin(
-    loaded: Loaded, folder: RunFolder, ending: Ending, etcd: EtcdSettings | None, server: ForkServer | None
+    loaded: Loaded, folder: RunFolder, ending: Ending, etcd: EtcdSettings | None, server: ForkServer
 ) -> list[Row] | None:
     """Returns the rows of the twin, or None where nobody asks for them or there are none."""
     import typer

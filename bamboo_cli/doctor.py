@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+EPILOG = "Examples:  bamboo doctor  |  bamboo doctor --json  |  bamboo doctor --results elsewhere/runs"
 _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "missing": typer.colors.RED}
 
 

@@ -50,12 +50,13 @@ def inject(
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it."""
     from bamboo_cli.attach import as_of_now, attach
+    from bamboo_cli.offered import offered
     from engine.files.run_folder import find_run
     from engine.files.scenario_file import load_scenario
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
-    loaded = load_scenario(scenario, kinds(), seed, changed)
+    loaded = load_scenario(scenario, kinds(), seed, changed, offered)
     folder = find_run(Path(loaded.scenario.job.results), run) if run else None
     if dry_run:
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
@@ -70,14 +71,18 @@ def inject(
 
 def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[Case]:
     from bamboo_cli.case import run_case
+    from engine.runtime.children import ForkServer
+    from engine.runtime.leftovers import mark_processes
 
     store = etcd_settings(etcd, plain_http)
     cases: list[Case] = []
-    for _ in range(repeat):
-        cases.append(run_case(loaded, store))
-        _print_case(loaded, cases[-1], as_json)
-        if cases[-1].exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-            break
+    mark_processes()
+    with ForkServer() as server:  # for all runs and their twins: to start one takes as long as a short job
+        for _ in range(repeat):
+            cases.append(run_case(loaded, store, server))
+            _print_case(loaded, cases[-1], as_json)
+            if cases[-1].exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+                break
     return cases
 
 

@@ -51,10 +51,11 @@ def resolve_options(values: Mapping[str, Any]) -> Resolved:
         UserError: with every problem found.
     """
     # The reader of YAML takes 20 ms to import, which --help does not owe.
+    from bamboo_cli.offered import offered
     from engine.files.job_file import resolve_job
 
     flags = {name: values[name] for name in FLAG_FIELDS if values[name] is not None}
-    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags)
+    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=offered)
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:

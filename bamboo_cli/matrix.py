@@ -68,11 +68,12 @@ def matrix(
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 when any failed, with 6 when any proved nothing."""
+    from bamboo_cli.offered import offered
     from engine.files.matrix_file import read_matrix
     from engine.files.matrix_results import usual_seconds
     from engine.runtime.faults.registry import kinds
 
-    found = read_matrix(file, kinds(), settings or ())
+    found = read_matrix(file, kinds(), settings or (), offered)
     seconds = usual_seconds(_existing(times or ()))
     chosen = _chosen(found, shard, cell, seconds)
     if form != "text":

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from engine.runtime.children import ForkServer
 
 
-def run_cell(task: dict[str, Any], server: ForkServer | None) -> CellResult:
+def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
     """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
+    from bamboo_cli.offered import offered
     from engine.files.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
     from engine.runtime.faults.registry import kinds
@@ -33,7 +34,7 @@ def run_cell(task: dict[str, Any], server: ForkServer | None) -> CellResult:
     path.write_text(scenario_text(task["scenario"]), encoding="utf-8")
     do, seed, run = "", 0, ""
     try:
-        loaded = load_document(path, read_yaml(path), kinds(), None, [*task["settings"], f"results={results}"])
+        loaded = load_document(path, read_yaml(path), kinds(), None, [*task["settings"], f"results={results}"], offered)
         do, seed = loaded.faults[0].do if loaded.faults else "", loaded.seed
         result, failure, text, run = _checked(loaded, server, keep=task["keep"])
     except BambooError as error:
@@ -43,10 +44,10 @@ def run_cell(task: dict[str, Any], server: ForkServer | None) -> CellResult:
     return CellResult(task["cell"], result, failure, text, do, seconds, seed, run)
 
 
-def _checked(loaded: Loaded, server: ForkServer | None, *, keep: bool) -> tuple[Any, Any, str, str]:
+def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str]:
     from bamboo_cli.case import run_case
 
-    case = run_case(loaded, None, server=server)
+    case = run_case(loaded, None, server)
     if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         sys.exit(int(case.exit_code))
     if not keep and case.verdict == "passed":

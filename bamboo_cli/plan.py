@@ -55,7 +55,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
     typer.echo(f"peak stashed activations, in microbatches: {stash}")
     for line in describe(faults, job):
         typer.echo(line)
-    typer.echo("the model itself is not looked at here: a run checks its name, its arguments and its number of layers")
+    typer.echo("the model itself is not built here: a run checks its number of layers")
 
 
 def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:

@@ -39,11 +39,12 @@ def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellRes
     Its run folder is below ``tmp_path``. Returns what came of it.
     """
     from bamboo_cli.matrix_run import MatrixRun
+    from bamboo_cli.offered import offered
     from engine.files.matrix_file import read_matrix
     from engine.runtime.faults.registry import kinds
 
     def run(scenario: str | Path, *settings: str, limit_s: float = LIMIT_S) -> CellResult:
-        found = read_matrix(str(scenario), kinds(), settings)
+        found = read_matrix(str(scenario), kinds(), settings, offered)
         results = MatrixRun(tmp_path, settings, limit_s, keep=True).run(
             bamboo_lane, found.cells, {each.cell.name: 1.0 for each in found.cells}
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.core.errors import ExitCode, Problem, StorageError, UserError
+from engine.core.errors import ExitCode, NothingMatchedError, Problem, StorageError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,13 +46,14 @@ class Format(StrEnum):
 
 Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")]
 DEFAULT_RESULTS = Path("results")
+_LONG_BYTES = 8_000_000  # of events: to read more takes longer than a second
 # What is said of a condition, by its exit code; of several, the first of these that occurs is that of all.
 _SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "passed"}
 
 
 def report(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Names of runs, beginnings of names, or folders.")
+        list[str] | None, typer.Argument(metavar="RUN", help="Names of runs, beginnings of names, or folders.")
     ] = None,
     *,
     table: Annotated[Table, typer.Option(help="Which table to print.")] = Table.RECOVERY,
@@ -108,19 +109,26 @@ def _form(form: Format | None, as_json: bool) -> Format:
 
 
 def find(results: Path, run: str | None) -> RunFolder:
-    """Returns the run that a user named: by its folder, its name or the beginning of it; the latest by default."""
+    """Returns the run that a user named: by its folder, its name or the beginning of it; the latest by default.
+
+    Raises NothingMatchedError where there is no such run, or nothing of it is written yet.
+    """
     from engine.files.run_folder import RunFolder, find_run
 
-    if run is not None and (Path(run) / "events.jsonl").is_file():
-        return RunFolder(Path(run).resolve())
-    return find_run(results, run)
+    folder = RunFolder(Path(run).resolve()) if run and Path(run).is_dir() else find_run(results, run)
+    if not folder.events.is_file():
+        raise NothingMatchedError(f"no run to report in {str(folder.path)!r}: there is no {folder.events.name}")
+    return folder
 
 
 def load_run(folder: RunFolder) -> RunTables:
-    """Returns the tables of a run."""
+    """Returns the tables of a run; says what it reads where that takes its time."""
     from engine.files.events_file import read_events
     from engine.report.load import load
 
+    num_bytes = folder.events.stat().st_size
+    if num_bytes > _LONG_BYTES:
+        typer.echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
     return load(read_events(folder.events), folder.path.name)
 
 

@@ -90,8 +90,11 @@ def _train(
     from bamboo_cli.live import run_shown
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
+    from engine.models.offer import unreadable_data
 
     job = resolved.job
+    if problems := unreadable_data(job):
+        raise _with_origins(UserError(problems), resolved)
     folder = create_run_folder(
         Path(job.results), job.name or _run_name(job.model), datetime.now(), secrets.token_hex(2)
     )
@@ -163,7 +166,7 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
 
 
 def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
-    """Returns a user's error, found by a worker, with the places that the values came from."""
+    """Returns a user's error with the places that the values came from."""
     if not isinstance(error, UserError):
         return error
     origins = {field: origin for field, origin in resolved.origins.items() if origin != "default"}

@@ -24,7 +24,7 @@ class Files(StrEnum):
 
 
 def schema(
-    of: Annotated[Files, typer.Argument(help="which files")] = Files.SCENARIO,
+    of: Annotated[Files, typer.Argument(metavar="KIND", help="of which files")] = Files.SCENARIO,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of to stdout.")
     ] = None,

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from engine.core.run_status import RunStatus
     from engine.files.run_folder import RunFolder
 
+EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
 _EVERY_S = 1.0
 _START_S = 60.0  # within which a run has a store, holds the coordinator's role there, and starts its workers
 
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(help="A run's folder name, or its beginning; the latest by default.")
+        str | None, typer.Argument(metavar="RUN", help="A run's folder name, or its beginning; the latest by default.")
     ] = None,
     *,
     results: Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")] = Path(

@@ -1,4 +1,4 @@
-"""`bamboo validate`: reads files of scenarios and matrices, and says what is wrong with them; it runs nothing."""
+"""`bamboo validate`: reads files of scenarios, matrices and jobs, and says what is wrong with them; it runs nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from engine.core.errors import BambooError, ExitCode, UserError
 
 EPILOG = (
-    "Examples:  bamboo validate kill-middle-stage  |  bamboo validate mine.yaml yours.yaml  |  "
+    "Examples:  bamboo validate kill-middle-stage  |  bamboo validate mine.yaml job.yaml  |  "
     "bamboo validate --json mine.yaml"
 )
 
@@ -20,7 +20,7 @@ def validate(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...", help="files of scenarios or matrices, or scenarios of the library", show_default=False
+            metavar="FILE", help="files of scenarios, matrices or jobs, or scenarios of the library", show_default=False
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -28,7 +28,7 @@ def validate(
         int | None, typer.Option("--seed", help="Seed of what is random (default: the job's seed).", min=0)
     ] = None,
 ) -> None:
-    """Check scenarios and matrices: fields, moments that can come, victims that there are.
+    """Check scenarios, matrices and jobs: fields, moments that can come, victims that there are.
 
     Exit with 2 when any is no good, with 5 when a name is unknown.
     """
@@ -56,6 +56,9 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns what a file says, as text and as plain values; raises what its reader raises."""
+    from bamboo_cli.offered import offered
+    from engine.files.job_file import is_job, merge
+    from engine.files.job_layers import document_layer
     from engine.files.matrix_file import read_matrix
     from engine.files.scenario_file import find_scenario, is_matrix, load_document
     from engine.files.strict_yaml import read_yaml
@@ -64,9 +67,12 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     path = find_scenario(name)
     document = read_yaml(path)
     if is_matrix(document):
-        cells = [each.cell.name for each in read_matrix(str(path), kinds()).cells]
+        cells = [each.cell.name for each in read_matrix(str(path), kinds(), offered=offered).cells]
         return f"a matrix of {len(cells)} cells", {"cells": cells}
-    loaded = load_document(path, document, kinds(), seed)
+    if is_job(document):
+        job = merge([document_layer(document)], offered).job
+        return f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps", {"job": asdict(job)}
+    loaded = load_document(path, document, kinds(), seed, offered=offered)
     number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
     faults = [str(each) for each in loaded.faults]
     return f"{number}, expects {loaded.scenario.expect.outcome}", {"faults": faults}

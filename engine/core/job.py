@@ -14,6 +14,7 @@ from typing import Any, Literal
 from engine.core.errors import Problem, nearest
 from engine.core.lr_schedule import LR_SCHEDULES
 from engine.core.ownership import Redundancy
+from engine.core.partition import written
 from engine.core.schedules.choice import PlacementChoice, check_schedule
 
 Scalar = str | int | float | bool
@@ -70,11 +71,11 @@ class Job:
         "forwards when idle; reroute: the next pipeline",
     )
     redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
-    log_every: int = _field(0, "send gradients to the shadows every c microbatches, to redo less after a kill; 0 = off")
+    log_every: int = _field(0, "send gradients to the shadows every N microbatches, to redo less after a kill; 0 = off")
     fsdp: int = _field(
         0, "shard weights and optimizer state over the pipelines; stages of a worker whole at once, at most; 0 = off"
     )
-    activation_checkpoint: int = _field(0, "recompute the activations of every k layers; 0 = off")
+    activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
     backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
     seed: int = _field(0, "seed of weights, data and dropout")
     threads: int = _field(1, "compute threads of each worker; another count changes bits")
@@ -127,14 +128,14 @@ def check_job(job: Job) -> list[Problem]:
     if not (math.isfinite(job.clip_norm) and job.clip_norm >= 0):
         problems.append(Problem("clip_norm", "a finite number >= 0", repr(job.clip_norm)))
     num_actions = job.stages * job.pipelines * job.microbatches
-    if num_actions > _MAX_FORWARDS:
+    if num_actions > _MAX_FORWARDS and not _AT_MOST.keys() & {each.field for each in problems}:
         problems.append(
             Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
         )
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)
-    problems += _check_redundancy(job)
+    problems += [*_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
         problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
     return problems
@@ -146,20 +147,35 @@ def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
     return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]
 
 
+def _check_shards(job: Job) -> list[Problem]:
+    expected = hint = ""
+    if job.fsdp and job.pipelines == 1:
+        expected, hint = "0 with one pipeline", "shards lie over the pipelines: give --pipelines 2 or more"
+    elif job.fsdp and job.redundancy != "none":
+        expected = "0 with redundancy"
+        hint = "nobody can take over from shards, and a shadow holds whole stages: give --redundancy none"
+    elif job.fsdp > job.stages_per_worker >= 1:
+        expected = f"a whole number <= {job.stages_per_worker}"
+        hint = f"a worker has {job.stages_per_worker} of the stages (stages_per_worker)"
+    return [Problem("fsdp", expected, repr(job.fsdp), hint)] if expected else []
+
+
+def _check_streams(job: Job) -> list[Problem]:
+    expected = hint = ""
+    if job.log_every and job.redundancy not in ("lazy", "eager"):
+        expected = "0 without shadows"
+        hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
+    elif job.log_every >= job.microbatches >= 1:
+        expected = f"a whole number <= {job.microbatches - 1}"
+        hint = f"of {job.microbatches} microbatches; behind the last follows the log of the whole step"
+    return [Problem("log_every", expected, repr(job.log_every), hint)] if expected else []
+
+
 def _check_redundancy(job: Job) -> list[Problem]:
     """A shadow is another worker than the owner; the one worker of a job of one slot has nobody, and trains alone."""
-    if job.fsdp and job.pipelines == 1:
-        hint = "shards lie over the pipelines: give --pipelines 2 or more"
-        return [Problem("fsdp", "0 with one pipeline", repr(job.fsdp), hint)]
-    if job.fsdp and job.redundancy != "none":
-        hint = "nobody can take over from shards, and a shadow holds whole stages: give --redundancy none"
-        return [Problem("fsdp", "0 with redundancy", repr(job.fsdp), hint)]
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
         return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
-    if job.log_every and job.redundancy not in ("lazy", "eager"):
-        hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
-        return [Problem("log_every", "0 without shadows", repr(job.log_every), hint)]
     num_workers = job.stages // max(1, job.stages_per_worker) * job.pipelines
     most = max(1, num_workers - 1)
     if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
@@ -179,6 +195,7 @@ def _check_partition(job: Job) -> list[Problem]:
         except re.error as error:
             return [Problem("partition", "a regular expression after type:", repr(form), str(error))]
         return []
-    if re.fullmatch(r"\d+(,\d+)*", form) or (job.stages == 1 and form == ""):
-        return []
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", form) or (job.stages == 1 and form == ""):
+        fits = written(form, job.stages) or job.stages < 1
+        return [] if fits else [Problem("partition", f"{job.stages - 1} rising layer numbers from 1", repr(form))]
     return [Problem("partition", PARTITION_FORMS, repr(form), nearest(form, ("uniform", "parameters", "profile")))]

@@ -115,7 +115,7 @@ def _never_striking(faults: Mapping[At, Fault], job: Job, *, whole: bool) -> Ite
 
 def _number(what: str, part: str, text: str, problems: list[Problem]) -> int:
     """Returns the whole number that `part` spells, or 0; appends what is wrong with it."""
-    if part.isascii() and part.isdigit():
+    if part.isascii() and part.isdigit() and len(part) < 10:
         return int(part)
     problems.append(Problem(f"--kill {text}", f"{what}, a whole number", repr(part) if part else "nothing"))
     return 0

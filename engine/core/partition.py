@@ -73,10 +73,16 @@ def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
     return weights
 
 
-def _custom(form: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
+def written(form: str, num_stages: int) -> tuple[int, ...] | None:
+    """Returns the first layer of each stage, where `form` lists those of all but the first; None where it does not."""
     starts = (0, *(int(part) for part in form.split(",") if part))
     rising = all(before < after for before, after in pairwise(starts))
-    if len(starts) != num_stages or not rising or starts[-1] >= num_layers:
+    return starts if rising and len(starts) == num_stages else None
+
+
+def _custom(form: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
+    starts = written(form, num_stages)
+    if starts is None or starts[-1] >= num_layers:
         expected = f"{num_stages - 1} rising layer numbers from 1 to {num_layers - 1}"
         raise UserError([Problem("partition", expected, repr(form))])
     return starts

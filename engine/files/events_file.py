@@ -21,9 +21,19 @@ def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             file.seek(start)
-            *lines, _ = file.read().decode("utf-8", "replace").split("\n")
+            data = file.read()
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
+    yield from events_of(data, path)
+
+
+def events_of(data: bytes, path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the events of what was read of a run's file; a last line that is still being written is left out.
+
+    Raises:
+        StorageError: a line before the last is no event.
+    """
+    *lines, _ = data.decode("utf-8", "replace").split("\n")
     for number, line in enumerate(lines, start=1):
         event = _parsed(line)
         if not isinstance(event, dict) or "event" not in event:

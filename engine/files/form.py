@@ -38,7 +38,9 @@ class Reading:
 
     def located(self, problem: Problem) -> Problem:
         """Returns a problem that names its field only with the line and column of that field, or of what is around."""
-        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in problem.field.split("."))
+        path: KeyPath = tuple(
+            int(part) if part.isdecimal() and len(part) < 10 else part for part in problem.field.split(".")
+        )
         line, column = self.place(path)
         return replace(problem, source=self.document.source, line=line, column=column)
 

@@ -7,7 +7,7 @@ layers come out at once, each at the place of its value.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,20 @@ from typing import Any
 from engine.core.errors import Problem, UserError
 from engine.core.job import Job, check_job
 from engine.files.job_layers import Layer, environment_layer, file_layer, flag_layer, set_layer
-from engine.files.job_value import ARGS_FIELDS, Given
+from engine.files.job_value import ARGS_FIELDS, FIELD_TYPES, Given
 from engine.files.resolved_job import Resolved
 from engine.files.schedule_file import own_schedule
+from engine.files.strict_yaml import Document
 
 PROJECT_FILE = "bamboo.yaml"
+Offered = Callable[[Job], Iterable[Problem]]  # what is wrong with the models, data and arguments that a job names
+
+NAMES = {"model", "data", "optimizer"}
+
+
+def anything(job: Job) -> Iterable[Problem]:
+    """Finds nothing wrong with what a job names."""
+    return ()
 
 
 def resolve_job(
@@ -28,6 +37,7 @@ def resolve_job(
     settings: Iterable[str] = (),
     flags: Mapping[str, str] | None = None,
     project: Path = Path(),
+    offered: Offered = anything,
 ) -> Resolved:
     """Returns the job that all layers make together.
 
@@ -41,10 +51,16 @@ def resolve_job(
     files += [job_file] if job_file else []
     layers = [*(file_layer(path) for path in files), environment_layer(environment), set_layer(settings)]
     layers.append(flag_layer(flags or {}))
-    return merge(layers)
+    return merge(layers, offered)
 
 
-def merge(layers: Sequence[Layer]) -> Resolved:
+def is_job(document: Document) -> bool:
+    """Says whether a document has the form of a job, and not of a scenario or a matrix, which have names too."""
+    keys = {path[0] for path in document.key_places if len(path) == 1}
+    return bool(keys & (FIELD_TYPES.keys() - {"name"})) and not keys & {"job", "faults", "expect", "cases", "axes"}
+
+
+def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:
     """Returns the job that some layers make together, the later ones deciding.
 
     Raises:
@@ -63,6 +79,9 @@ def merge(layers: Sequence[Layer]) -> Resolved:
         for problem in check_job(job)
         if not (isinstance(own, Problem) and problem.field == "schedule")
     ]
+    # A name that is no text has been left out of the job, and its arguments would be held against the default.
+    if not NAMES & {problem.field for problem in problems}:
+        problems += [_at_its_place(problem, given) for problem in offered(job)]
     if problems:
         raise UserError(_in_order(problems, layers))
     return Resolved(job, _origins(job, given))
@@ -87,7 +106,7 @@ def _job(given: Iterable[Given]) -> Job:
 
 
 def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], Given]) -> Problem:
-    origin = given.get((problem.field,))
+    origin = given.get(tuple(problem.field.split(".", 1)))
     if origin is None:
         return problem
     return replace(problem, source=origin.source, line=origin.line, column=origin.column)

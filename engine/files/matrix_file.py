@@ -8,7 +8,7 @@ a value of an axis that is left with no cell at all is a mistake. A scenario fil
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from engine.core.errors import Problem, UserError
 from engine.core.fault_kind import FaultKind
 from engine.core.matrix import SPREAD, Axis, Case, Cell, cells, spread_axes
 from engine.files.form import BAD, Entry, ListOf, Mapped, Reading, Scalar, in_order, text
+from engine.files.job_file import Offered, anything
 from engine.files.job_value import shown
 from engine.files.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
 from engine.files.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
@@ -75,8 +76,12 @@ def matrix_schema() -> dict[str, Any]:
     return {"$schema": DIALECT, "title": "a bamboo matrix", **_MATRIX.schema()}
 
 
-def read_matrix(name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = ()) -> Matrix:
+def read_matrix(
+    name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = (), offered: Offered = anything
+) -> Matrix:
     """Returns the matrix of a file, or of a name in the library; `settings` replace fields of every cell's job.
+
+    `offered` knows what a job may name.
 
     Raises:
         UserError: with every problem found.
@@ -86,8 +91,12 @@ def read_matrix(name_or_path: str, kinds: Mapping[str, FaultKind], settings: Ite
     document = read_yaml(path)
     reading = Reading(document, list(document.problems))
     settings = tuple(settings)
+
+    def load(scenario: Document) -> Loaded:
+        return load_document(path, scenario, kinds, None, settings, offered)
+
     if isinstance(document.value, dict) and "faults" in document.value and not is_matrix(document):
-        return _of_one_scenario(path, load_document(path, document, kinds, None, settings), document)
+        return _of_one_scenario(path, load(document), document)
     values = _MATRIX.check(reading, (), document.value)
     if values is BAD:
         raise in_order(reading.problems)
@@ -100,7 +109,7 @@ def read_matrix(name_or_path: str, kinds: Mapping[str, FaultKind], settings: Ite
         made = cells(axes, cases)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
-    planned, absent = _checked(reading, path, made, kinds, settings)
+    planned, absent = _checked(reading, path, made, load)
     return Matrix(path, values["name"], values["about"].strip(), axes, planned, absent)
 
 
@@ -181,14 +190,14 @@ def _values(axes: Mapping[str, Axis], name: str) -> Iterable[Any]:
 
 
 def _checked(
-    reading: Reading, path: Path, made: list[Cell], kinds: Mapping[str, FaultKind], settings: tuple[str, ...]
+    reading: Reading, path: Path, made: list[Cell], load: Callable[[Document], Loaded]
 ) -> tuple[tuple[Planned, ...], tuple[Cell, ...]]:
     planned: list[Planned] = []
     absent: list[Cell] = []
     problems: dict[tuple[str, int, int, str], Problem] = {}
     for cell in made:
         try:
-            loaded = load_document(path, _document(reading, cell), kinds, None, settings)
+            loaded = load(_document(reading, cell))
         except UserError as error:
             wrong = [each for each in error.problems if not _is_absent(each)]
             problems |= {(each.field, each.line, each.column, each.expected): each for each in wrong}

@@ -21,7 +21,7 @@ from engine.core.job import Job, Scalar
 from engine.core.scenario import Every, Expect, Limits, Scenario, Target, Trigger, Wanted
 from engine.core.scenario_rules import Found, check_found
 from engine.files.form import Reading, in_order
-from engine.files.job_file import merge
+from engine.files.job_file import Offered, anything, merge
 from engine.files.job_layers import document_layer, set_layer
 from engine.files.job_value import shown
 from engine.files.scenario_schema import CHECKPOINT, scenario_form
@@ -91,11 +91,15 @@ def is_matrix(document: Document) -> bool:
 
 
 def load_scenario(
-    name_or_path: str, kinds: Mapping[str, FaultKind], seed: int | None = None, settings: Iterable[str] = ()
+    name_or_path: str,
+    kinds: Mapping[str, FaultKind],
+    seed: int | None = None,
+    settings: Iterable[str] = (),
+    offered: Offered = anything,
 ) -> Loaded:
     """Returns a scenario and its faults; the seed is the job's unless given.
 
-    `settings` are ``FIELD=VALUE`` that replace fields of its job.
+    `settings` are ``FIELD=VALUE`` that replace fields of its job, `offered` knows what its job may name.
 
     Raises:
         UserError: with every problem found.
@@ -106,7 +110,7 @@ def load_scenario(
     if is_matrix(document):
         hint = f"run it with {RUN_MATRIX.format(path)}"
         raise UserError([Problem("", "a scenario", "a matrix of many", hint, document.source)])
-    return load_document(path, document, kinds, seed, settings)
+    return load_document(path, document, kinds, seed, settings, offered)
 
 
 def load_document(
@@ -115,10 +119,11 @@ def load_document(
     kinds: Mapping[str, FaultKind],
     seed: int | None = None,
     settings: Iterable[str] = (),
+    offered: Offered = anything,
 ) -> Loaded:
     """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file."""
     reading, settings = Reading(document, list(document.problems)), tuple(settings)
-    scenario = _scenario(reading, kinds, settings)
+    scenario = _scenario(reading, kinds, settings, offered)
     seed = scenario.job.seed if seed is None else seed
     try:
         return Loaded(path, scenario, seed, expand(scenario, seed), settings)
@@ -126,11 +131,11 @@ def load_document(
         raise in_order(reading.located(each) for each in error.problems) from None
 
 
-def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterable[str]) -> Scenario:
+def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterable[str], offered: Offered) -> Scenario:
     document = reading.document
     if document.value is None and not document.problems:
         reading.refuse((), "a scenario", "an empty file")
-    job = _job(reading, settings)
+    job = _job(reading, settings, offered)
     values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
     values = values if isinstance(values, dict) else {}
     listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
@@ -145,11 +150,11 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterab
     return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
 
 
-def _job(reading: Reading, settings: Iterable[str]) -> Job | None:
+def _job(reading: Reading, settings: Iterable[str], offered: Offered) -> Job | None:
     """Returns the job of a scenario; None, with its problems reported, when it is no good."""
     # The document's own problems have been reported; a part of it has none but those of its values.
     try:
-        return merge([document_layer(_part(reading.document, "job")), set_layer(settings)]).job
+        return merge([document_layer(_part(reading.document, "job")), set_layer(settings)], offered).job
     except UserError as error:
         for each in error.problems:
             name = f"job.{each.field}" if each.field else "job"

@@ -2,13 +2,18 @@
 
 Rule: the keyword-only parameters of a factory are what a user may set, and the type of a default is the type asked
 for. In the built-in factories whole numbers are counts (>= 1), floats are >= 0, and shares such as a dropout below 1.
+Their parameters are read off their source: a mistake is told before anything loads torch.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.abc
+import importlib.util
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from engine.core.errors import Problem, UserError, nearest
@@ -21,14 +26,36 @@ _SHARES = frozenset({"dropout", "beta1", "beta2"})
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
     """Raises UserError with every argument of a built-in factory that is unknown or has no fitting value."""
-    known = _keyword_only(factory)
-    problems = [_unknown(field, name, known) for name in args if name not in known]
-    for name, value in args.items():
-        expected = _expected(name, known[name].default) if name in known else ""
-        if expected and not _fits(name, known[name].default, value):
-            problems.append(Problem(f"{field}.{name}", expected, repr(value)))
-    if problems:
+    if problems := argument_problems(field, factory.__module__, factory.__name__, args):
         raise UserError(problems)
+
+
+def argument_problems(field: str, module: str, name: str, args: Args) -> list[Problem]:
+    """Returns what is wrong with the arguments of a built-in factory, which a module has by that name."""
+    known = _builtin_arguments(module, name) if args else {}
+    problems = [_unknown(field, each, known) for each in args if each not in known]
+    for each, value in args.items():
+        if each in known and not _fits(each, known[each], value):
+            problems.append(Problem(f"{field}.{each}", _expected(each, known[each]), repr(value)))
+    return problems
+
+
+@functools.cache
+def _builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
+    """Returns the keyword-only parameters of a function, or of a class's constructor, with their defaults."""
+    spec = importlib.util.find_spec(module)
+    source = spec.loader.get_source(module) if spec and isinstance(spec.loader, importlib.abc.InspectLoader) else None
+    assert source is not None, f"no source of {module}"
+    found = _definition(ast.parse(source).body, name)
+    if isinstance(found, ast.ClassDef):
+        found = _definition(found.body, "__init__")
+    assert isinstance(found, ast.FunctionDef), f"{module} has no {name}"
+    pairs = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
+    return {each.arg: ast.literal_eval(default) for each, default in pairs if default is not None}
+
+
+def _definition(body: Iterable[ast.stmt], name: str) -> ast.stmt:
+    return next(each for each in body if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and each.name == name)
 
 
 def check_user_args(field: str, factory: Factory, args: Args) -> None:
@@ -49,15 +76,10 @@ def check_user_args(field: str, factory: Factory, args: Args) -> None:
         raise UserError(problems)
 
 
-def _keyword_only(factory: Factory) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(factory).parameters.values()
-    return {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
-
-
-def _unknown(field: str, name: str, known: dict[str, inspect.Parameter]) -> Problem:
+def _unknown(field: str, name: str, known: Iterable[str]) -> Problem:
     expected = f"one of {', '.join(sorted(known))}" if known else "no arguments"
     from_job = "every data factory gets the job's seed" if (field, name) == ("data_args", "seed") else ""
-    return Problem(field, expected, repr(name), nearest(name, known) or from_job)
+    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, known) or from_job)
 
 
 def _expected(name: str, default: Scalar) -> str:

@@ -38,12 +38,13 @@ class Mark(Enum):
 Spec = Any  # Chunk | Mark | None | a nest of specs
 
 
-def split(nest: Any, spec: Spec, count: int) -> list[Any]:
+def split(nest: Any, spec: Spec, count: int, length: int | None = None) -> list[Any]:
     """Returns what each of `count` microbatches gets of a nest, such as (args, kwargs): the same nest of views.
 
-    Raises ValueError that names the part that cannot be split so.
+    Raises ValueError that names the part that cannot be split so, or that is not of the `length` asked for where it is
+    cut.
     """
-    return _split(nest, spec, count, "batch")
+    return _split(nest, spec, count, length, "batch")
 
 
 def merge(outputs: Sequence[Any], spec: Spec = None) -> Any:
@@ -51,11 +52,11 @@ def merge(outputs: Sequence[Any], spec: Spec = None) -> Any:
     return _merge(outputs, spec, "output")
 
 
-def _split(value: Any, spec: Spec, count: int, where: str) -> list[Any]:
+def _split(value: Any, spec: Spec, count: int, length: int | None, where: str) -> list[Any]:
     parts = parts_of(value)
     if parts is not None:
         specs = _specs(parts, spec, where)
-        columns = [_split(part, specs[key], count, f"{where}.{key}") for key, part in parts.items()]
+        columns = [_split(part, specs[key], count, length, f"{where}.{key}") for key, part in parts.items()]
         return [with_parts(value, [column[index] for column in columns]) for index in range(count)]
     mark = _mark(value, spec, where)
     if mark is Mark.REPLICATE:
@@ -63,6 +64,8 @@ def _split(value: Any, spec: Spec, count: int, where: str) -> list[Any]:
     if not isinstance(mark, Chunk):
         raise ValueError(f"{where}: {mark} merges, it does not split")
     size = _size(value, mark.dim, where)
+    if length not in (None, size):
+        raise ValueError(f"{where}: expected {length} along dimension {mark.dim}, found {size}")
     if size % count or not size:
         raise ValueError(f"{where}: expected a multiple of {count} along dimension {mark.dim}, found {size}")
     return list(value.split(size // count, mark.dim))

@@ -18,7 +18,7 @@ from engine.models.losses import accuracy, default_loss
 SMALL_HEIGHT = 64
 
 
-def _resnet(blocks: tuple[int, int, int, int], bottleneck: bool, facts: DataFacts, *, width: int = 64) -> Model:
+def resnet(blocks: tuple[int, int, int, int], bottleneck: bool, facts: DataFacts, *, width: int = 64) -> Model:
     """Makes a network of four groups of `blocks`; `width` is the number of channels of the first group."""
     layers = [LayerSpec("stem", "Stem", partial(Stem, facts.channels, width, facts.height < SMALL_HEIGHT))]
     block = Bottleneck if bottleneck else BasicBlock
@@ -31,13 +31,6 @@ def _resnet(blocks: tuple[int, int, int, int], bottleneck: bool, facts: DataFact
             num_inputs = width * 2**group * block.expansion
     layers.append(LayerSpec("head", "Head", partial(Head, num_inputs, facts.num_classes)))
     return Model(tuple(layers), default_loss, metric=accuracy)
-
-
-resnet18 = partial(_resnet, (2, 2, 2, 2), False)
-resnet34 = partial(_resnet, (3, 4, 6, 3), False)
-resnet50 = partial(_resnet, (3, 4, 6, 3), True)
-resnet101 = partial(_resnet, (3, 4, 23, 3), True)
-resnet152 = partial(_resnet, (3, 8, 36, 3), True)
 
 
 def _conv(num_inputs: int, num_outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:

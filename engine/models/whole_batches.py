@@ -3,8 +3,8 @@
 The first layer is called with the arguments in the form that the source gave them: by position and by name, nested,
 with values that are no tensors. Rules: that form, and those values, are the same in every microbatch. A batch is a pure
 function of (step, pipeline), so any worker can make it again; the workers of the first and the last stage each make
-the whole, once a step, and keep it until the next. A microbatch is a copy of its part: the same bits as if it had come
-alone.
+the whole, once a step, and keep it until the next. It is as long as it was asked to be wherever it is cut. A microbatch
+is a copy of its part: the same bits as if it had come alone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SplitBatches:
         if not isinstance(whole, WholeBatch):
             raise TypeError(f"{call} returned {type(whole).__name__}, expected a WholeBatch")
         try:
-            return split(whole, source.spec, count)
+            return split(whole, source.spec, count, count * size)
         except ValueError as error:
             raise ValueError(f"{call}: {error}") from error
 

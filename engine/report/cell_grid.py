@@ -23,8 +23,12 @@ Cell = tuple[str, CellResult | None]  # its name, and what came of it, unless it
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The fields of a grid: row and column names, and the cells of each (row, column), the worst first."""
+    """The fields of a grid: row and column names, and the cells of each (row, column), the worst first.
 
+    `axis` says what the rows are.
+    """
+
+    axis: str
     rows: tuple[str, ...]
     columns: tuple[Column, ...]
     fields: Mapping[tuple[str, Column], tuple[Cell, ...]]
@@ -39,7 +43,9 @@ def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResul
     """Returns the grid of the cells, (name, labels), as far as there are `results` of them by name."""
     order = list(_LETTERS.values())
     fields: dict[tuple[str, Column], list[Cell]] = {}
+    axes: set[str] = set()
     for name, labels in cells:
+        axes.add("action" if labels.get("action") else "case")
         column = (labels.get("fault", labels.get("do", "")), labels.get("stage", ""))
         fields.setdefault((_row(name, labels), column), []).append((name, results.get(name)))
     rows = tuple(dict.fromkeys(row for row, _ in fields))
@@ -49,7 +55,7 @@ def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResul
     worst_first = {
         field: tuple(sorted(found, key=lambda cell: order.index(letter_of(cell[1])))) for field, found in fields.items()
     }
-    return Grid(rows, tuple(columns), worst_first)
+    return Grid(" or ".join(sorted(axes)), rows, tuple(columns), worst_first)
 
 
 def _in_order(stages: Iterable[Sequence[str]]) -> dict[str, int]:

@@ -18,9 +18,10 @@ def history_table(events: Sequence[Event], origin_ns: int) -> pd.DataFrame:
     """Returns one row per decision or sign; times in milliseconds since training began."""
     rows: list[tuple[Any, ...]] = []
     epoch = 0
+    first_store = next((event for event in events if event["event"] == "rendezvous"), None)  # every run begins with one
     for event in events:
         epoch = event["epoch"] if event["event"] == "epoch" else epoch
-        tell = _TELLING.get(event["event"])
+        tell = _TELLING.get(event["event"]) if event is not first_store else None
         if tell is not None:
             at_ns = event.get("seen_ns", event["at_ns"])
             rows.append(((at_ns - origin_ns) / 1e6, event["event"], epoch, event.get("of"), tell(event)))
@@ -41,7 +42,9 @@ _TELLING: dict[str, Callable[[Event], str]] = {
     "epoch": verdict_text,
     "go": lambda event: "training goes on" if event.get("epoch", 1) > 1 else "training begins",
     "interrupt": lambda event: str(event["signal"]),
+    "rendezvous": lambda event: "the rendezvous store was started again",
     "store_ended": lambda event: "the coordinator's store has ended",
+    "store_silent": lambda event: f"the rendezvous store (pid {event['child']}) did not answer and was killed",
     "failed": lambda event: str(event["error"]),
     "ended": lambda event: f"{event['outcome']}, exit code {event['exit_code']}",
 }

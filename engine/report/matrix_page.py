@@ -63,7 +63,13 @@ def _table(grid: Grid, replay: Replay) -> str:
     for row in grid.rows:
         fields = "".join(_field(grid.fields.get((row, column), ()), replay) for column in grid.columns)
         rows.append(f"<tr><th>{html.escape(row)}</th>{fields}</tr>")
-    titles = f"<thead><tr><th></th>{head}</tr><tr><th></th>{below}</tr></thead>"
+    of_faults = "fault &rarr;" if any(fault for fault, _ in grid.columns) else ""
+    of_stages = "stage &rarr;" if any(stage for _, stage in grid.columns) else ""
+    of_rows = f"<span>{html.escape(grid.axis)} &darr;</span>"
+    titles = (
+        f'<thead><tr><th class="axis">{of_faults}</th>{head}</tr>'
+        f'<tr><th class="axis">{of_rows} {of_stages}</th>{below}</tr></thead>'
+    )
     return f'<table class="cells">{titles}<tbody>{"".join(rows)}</tbody></table>'
 
 

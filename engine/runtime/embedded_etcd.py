@@ -136,11 +136,11 @@ class EmbeddedEtcd:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() or ["it said nothing"]
-        try:
-            said = json.loads(lines[-1])
-        except ValueError:
-            return lines[-1]
-        return ": ".join(said[name] for name in ("msg", "error") if name in said)
+        for line in reversed(lines):  # behind its own words may stand a trace of the stack
+            with contextlib.suppress(ValueError, TypeError):
+                said = json.loads(line)
+                return ": ".join(said[name] for name in ("msg", "error") if name in said)
+        return lines[-1]
 
 
 def find_etcd() -> str:

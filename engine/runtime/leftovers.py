@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from engine.runtime.children import ForkServer
 from engine.runtime.etcd_settings import EtcdSettings
 
 _VARIABLE = "_BAMBOO_CASE"  # BAMBOO_* are fields of a job
@@ -28,13 +27,13 @@ _PROC = Path("/proc")
 class Traces:
     """Made before a run that this process starts; `left` looks for what is there beyond, after its end.
 
-    A fork `server` that outlives the run, and was started after `mark_processes`, is no leftover, but all others with
-    its mark are.
+    Processes count that were started after `mark_processes`, but for the fork server, whose pid is `server`: it
+    serves the next run too.
     """
 
-    def __init__(self, server: ForkServer | None = None) -> None:
+    def __init__(self, server: int) -> None:
         self._server = server
-        self._mark = os.environ[_VARIABLE] if server is not None else mark_processes()
+        self._mark = os.environ[_VARIABLE]
         self._shared_memory = _shared_memory()
         self._ports = _own_ports()
 
@@ -44,8 +43,6 @@ class Traces:
         Raises:
             CoordinatorUnavailableError: the kept store gives no answer.
         """
-        if self._server is None:
-            os.environ.pop(_VARIABLE, None)
         until_s = time.monotonic() + _GONE_WITHIN_S
         while (found := self._found(logs)) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
@@ -60,21 +57,19 @@ class Traces:
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         wanted = f"{_VARIABLE}={self._mark}".encode()
-        known = "" if self._server is None else str(self._server.pid)
         for entry in _PROC.iterdir():
             with contextlib.suppress(OSError):
                 if (
                     entry.name.isdigit()
-                    and entry.name != known
+                    and int(entry.name) != self._server
                     and wanted in (entry / "environ").read_bytes().split(b"\0")
                 ):
                     yield int(entry.name), (entry / "comm").read_text().strip()
 
 
-def mark_processes() -> str:
-    """Marks all processes that this one starts from now on, by their environment; returns the mark."""
-    mark = os.environ[_VARIABLE] = secrets.token_hex(8)
-    return mark
+def mark_processes() -> None:
+    """Marks all processes that this one starts from now on, by their environment."""
+    os.environ[_VARIABLE] = secrets.token_hex(8)
 
 
 def _own_ports() -> set[int]:

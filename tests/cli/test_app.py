@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bamboo_cli.__main__ import main
 from bamboo_cli.app import COMMANDS, app, load
 
+STRUCK_AT = """
+import os, signal, sys
+
+def strike(event, arguments):
+    if event == "import" and arguments[0] == "{module}":
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(strike)
+"""
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "pandas", "numpy", "plotly", "pydantic", "yaml", "grpc", "psutil")
 HELP = """
@@ -55,7 +68,7 @@ def test_the_help_of_a_command_loads_nothing_heavy(arguments: tuple[str, ...]) -
     assert not loaded_by(*arguments, "--help") & {*HEAVY}
 
 
-BAMBOO = [sys.executable, "-c", "from bamboo_cli.app import main; main()"]
+BAMBOO = [sys.executable, "-m", "bamboo_cli"]
 
 
 @pytest.mark.parametrize(
@@ -88,3 +101,35 @@ def test_what_cannot_be_written_is_said_and_the_end_of_a_run_too(tmp_path: Path)
         assert done.returncode == 74
         assert "bamboo: output: No space left on device" in done.stderr
     assert "finished: 1 steps" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["typer", "yaml"])
+def test_ctrl_c_ends_a_program_that_is_still_being_loaded_without_a_word(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STRUCK_AT.format(module=module))
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    arguments = ["run", "--steps", "0"]
+    done = subprocess.run(
+        [*BAMBOO, *arguments], cwd=tmp_path, check=False, timeout=60, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # which a shell calls 130
+
+
+def test_the_installed_command_and_the_module_are_the_same() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"bamboo": f"{main.__module__}:{main.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("run", "--json", "--stgaes", "2"), "No such option: --stgaes"),
+        (("compare", "one", "--json"), "Missing argument 'B'"),
+        (("run", "--json", "--stages", "0"), "--stages: stages: expected a whole number >= 1, found 0"),
+    ],
+)
+def test_whoever_asks_for_json_gets_one_object_whatever_is_wrong(arguments: tuple[str, ...], error: str) -> None:
+    done = subprocess.run([*BAMBOO, *arguments], cwd=ROOT, check=False, timeout=60, capture_output=True, text=True)
+    said = json.loads(done.stdout)
+    assert said["error"].startswith(error)
+    assert (done.returncode, said["exit_code"], said["outcome"]) == (2, 2, "refused")
+    assert error.split(maxsplit=1)[0] in done.stderr

@@ -18,7 +18,7 @@ from bamboo_cli import attach
 from bamboo_cli.attach import have_shown, pace, skipped
 from bamboo_cli.inject import inject
 from engine.core.action import parse_action
-from engine.core.errors import BambooError
+from engine.core.errors import BambooError, NothingMatchedError, StorageError
 from engine.core.fault import After, At, Fault, When, Worker
 from engine.core.job import Job
 from engine.files.run_folder import RunFolder
@@ -177,3 +177,28 @@ def test_a_dry_run_says_which_steps_of_the_running_job_are_meant(
     (fault,) = json.loads(say(run, "--dry-run", "--json").stdout)["faults"]
     assert fault["moment"]["step"] == 29
     assert list(run.path.glob("request-*")) == []
+
+
+def test_a_run_that_has_only_made_its_folder_is_waited_for(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    coming = [run.events.read_text(), ""]
+    run.events.unlink()
+
+    def sleep(_: float) -> None:  # first an empty file, then what a launcher says
+        run.events.write_text(coming.pop())
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert "kill before 1B0 of step" in say(run, "--dry-run").stdout
+    assert coming == []
+
+
+def test_a_run_that_does_not_begin_is_not_waited_for_for_ever(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "_BEGINS_WITHIN_S", 0.2)
+    run.events.unlink()
+    with pytest.raises(NothingMatchedError, match=f"{run.path.name} has not begun .* or name a run that goes on"):
+        say(run)
+
+
+def test_a_file_that_holds_no_events_is_named(run: RunFolder) -> None:
+    run.events.write_text("garbage\n")
+    with pytest.raises(StorageError, match=r"events.jsonl:1: expected one event as JSON, found 'garbage'"):
+        say(run)

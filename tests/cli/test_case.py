@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from bamboo_cli.case import scenario_facts
@@ -17,3 +20,17 @@ def test_a_scenario_whose_file_is_gone_meanwhile_is_told_as_it_was(tmp_path: Pat
     copy = path.rename(tmp_path / "scenario.yaml")
     facts = scenario_facts(loaded, copy)
     assert facts == {"scenario": "scenario.yaml", "text": text, "seed": 7, "settings": ["steps=9"]}
+
+
+def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bamboo_cli", "inject", "--scenario", "kill-first-stage", "--results", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )
+    (folder,) = (each for each in tmp_path.iterdir() if not each.is_symlink())
+    told = f"bamboo: cannot write '{folder / 'scenario.yaml'}': File too large\n"
+    assert (done.returncode, done.stdout, done.stderr) == (74, "", told)

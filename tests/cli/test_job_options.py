@@ -50,9 +50,17 @@ def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPa
     Path("job.yaml").write_text("stages: 2\nsteps: 3\n")
     monkeypatch.setenv("BAMBOO_SEED", "5")
     resolved, dry_run = invoke(
-        "run", "job.yaml", "--steps", "4", "--dry-run", "--set", "model_args.width=8", "--set", "data_args.x=a=b"
+        "run",
+        "job.yaml",
+        "--steps",
+        "4",
+        "--dry-run",
+        "--set",
+        "model_args.width=8",
+        "--set",
+        "optimizer_args.eps=1e-3",
     )
-    assert resolved.job == Job(stages=2, steps=4, seed=5, model_args={"width": 8}, data_args={"x": "a=b"})
+    assert resolved.job == Job(stages=2, steps=4, seed=5, model_args={"width": 8}, optimizer_args={"eps": 1e-3})
     assert dry_run is True
     assert resolved.origins["steps"] == "--steps"
     assert resolved.origins["seed"] == "BAMBOO_SEED"

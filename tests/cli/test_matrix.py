@@ -16,6 +16,7 @@ from bamboo_cli.matrix import matrix
 from engine.core.cell_result import CellResult
 from engine.core.errors import NothingMatchedError, UserError
 from engine.files.matrix_results import append_result
+from tests.matrices import read_each_once
 
 ROOT = Path(__file__).parents[2]
 APP = typer.Typer()
@@ -29,7 +30,8 @@ def lines(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_shards_are_the_whole() -> None:
+def test_the_shards_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_each_once(monkeypatch)
     whole = lines("matrix-full", "--format", "list")
     parts = [lines("matrix-full", "--format", "list", "--shard", f"{number}/5") for number in range(1, 6)]
     assert len(whole) == 972

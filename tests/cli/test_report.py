@@ -48,6 +48,23 @@ def test_the_latest_run_is_told_and_its_page_written(folder: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_what_takes_long_to_read_is_told_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = (folder / "events.jsonl").stat().st_size
+    monkeypatch.setattr("bamboo_cli.report._LONG_BYTES", num_bytes)
+    assert say(folder, "--json").stderr == ""
+    monkeypatch.setattr("bamboo_cli.report._LONG_BYTES", num_bytes - 1)
+    assert say(folder, "--json").stderr == f"reading {folder.name}: {num_bytes / 1e6:.0f} MB of events\n"
+
+
+def test_a_folder_that_is_no_run_is_named(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    with pytest.raises(NothingMatchedError, match=r"no run to report in '.*/empty': there is no events.jsonl"):
+        say(folder / "empty")
+    (folder / "events.jsonl").unlink()  # a run that has only made its folder
+    with pytest.raises(NothingMatchedError, match=f"no run to report in '.*{folder.name}'"):
+        say(folder.name, "--results", folder.parent)
+
+
 @pytest.mark.parametrize("form", ["csv", "json", "markdown", "html"])
 def test_a_form_for_programs_prints_nothing_else(folder: Path, form: str) -> None:
     said = say(folder, "--table", "steps", "--format", form)

@@ -105,3 +105,25 @@ def test_the_schema_in_the_library_is_the_one_that_is_printed(tmp_path: Path) ->
     assert call("schema", "job", "--output", str(path)).exit_code == 0
     assert json.loads(path.read_text()) == json.loads(call("schema", "job").stdout)
     assert call("schema", "nonsense").exit_code == 2
+
+
+def test_a_job_is_known_by_its_form_and_checked_too(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: mlp\nname: small\npipelines: 2\nsteps: 5\n")
+    assert call("validate", str(path)).stdout == f"{path}: valid: a job: mlp in 2 x 4 stages, 5 steps\n"
+    (said,) = json.loads(call("validate", "--json", str(path)).stdout)["files"]
+    assert (said["job"]["model"], said["job"]["steps"]) == ("mlp", 5)
+    path.write_text("model: mlp\nmodel_args: {widht: 3}\nstage: 2\n")
+    result = call("validate", str(path))
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        f"bamboo: {path}:2:21: model_args.widht: expected one of depth, dropout, width, found 'widht' "
+        "(did you mean 'width'?)",
+        f"bamboo: {path}:3:1: stage: expected a field of the job (did you mean 'stages'?)",
+    ]
+
+
+def test_a_scenario_with_nothing_but_its_job_is_no_job(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text("name: x\njob: {steps: 3}\n")
+    assert "faults: expected a value" in call("validate", str(path)).stderr

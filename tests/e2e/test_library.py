@@ -14,7 +14,7 @@ from engine.runtime.children import ForkServer
 from engine.runtime.faults.registry import kinds
 from engine.runtime.leftovers import mark_processes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,6 @@ def _house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 @pytest.mark.parametrize("name", scenario_names())
 def test_a_scenario_passes(house: House, name: str) -> None:
     loaded = load_scenario(name, kinds(), settings=[f"results={house.results}"])
-    case = run_case(loaded, None, server=house.server)
+    case = run_case(loaded, None, house.server)
     assert [each for each in case.checks if each.result != "passed"] == []
     assert case.exit_code == 0

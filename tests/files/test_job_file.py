@@ -120,7 +120,7 @@ def test_a_list_of_first_layers_is_a_partition() -> None:
 
 
 def test_text_fields_take_texts_of_the_command_line_as_they_stand() -> None:
-    resolved = resolve(None, {"BAMBOO_PARTITION": "4"}, ("data=a #1: x.txt", "model='gpt'"), name="010")
+    resolved = resolve(None, {"BAMBOO_PARTITION": "4"}, ("stages=2", "data=a #1: x.txt", "model='gpt'"), name="010")
     assert (resolved.job.partition, resolved.job.data, resolved.job.model, resolved.job.name) == (
         "4",
         "a #1: x.txt",

@@ -21,6 +21,7 @@ from engine.files.matrix_file import read_matrix
 from engine.files.scenario_file import load_scenario
 from engine.files.starter import INSTALL, JOB, SCENARIO, WORKFLOW, starter, workflow, write_new
 from engine.runtime.faults.registry import kinds
+from tests.matrices import read_each_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,8 +81,9 @@ CHOICES = {"MATRIX": ("matrix-smoke", "matrix-full"), "SHARDS": ("2", "8")}
 
 
 @pytest.mark.parametrize("choice", [0, 1])
-def test_the_workflow_means_what_a_runner_reads(tmp_path: Path, choice: int) -> None:
+def test_the_workflow_means_what_a_runner_reads(tmp_path: Path, choice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its expressions name is there, its commands are ours, and its jobs run every cell once."""
+    read_each_once(monkeypatch)
     text = workflow()
     assert {*re.findall(r"\$\{\{ (.+?) \}\}", text)} == {
         "steps.plan.outputs.matrix",

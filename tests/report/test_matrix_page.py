@@ -29,7 +29,8 @@ def colour(browser: Browser, row: int, column: int) -> str:
 def test_good_is_green_bad_is_red_and_what_did_not_run_is_grey(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, ALL)
     titles = "[...document.querySelectorAll('.cells th')].map((each) => each.innerText)"
-    assert browser.ask(titles) == ["", "kill", "stop", "", "first", "last", "first", "F", "B"]
+    across = ["fault \u2192", "kill", "stop", "action \u2193\nstage \u2192", "first", "last", "first"]
+    assert browser.ask(titles) == [*across, "F", "B"]
     assert (colour(browser, 0, 1), colour(browser, 0, 2)) == ("Prgb(27, 127, 59)", "-rgb(107, 107, 107)")
     assert (colour(browser, 1, 2), colour(browser, 1, 3)) == ("Irgb(138, 90, 0)", "Frgb(179, 38, 30)")
     assert browser.ask("document.querySelector('h1').innerText") == "1 passed, 1 failed, 1 invalid"
@@ -42,6 +43,16 @@ def listed(browser: Browser) -> list[str]:
     """Returns what is told of the cells that did not pass."""
     found: list[str] = browser.ask("[...document.querySelectorAll('.others li')].map((each) => each.innerText)")
     return found
+
+
+def test_the_rows_are_named_by_what_varies() -> None:
+    for labels, axis in (({}, "case"), ({"action": "F"}, "action")):
+        grid = grid_of([("a/b", labels)], {})
+        page = matrix_page("smoke", grid, [], str)
+        assert grid.axis == axis
+        assert f"<span>{axis} &darr;</span>" in page
+        assert "fault &rarr;" not in page and "stage &rarr;" not in page  # there is no more than one of either
+    assert grid_of([("a/b", {}), ("a/c", {"action": "F"})], {}).axis == "action or case"
 
 
 def test_pointing_at_a_field_tells_cell_verdict_and_how_to_run_it_again(browser: Browser, tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_every_wrong_argument_is_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
         open_data(Job(model="mlp", data_args={"featurs": 3, "outputs": 0, "features": "many"}))
     assert [(problem.field, problem.found) for problem in caught.value.problems] == [
-        ("data_args", "'featurs'"),
+        ("data_args.featurs", "'featurs'"),
         ("data_args.outputs", "0"),
         ("data_args.features", "'many'"),
     ]

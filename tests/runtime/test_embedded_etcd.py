@@ -21,7 +21,7 @@ from engine.runtime.etcd_kv import EtcdKV
 from engine.runtime.etcd_settings import EtcdSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-GONE_WITHIN_S = 1.0
+GONE_WITHIN_S = 10.0  # a moment, where nothing else is going on
 
 PARENT = """
 import sys, time
@@ -100,6 +100,25 @@ def test_it_must_be_started_from_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert "die with this thread" in str(caught)
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("", "it said nothing"),
+        ("flag provided but not defined: -x\nUsage:\n", "Usage:"),
+        ('{"level":"info","msg":"listening"}\n', "listening"),
+        (
+            '{"level":"panic","msg":"failed to create WAL","error":"no space left on device"}\n'
+            "panic: failed to create WAL\n\ngoroutine 1 [running]:\n3\n\t/server/main.go:32 +0x45\n",
+            "failed to create WAL: no space left on device",
+        ),
+    ],
+)
+def test_its_last_words_are_its_own_and_no_trace_of_a_stack(tmp_path: Path, log: str, words: str) -> None:
+    server = EmbeddedEtcd(tmp_path)
+    server.log.write_text(log)
+    assert server._last_words() == words
 
 
 def test_a_restart_has_the_same_port_and_the_same_data(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from engine.core.kv import Delete, Put, Txn, absent
 from engine.runtime import etcd_kv
 from engine.runtime.election import Election
 from engine.runtime.embedded_etcd import EmbeddedEtcd, find_etcd
-from engine.runtime.etcd_calls import ATTEMPT_S, EtcdCalls, etcd3, rpc
+from engine.runtime.etcd_calls import DEADLINE_S, EtcdCalls, etcd3, rpc
 from engine.runtime.etcd_keys import KeySpace
 from engine.runtime.etcd_kv import EtcdKV
 from engine.runtime.etcd_settings import Endpoint, EtcdSettings, Secret
@@ -141,6 +141,9 @@ def test_a_watch_after_a_restart(server: EmbeddedEtcd, monkeypatch: pytest.Monke
     backend.come_back()
     kv.put("a", b"2")
     assert [event.value for event in backend.take(watch, 1)] == [b"2"]
+    until_s = time.monotonic() + 10
+    while len(naive) < 2 and time.monotonic() < until_s:
+        time.sleep(0.01)
     time.sleep(0.3)
     assert [hasattr(each, "events") for each in naive] == [True, False]  # an exception is handed over, then silence
 
@@ -180,10 +183,10 @@ def test_a_watch_through_etcds_own_proxy_is_one_stream(etcd: EtcdSettings, monke
 def test_a_watch_has_its_whole_deadline_after_each_break_and_hands_over_what_came_before(server: EmbeddedEtcd) -> None:
     kv = EtcdKV(server.settings(), "/bamboo/x/")
     revision = kv.put("a", b"1")
-    kv._calls.deadline_s = 0.3
+    kv._calls.deadline_s = 1.0
     watch = kv.watch("", revision)
     assert select.select([watch], [], [], 5)[0] and len(watch.take()) == 1
-    time.sleep(0.4)
+    time.sleep(1.2)
     kv._calls.deadline_s = 10.0
     signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
     server.start()
@@ -211,7 +214,7 @@ def test_a_server_that_does_not_answer(server: EmbeddedEtcd) -> None:
         started_s = time.monotonic()
         with pytest.raises(CoordinatorUnavailableError, match="does not answer"):
             kv.get("a")
-        assert time.monotonic() - started_s < 0.5 + ATTEMPT_S
+        assert time.monotonic() - started_s < DEADLINE_S  # its own deadline, not the usual one
     finally:
         signal.pidfd_send_signal(server.pidfd, signal.SIGCONT)
     assert kv.get("a") is not None

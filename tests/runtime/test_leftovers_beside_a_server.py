@@ -15,19 +15,19 @@ from engine.runtime.leftovers import Traces, mark_processes
 
 @pytest.fixture(name="server")
 def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    monkeypatch.setenv("BAMBOO_CASE", "")  # put back afterwards
+    monkeypatch.setenv("_BAMBOO_CASE", "")  # put back afterwards
     mark_processes()
     with ForkServer() as server:
         yield server
 
 
 def test_the_server_is_no_leftover(server: ForkServer, tmp_path: Path) -> None:
-    assert Traces(server).left(tmp_path, "run", None) == []
+    assert Traces(server.pid).left(tmp_path, "run", None) == []
 
 
 def test_a_process_that_stays_is_found_in_every_case(server: ForkServer, tmp_path: Path) -> None:
     for _ in range(2):
-        traces = Traces(server)
+        traces = Traces(server.pid)
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
             (found,) = traces.left(tmp_path, "run", None)
             assert found.startswith(f"process {child.pid} (")

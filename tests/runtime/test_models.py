@@ -12,9 +12,10 @@ from engine.core.errors import UserError
 from engine.core.job import Args, Job
 from engine.core.random_key import weights_key
 from engine.models import timed
-from engine.models.catalogue import MODELS, build_model, open_data
+from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, Model, Tie, as_tensors
+from engine.models.offer import MODELS
 
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)
 SMALL_ARGS: dict[str, Args] = {
@@ -223,7 +224,7 @@ def test_a_small_resnet_learns_the_digits() -> None:
     ("job", "field", "words"),
     [
         (Job(model="resnet19"), "model", "did you mean 'resnet1"),
-        (Job(model="gpt", model_args={"widht": 3}), "model_args", "did you mean 'width'?"),
+        (Job(model="gpt", model_args={"widht": 3}), "model_args.widht", "did you mean 'width'?"),
         (Job(model="gpt", model_args={"width": "wide"}), "model_args.width", "a whole number >= 1, found 'wide'"),
         (Job(model="gpt", model_args={"width": 3.5}), "model_args.width", "a whole number"),
         (Job(model="gpt", model_args={"width": True}), "model_args.width", "found True"),

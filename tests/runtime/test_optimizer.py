@@ -157,13 +157,13 @@ def test_two_layers_share_nothing() -> None:
         (
             "sgd",
             {"momentun": 0.9},
-            "optimizer_args: expected one of dampening, momentum, nesterov, weight_decay, "
+            "optimizer_args.momentun: expected one of dampening, momentum, nesterov, weight_decay, "
             "found 'momentun' (did you mean 'momentum'?)",
         ),
         (
             "adamw",
             {"lr": 0.1},
-            "optimizer_args: expected one of beta1, beta2, eps, weight_decay, found 'lr'",
+            "optimizer_args.lr: expected one of beta1, beta2, eps, weight_decay, found 'lr'",
         ),
         ("adamw", {"eps": "small"}, "optimizer_args.eps: expected a finite number >= 0, found 'small'"),
         ("adamw", {"beta1": 1.0}, "optimizer_args.beta1: expected a number >= 0 and < 1, found 1.0"),

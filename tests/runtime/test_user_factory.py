@@ -151,7 +151,7 @@ def test_unknown_and_missing_arguments_are_named(module: WriteModule) -> None:
     with pytest.raises(UserError) as caught:
         build_model(Job(model=f"{name}:make", model_args={"widht": 3}), FACTS)
     unknown, missing = caught.value.problems
-    assert (unknown.field, unknown.found, unknown.hint) == ("model_args", "'widht'", "did you mean 'width'?")
+    assert (unknown.field, unknown.found, unknown.hint) == ("model_args.widht", "'widht'", "did you mean 'width'?")
     assert missing.field == "model_args.width"
 
 
@@ -236,6 +236,18 @@ class Odd(Whole):
     def batch(self, step, pipeline, size):
         return super().batch(step, pipeline, size + 1)
 
+class Double(Whole):
+    def batch(self, step, pipeline, size):
+        return super().batch(step, pipeline, 2 * size)
+
+class LongTargets(Whole):
+    def batch(self, step, pipeline, size):
+        return WholeBatch((torch.ones(size, 1),), torch.ones(2 * size))
+
+class LongValidation(Whole):
+    def validation_batch(self, size):
+        return super().validation_batch(3 * size)
+
 class Number(Whole):
     def batch(self, step, pipeline, size):
         return 3
@@ -296,10 +308,24 @@ def test_a_first_layer_that_is_called_by_name_may_hand_a_skip(module: WriteModul
     assert values[0].tolist() == [[-16], [-20]]
 
 
-def test_batches_that_cannot_be_split_are_told_when_they_are_opened(module: WriteModule) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Odd", "batch.args.0: expected 6 along dimension 0, found 7"),
+        ("Double", "batch.args.0: expected 6 along dimension 0, found 12"),
+        ("LongTargets", "batch.targets: expected 6 along dimension 0, found 12"),
+    ],
+)
+def test_batches_of_another_size_are_told_when_they_are_opened(module: WriteModule, name: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:Odd"))
-    assert "batch.args.0: expected a multiple of 3 along dimension 0, found 7" in str(caught.value)
+        open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:{name}"))
+    assert f"{name}.batch(step=0, pipeline=0, size=6): {told}" in str(caught.value)
+
+
+def test_a_batch_of_validation_has_its_size_too(module: WriteModule) -> None:
+    data = open_data(replace(BATCH_JOB, data=f"{module(USER_BATCHES)}:LongValidation"))
+    with pytest.raises(ValueError, match=r"validation_batch\(size=4\): batch.args.0: expected 4 .* found 12$"):
+        data.validation(0, 2)
 
 
 def test_what_is_wrong_with_a_batch_is_told_with_the_call_that_made_it(module: WriteModule) -> None:

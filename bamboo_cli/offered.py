@@ -1,0 +1,14 @@
+"""What a job may name: built-in models, data and optimizers, and their arguments, all read without torch."""
+
+from __future__ import annotations
+
+from engine.core.errors import Problem
+from engine.core.job import Job
+from engine.models.arguments import argument_problems
+from engine.models.offer import problems_of
+
+
+def offered(job: Job) -> list[Problem]:
+    """Returns what is wrong with what a job names, as far as it is built in."""
+    optimizer = argument_problems("optimizer_args", "engine.runtime.optimizer", job.optimizer, job.optimizer_args)
+    return [*problems_of(job), *optimizer]

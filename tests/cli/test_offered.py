@@ -1,0 +1,153 @@
+"""What a job names is checked before anything starts: names and arguments of what is built in, at their places."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bamboo_cli.offered import offered
+from engine.core.errors import UserError
+from engine.core.job import Job
+from engine.files.job_file import resolve_job
+from engine.files.matrix_file import read_matrix
+from engine.files.scenario_file import load_document
+from engine.files.strict_yaml import read_text
+from engine.models.arguments import argument_problems
+from engine.models.offer import DATA, MODELS, Builtin
+from engine.runtime.faults.registry import kinds
+
+ROOT = Path(__file__).parents[2]
+BAMBOO = [sys.executable, "-m", "bamboo_cli"]
+FACTORIES = [entry.factory for entry in MODELS.values()] + [each for tasks in DATA.values() for each in tasks.values()]
+WRONG = """\
+model_args:
+  widht: 3
+  depth: 0
+data_args: {seqence: 4}
+optimizer_args: {weight_deacy: 1}
+steps: -2
+"""
+SCENARIO = "version: 1\nname: x\nabout: z\nfaults:\n  - {at: {step: 1, stage: 1}, do: kill}\n"
+TOLD = [
+    "2:10: model_args.widht: expected one of depth, dropout, heads, tied, width, found 'widht' (did you mean 'width'?)",
+    "3:10: model_args.depth: expected a whole number >= 1, found 0",
+    "4:22: data_args.seqence: expected one of sequence, found 'seqence' (did you mean 'sequence'?)",
+    "5:32: optimizer_args.weight_deacy: expected one of beta1, beta2, eps, weight_decay, found 'weight_deacy' "
+    "(did you mean 'weight_decay'?)",
+    "6:8: steps: expected a whole number >= 1, found -2",
+]
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def problems(text: str) -> list[str]:
+    Path("job.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        resolve_job(Path("job.yaml"), {}, offered=offered)
+    return [str(each).removeprefix("job.yaml:") for each in caught.value.problems]
+
+
+def test_all_that_is_wrong_comes_at_once_each_at_its_place() -> None:
+    assert problems(WRONG) == TOLD
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: gtp", ["1:8: model: expected one of alexnet, bert, gpt, mlp, "]),
+        ("data: syntetic", ["1:7: data: expected one of auto, digits, synthetic, text, a file, a folder, or "]),
+        ("model: resnet18\ndata: text", ["2:7: data: expected data that resnet18 can learn, such as digits, "]),
+        ("model: resnet18\nmicrobatch_size: 1", ["2:18: microbatch_size: expected a whole number >= 2 for batch norm"]),
+        ("model: m:own\ndata_args: {featurs: 3}", ["2:22: data_args.featurs: expected one of features, outputs, "]),
+        ("model: gtp\ndata: digits\ndata_args: {x: 1}", ["1:8: model: "]),  # who learns from it is not known
+        ("optimizer: sdg\noptimizer_args: {momentum: 0.9}", ["1:12: optimizer: expected one of sgd, adamw"]),
+    ],
+)
+def test_a_wrong_name_is_told(text: str, told: list[str]) -> None:
+    found = problems(text)
+    assert len(found) == len(told)
+    assert all(each.startswith(start) for each, start in zip(found, told, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(model="m:own", model_args={"x": 1}),
+        Job(data="m:own", data_args={"x": 1}),
+        Job(data="not/here.txt", data_args={"sequence": 8}),
+        Job(model="mlp", data_args={"features": 8}),
+        Job(model="mlp", data="digits", data_args={"size": 8}, optimizer="sgd", optimizer_args={"momentum": 0.9}),
+    ],
+)
+def test_what_cannot_be_known_yet_and_what_is_good_pass(job: Job) -> None:
+    assert not offered(job)
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda each: each.name)
+def test_the_source_says_what_the_signature_says(factory: Builtin) -> None:
+    found = getattr(importlib.import_module(f"engine.models.{factory.module}"), factory.name)
+    parameters = inspect.signature(found).parameters.values()
+    names = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    (problem,) = factory.problems("args", {"zzz": 1})
+    assert problem.expected == (f"one of {', '.join(sorted(names))}" if names else "no arguments")
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizers_go_by_the_names_of_their_functions(name: str) -> None:
+    from engine.runtime.optimizer import OPTIMIZERS
+
+    assert OPTIMIZERS[name].__name__ == name
+    assert argument_problems("optimizer_args", "engine.runtime.optimizer", name, {"zzz": 1})
+
+
+def test_the_job_of_a_scenario_and_of_a_matrix_is_checked_too() -> None:
+    text = SCENARIO + "job:\n  model_args: {widht: 3}\n"
+    place = f":{len(text.splitlines())}:23: job.model_args.widht: expected one of depth, "
+    with pytest.raises(UserError, match=f"x.yaml{place}"):
+        load_document(Path("x.yaml"), read_text(text, "x.yaml"), kinds(), offered=offered)
+    Path("x.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"x.yaml{place}"):
+        read_matrix("x.yaml", kinds(), offered=offered)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BAMBOO, *arguments], check=False, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--explain",)])
+def test_a_run_with_a_typo_starts_nothing(more: tuple[str, ...]) -> None:
+    Path("job.yaml").write_text(WRONG)
+    done = run("run", "job.yaml", *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [f"bamboo: job.yaml:{each}" for each in TOLD]
+    assert not Path("results").exists()
+
+
+def test_a_run_without_its_data_starts_nothing_and_can_be_planned() -> None:
+    Path("job.yaml").write_text("data: data/none.txt\n")
+    done = run("run", "job.yaml", "--json")
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert (done.returncode, problem["source"]) == (2, "job.yaml:1:7")
+    assert (problem["found"], problem["hint"]) == ("'data/none.txt'", "No such file or directory")
+    assert done.stderr.startswith("bamboo: job.yaml:1:7: data: expected a file or a folder that can be read, found ")
+    assert not Path("results").exists()
+    assert run("run", "job.yaml", "--dry-run").returncode == 0
+
+
+def test_nothing_heavy_is_loaded_for_it() -> None:
+    code = (
+        "import sys; from bamboo_cli.offered import offered; from engine.core.job import Job\n"
+        "assert offered(Job(model_args={'widht': 1}, data_args={'x': 1}, optimizer_args={'x': 1}))\n"
+        "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
