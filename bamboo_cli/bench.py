@@ -161,7 +161,7 @@ def handover(quick: Quick = False, as_json: AsJson = False, results: Results = _
     """What a SIGTERM with enough grace costs, and a step with one worker less, against limits and theory."""
     from engine.runtime.bench_handover import bench_handover
 
-    sizes = (1, 1) if quick else (30, 8)
+    sizes = (1, 1) if quick else (30, 4)
     _run("handover", lambda folder: bench_handover(*sizes, folder), as_json, results)
 
 

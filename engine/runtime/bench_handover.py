@@ -3,7 +3,9 @@
 Rules: every notice, and every kill, is a run of its own on stages that sleep. The steps of a run are read off its
 commits: those before, those after with one worker less, and those between, in which the change falls. The stall is what
 the steps between took beyond as many usual ones, each compared with the steps of its own ownership; no time is left
-out. A notice that had anything done twice fails the benchmark.
+out. What the machine itself adds to such a sum is seen in runs to which nothing happens, taken in between: where that
+comes near the limit, the machine is too busy to say anything of a stall. A notice that had anything done twice fails
+the benchmark.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +30,9 @@ from engine.runtime.bench_runs import run_bamboo, run_scenario
 
 CASE = "timed P=4 M=8"
 _STEP = 5  # in which the fault strikes
+_STEPS = _STEP + 10  # so that enough of them are usual ones again
+_BETWEEN = range(_STEP, _STEP + 4)  # the steps that a change falls in, where there is none
+_NOTICES_PER_CALM = 5  # notices to each run to which nothing happens
 _STALL_PART, _STALL_MS = 0.015, 5.0  # of a usual step, or this, whichever is more
 _STEADY_GOAL = 1.03
 _OPS = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "LOG", "COMMIT", "STEP")
@@ -47,19 +54,25 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
     Raises:
         WorkerFailedError: a run failed, or a hand-over had something done twice.
     """
-    job = replace(overhead_cases()[CASE], steps=_STEP + 8)
+    job = replace(overhead_cases()[CASE], steps=_STEPS)
     chosen = random.Random(0)  # noqa: S311 - the same actions at every run
-    notices = []
+    notices, calm_ms = [], []
     for number in range(num_notices):
         stage = number % job.stages
         events = _noticed(job, stage, _an_action(chosen, stage, job), folder)
         _refuse_work_done_twice(events)
         notices.append(_change(events))
+        if number % _NOTICES_PER_CALM == 0:
+            calm_ms.append(_calm_ms(job, folder))
     kills = []
     for number in range(num_kills):
         kill = f"{_STEP}:{number % job.stages}"
         kills.append(_change(run_bamboo(folder, *timed_flags(job), "--kill", kill, "--no-twin").events))
-    return [*_stall_rows(notices), *_steady_rows(job, "handed over", notices), *_steady_rows(job, "killed", kills)]
+    return [
+        *_stall_rows(notices, calm_ms),
+        *_steady_rows(job, "handed over", notices),
+        *_steady_rows(job, "killed", kills),
+    ]
 
 
 def _an_action(chosen: random.Random, stage: int, job: Job) -> Mapping[str, Any]:
@@ -85,6 +98,13 @@ def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> list[
         return run_scenario(folder, file)
 
 
+def _calm_ms(job: Job, folder: Path) -> float:
+    """Returns the stall of a run to which nothing happens, in milliseconds."""
+    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).events)
+    usual_ms = median(each for step, each in took_ms.items() if step not in _BETWEEN)
+    return sum(took_ms[step] - usual_ms for step in _BETWEEN)
+
+
 def _refuse_work_done_twice(events: Sequence[Mapping[str, Any]]) -> None:
     seen = set()
     for event in events:
@@ -95,15 +115,23 @@ def _refuse_work_done_twice(events: Sequence[Mapping[str, Any]]) -> None:
             seen.add(key)
 
 
+def _commits_ns(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    return {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
+
+
+def _took_ms(events: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Returns what each step but the first took, from one commit to the next."""
+    return {later[0]: (later[1] - earlier[1]) / 1e6 for earlier, later in pairwise(sorted(_commits_ns(events).items()))}
+
+
 def _change(events: Sequence[Mapping[str, Any]]) -> Change:
     """Reads off the commits of one run what its steps took before, during and after the change of its ownership."""
-    commits_ns = {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
+    commits_ns, took_ms = _commits_ns(events), _took_ms(events)
     epochs = [event for event in events if event["event"] == "epoch"]
     handed = next(each for each in epochs if each["owners"] != epochs[0]["owners"])
     old = max(step for step, at_ns in commits_ns.items() if at_ns <= handed["at_ns"])  # the last of the old ownership
     settled = 1 + next(step for step, at_ns in sorted(commits_ns.items()) if at_ns > epochs[-1]["at_ns"])
     last = max(commits_ns)
-    took_ms = {step: (commits_ns[step] - commits_ns[step - 1]) / 1e6 for step in range(1, last + 1)}
     before_ms = median(took_ms[step] for step in range(1, _STEP))
     after_ms = median(took_ms[step] for step in range(settled + 1, last + 1))
     stall_ms = sum(took_ms[step] - before_ms for step in range(_STEP, old + 1))
@@ -111,23 +139,29 @@ def _change(events: Sequence[Mapping[str, Any]]) -> Change:
     return Change(before_ms, after_ms, stall_ms)
 
 
-def _stall_rows(notices: Sequence[Change]) -> list[Row]:
-    goals_ms = [max(_STALL_PART * each.before_ms, _STALL_MS) for each in notices]
-    rows = []
-    for name, pick in (("median", median), ("most", max)):
-        stall_ms, goal_ms = pick([each.stall_ms for each in notices]), median(goals_ms)
-        row = Row(
+def _stall_rows(notices: Sequence[Change], calm_ms: Sequence[float]) -> list[Row]:
+    limit_ms = median(max(_STALL_PART * each.before_ms, _STALL_MS) for each in notices)
+    stalls_ms = sorted(each.stall_ms for each in notices)
+    found = {
+        "median": median(stalls_ms),
+        "9 of 10 within": stalls_ms[ceil(0.9 * len(stalls_ms)) - 1],
+        "most": stalls_ms[-1],
+    }
+    rows = [
+        Row(
             f"{CASE}, SIGTERM",
             f"stall ms, {name}; peer: limit",
             stall_ms,
-            goal_ms,
-            stall_ms / goal_ms,
-            goal_ms,
-            stall_ms <= goal_ms,
-            len(notices),
+            limit_ms,
+            stall_ms / limit_ms,
+            limit_ms,
+            stall_ms <= limit_ms,
+            len(stalls_ms),
         )
-        rows.append(row)
-    return rows
+        for name, stall_ms in found.items()
+    ]
+    calm, metric = median(calm_ms), "the same sum ms, median; peer: limit"
+    return [*rows, Row(f"{CASE}, nothing happens", metric, calm, limit_ms, calm / limit_ms, None, None, len(calm_ms))]
 
 
 def _steady_rows(job: Job, how: str, changes: Sequence[Change]) -> list[Row]:

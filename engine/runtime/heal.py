@@ -20,6 +20,7 @@ from engine.runtime.stage import Stage
 from engine.runtime.state_hash import hash_tensors
 from engine.runtime.tensor_spec import TensorSpec
 
+_ASIDE = "heal"  # of receives that are posted ahead, and that may have to wait for what this worker does later
 Place = tuple[str, int, str, str]  # what it is, its layer or pipeline, its parameter or number, its name there
 
 
@@ -55,7 +56,7 @@ def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
     header = _take(plane, source, key, TensorSpec((length,), torch.uint8, False))
     entries = json.loads(header.numpy().tobytes())
     specs = [TensorSpec.from_json(spec) for _, spec, _, _ in entries]
-    tensors = take_parcel(plane, source, key, specs)
+    tensors = take_parcel(plane, source, key, specs, _ASIDE)
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
     boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
@@ -68,7 +69,7 @@ def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
 
 
 def _take(plane: DataPlane, source: int, key: Key, spec: TensorSpec) -> Tensor:
-    plane.post(source, key, (spec,))
+    plane.post(source, key, (spec,), _ASIDE)
     (tensor,) = plane.take(source, key)
     return tensor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from engine.core.commit import Commit as Committed
@@ -32,6 +33,8 @@ from engine.runtime.link import Message
 from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.roster import Member, RendezvousStore, tell_all
 
+_TRAINING = (Phase.RUNNING, Phase.DRAINING)
+
 
 class Orders:
     """Carries out orders for one job, over members that have been started."""
@@ -55,8 +58,8 @@ class Orders:
         _CARRY_OUT[type(effect)](self, effect, state)
 
     def broadcast(self, kind: str, **fields: Any) -> None:
-        """Tells every worker that has not ended."""
-        tell_all(self.members.values(), kind, **fields)
+        """Tells every worker that has not ended: who owns the first stage first, for the others wait for it."""
+        tell_all(sorted(self.members.values(), key=_first_stage), kind, **fields)
 
     def _publish_epoch(self, effect: PublishEpoch, state: State) -> None:
         if effect.epoch <= self._epoch["epoch"]:
@@ -70,15 +73,16 @@ class Orders:
             "store_port": self.store.port,  # the group of this epoch is formed there, whatever there was before
             "commit": self._told,  # whoever was taken out of waiting for it has it from here
             "digest": None if state.phase in GATHERING else next(iter(state.digests.values()), None),
+            "go": self._go(state) if state.phase in _TRAINING else None,  # nothing is left to wait for
         }
         at_ns = now_ns()
+        ownership = self._ownership(state)
+        for worker in effect.members:
+            self.members[worker].slots = ownership.slots_of(worker)
         self.broadcast(**self._epoch_message())
         self.account.freeze()
         self.recorder.event("epoch", **asdict(effect), shadows=state.shadows, at_ns=at_ns)
         self.account.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
-        ownership = self._ownership(state)
-        for worker in effect.members:
-            self.members[worker].slots = ownership.slots_of(worker)
 
     def _epoch_message(self) -> Message:
         return {"kind": "epoch", **self._epoch}
@@ -112,12 +116,17 @@ class Orders:
         self._started = effect.epoch
         self.account.open(effect.epoch, self._ownership(state))
         at_ns = now_ns()
-        validate = self.account.owes_validation(state.committed >= state.last_step)
-        self.broadcast("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING, validate=validate)
+        if self._epoch["go"] is None:
+            self.broadcast("go", **self._go(state))
         self.recorder.event("go", epoch=effect.epoch, at_ns=at_ns)
         self.account.going_at_ns = self.account.going_at_ns or at_ns
         for worker in state.members:
             self.members[worker].state = "running"
+
+    def _go(self, state: State) -> Message:
+        """Returns what a worker needs to know, beside the plan, to go on."""
+        validate = self.account.owes_validation(state.committed >= state.last_step)
+        return {"end": state.phase is Phase.DRAINING, "validate": validate}
 
     def _send_commit(self, effect: Commit, state: State) -> None:
         commit, self.decided = self.decided, None
@@ -147,6 +156,10 @@ class Orders:
 
     def _need_not(self, effect: Effect, state: State) -> None:
         """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
+
+
+def _first_stage(member: Member) -> float:
+    return min((stage for _, stage in member.slots), default=inf)
 
 
 def _document(effect: PublishPlanInput) -> Message:

@@ -47,13 +47,15 @@ def send_parcel(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Seq
             plane.send(target, key, (piece,))
 
 
-def take_parcel(plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Waits for a parcel from `source`; returns its tensors, new and contiguous."""
+def take_parcel(
+    plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec], aside: object = None
+) -> list[Tensor]:
+    """Waits for a parcel from `source`, `aside` from what else comes from there; returns its tensors, contiguous."""
     tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
     payload = [bytes_of(tensor) for tensor in tensors]
     for piece in pieces_of([len(each) for each in payload]):
         size = sum(end - start for _, start, end in piece)
-        plane.post(source, key, (TensorSpec((size,), torch.uint8, False),))
+        plane.post(source, key, (TensorSpec((size,), torch.uint8, False),), aside)
         (arrived,) = plane.take(source, key)
         at = 0
         for index, start, end in piece:

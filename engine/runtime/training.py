@@ -127,7 +127,7 @@ class Training:
             share = self._convene(epoch)
         elif epoch["digest"] is not None:
             share = self._recall(epoch)
-        go = control.take("go")
+        go = epoch["go"] or control.take("go")
         if self._forming is not None:
             self._plane = self._forming.plane()
             self._forming = None

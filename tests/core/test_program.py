@@ -62,13 +62,13 @@ def test_shadows_log_commit_and_step_after_the_owner_has() -> None:
     )
 
 
-def test_state_leaves_first_and_is_taken_just_before_it_is_needed() -> None:
-    ownership = Ownership(Grid(2, 1), (0, 1), ((1,), (0, 2)))
+def test_state_leaves_first_and_is_taken_behind_the_last_send() -> None:
+    ownership = Ownership(Grid(2, 2), (0, 1), ((1,), (0, 2)))
     program = build_program("1f1b", ownership, healing={(0, (0, 1)), (2, (0, 1))})
     assert drawn_program(program) == plain(
         """
-        0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 0LOG 1HEAL 1LOG 0COMMIT 1COMMIT 0STEP 1STEP
-        1: 1HEAL 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 1LOG 0LOG 1COMMIT 0COMMIT 1STEP 0STEP
+        0: 0F0 0SEND_F0 0F1 0SEND_F1 1HEAL 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0LOG 1LOG 0COMMIT 1COMMIT 0STEP 1STEP
+        1: 1HEAL 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1LOG 0LOG 1COMMIT 0COMMIT 1STEP 0STEP
         2: 1HEAL 1LOG 1COMMIT 1STEP
         """
     )

@@ -29,6 +29,7 @@ from tests.runtime.small_run import NORMED, TIED_GPT, small_job, starts_of
 
 SLOT = (0, 1)
 KEY = 7
+ONE = TensorSpec((1,), torch.float32, False)
 JOBS: dict[str, dict[str, Any]] = {
     "adamw": NORMED,
     "sgd": NORMED | {"optimizer": "sgd"},
@@ -108,9 +109,9 @@ def takes(port: int, prefix: str, values: dict[str, Any]) -> Any:
 
 def _part(plane: DataPlane, other: int) -> None:
     """Leaves when the other has all that it needs."""
-    plane.post(other, KEY + 1, (TensorSpec((1,), torch.float32, False),))
-    plane.send(other, KEY + 1, (torch.ones(1),))
-    plane.take(other, KEY + 1)
+    plane.post(other, KEY + 3, (ONE,))
+    plane.send(other, KEY + 3, (torch.ones(1),))
+    plane.take(other, KEY + 3)
     plane.reap()
     plane.close()
 
@@ -134,6 +135,32 @@ def test_what_is_sent_is_as_of_the_boundary_though_forwards_have_run_since(name:
     of_boundary = [buffer for buffers in stage.boundary for buffer in buffers]
     assert all(torch.equal(*pair) for pair in zip(sent, of_boundary, strict=True))
     assert not any(torch.equal(*pair) for pair in zip(sent, stage.buffers(), strict=False))
+
+
+def sends_and_waits(port: int, prefix: str) -> None:
+    """What the other expects first of all it sends last, when it has heard that the replica is whole."""
+    replicas, plane = trained(small_job(**NORMED), 1), plane_of(port, prefix, 0)
+    send_state(plane, (1,), KEY, replicas.stages[SLOT])
+    plane.post(1, KEY + 1, (ONE,))
+    plane.take(1, KEY + 1)
+    plane.send(1, KEY + 2, (torch.ones(1),))
+    _part(plane, 1)
+
+
+def takes_while_it_expects_another(port: int, prefix: str) -> Any:
+    replicas, plane = replicas_of(small_job(**NORMED), []), plane_of(port, prefix, 1)
+    plane.post(0, KEY + 2, (ONE,))
+    replicas.await_heal(SLOT)
+    take_state(plane, 0, KEY, replicas.stages[SLOT])
+    plane.send(0, KEY + 1, (torch.ones(1),))
+    plane.take(0, KEY + 2)
+    _part(plane, 0)
+    return True
+
+
+def test_a_state_need_not_wait_for_what_was_posted_before_it(peers: PeerServer, port: int) -> None:
+    peers.start(sends_and_waits, port, "aside")
+    assert peers.start(takes_while_it_expects_another, port, "aside").result()
 
 
 def sends_a_wrong_bit(port: int, prefix: str, what: str) -> None:

@@ -1,0 +1,70 @@
+"""What workers are told of an epoch, and who first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from engine.core.job import Job
+from engine.core.membership import step
+from engine.core.membership_effects import Effect
+from engine.core.membership_events import Event, ExitSeen, Inventory, PlanAcknowledged
+from engine.core.membership_state import State
+from engine.runtime.account import Account
+from engine.runtime.orders import Orders
+from engine.runtime.recorder import Recorder
+from tests.core.membership_cases import JOINED, forming
+
+
+class Told:
+    """Orders for three workers, and what each was told, as (worker, message)."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[int, dict[str, Any]]] = []
+        self.members: dict[int, Any] = {
+            worker: SimpleNamespace(slots=(), exit_code=None, link=SimpleNamespace(send_packet=self._ear(worker)))
+            for worker in range(3)
+        }
+        job, store = Job(model="mlp", stages=3), SimpleNamespace(port=1)
+        recorder = Recorder(os.open(os.devnull, os.O_WRONLY), -1)
+        self.orders = Orders(job, self.members, recorder, Account(job), store)  # type: ignore[arg-type]
+
+    def _ear(self, worker: int) -> Callable[[bytes], None]:
+        return lambda data: self.words.append((worker, json.loads(data)))
+
+    def decide(self, state: State, *events: Event) -> State:
+        """Carries out what some events bring, which are decided as one; returns the new state."""
+        self.words.clear()
+        effects: list[Effect] = []
+        for event in events:
+            state, found = step(state, event)
+            effects += found
+        for effect in effects:
+            self.orders.carry_out(effect, state)
+        return state
+
+
+def test_who_has_nothing_to_answer_hears_of_an_epoch_and_its_start_at_once() -> None:
+    told = Told()
+    told.decide(forming(), *JOINED)
+    assert [(worker, word["kind"], word["go"]) for worker, word in told.words] == [
+        (worker, "epoch", {"end": False, "validate": False}) for worker in range(3)
+    ]
+
+
+def test_who_has_to_answer_hears_of_the_start_when_all_have_and_the_first_stage_hears_first() -> None:
+    told = Told()
+    state = told.decide(forming(), *JOINED)
+    told.members[0].exit_code = -9
+    state = told.decide(state, ExitSeen(3, 0, -9))
+    assert state.owners == (2, 1, 2)
+    assert [(worker, word["kind"], word["go"]) for worker, word in told.words] == [
+        (2, "epoch", None),
+        (1, "epoch", None),
+    ]
+    state = told.decide(state, *(Inventory(4, worker, 2, "") for worker in (1, 2)))
+    state = told.decide(state, *(PlanAcknowledged(5, worker, 2, "plan") for worker in (1, 2)))
+    assert [(worker, word["kind"]) for worker, word in told.words] == [(2, "go"), (1, "go")]
