@@ -43,7 +43,8 @@ def list_schedule(
     order = sorted(tasks, key=lambda action: (action not in first, _priority(action)))
     workers = [ownership.owner(action.pipeline, action.stage) for action in order]
     program: dict[int, list[Action]] = {worker: [] for worker in sorted(set(workers))}
-    for number in starts(workers, [COSTS[action.op] for action in order], _predecessors(order, tasks, ownership)):
+    started, _ = starts(workers, [COSTS[action.op] for action in order], _predecessors(order, tasks, ownership))
+    for number in started:
         program[workers[number]].append(order[number])
     return {worker: tuple(actions) for worker, actions in program.items()}
 
@@ -79,8 +80,13 @@ def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -
     return found
 
 
-def starts(workers: Sequence[int], costs: Sequence[float], predecessors: Sequence[Collection[int]]) -> list[int]:
-    """Returns the tasks in the order in which they start when every worker takes its lowest-numbered ready one."""
+def starts(
+    workers: Sequence[int], costs: Sequence[float], predecessors: Sequence[Collection[int]]
+) -> tuple[list[int], float]:
+    """Returns the tasks in the order in which they start, and how long they take.
+
+    Every worker takes its lowest-numbered ready one.
+    """
     successors: list[list[int]] = [[] for _ in workers]
     missing = [len(each) for each in predecessors]
     for number, each in enumerate(predecessors):
@@ -114,4 +120,4 @@ def starts(workers: Sequence[int], costs: Sequence[float], predecessors: Sequenc
                     heappush(ready[workers[number]], number)
                     touched.append(workers[number])
     assert len(started) == len(workers), "tasks wait for each other in a circle"
-    return started
+    return started, now

@@ -5,15 +5,21 @@ slot is of stage 0, whose input is data. So nothing more is sent. A worker's own
 first: when the next one may start it starts, else a redundant forward that is ready fills the gap, lowest microbatch
 first; what no gap takes stands behind the last backward. The gaps are those of a run with the costs given.
 
+What no gap takes makes the step longer, wherever it stands. So as much of it stands sooner, behind backwards, where a
+kill finds it done: one behind each of the first backwards that a forward follows, at all workers, which then wait for
+each other no longer than for one. That this costs nothing more is looked at; else it is left.
+
 The pass belongs before that of the transfers, where a redundant forward receives nothing and sends nothing: its input
 is made on its own worker, and its output goes out from the owner.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 
-from engine.core.action import Action, Op
+from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.list_schedule import COSTS, starts
 from engine.core.ownership import Ownership, Slot
 from engine.core.requires import Kind, makes, needs
@@ -30,12 +36,42 @@ def with_redundant_forwards(
     """Returns a program of compute actions with the redundant forwards; `healing` (worker, slot) are still unfilled."""
     own = [(worker, action) for worker, actions in program.items() for action in actions]
     tasks = own + sorted(_redundant(ownership, healing), key=lambda task: (task[1].microbatch, task[1].stage, task))
-    workers = [worker for worker, _ in tasks]
+    workers, costs = [worker for worker, _ in tasks], [cost(action) for _, action in tasks]
+    before = _predecessors(tasks, len(own), ownership)
+    order, length = starts(workers, costs, before)
+    _, least = starts(workers[: len(own)], costs[: len(own)], before[: len(own)])
+    if length > least:
+        num_sooner = int((length - least) / max(costs[len(own) :]))
+        sooner, its_length = starts(workers, costs, _sooner(order, tasks, len(own), before, num_sooner))
+        order = sooner if its_length <= length else order
     lists: dict[int, list[Action]] = {worker: [] for worker in sorted({*program, *workers})}
-    for number in starts(workers, [cost(action) for _, action in tasks], _predecessors(tasks, len(own), ownership)):
+    for number in order:
         worker, action = tasks[number]
         lists[worker].append(action)
     return {worker: tuple(actions) for worker, actions in lists.items()}
+
+
+def _sooner(
+    order: Sequence[int], tasks: Sequence[_Task], num_own: int, before: Sequence[list[int]], most: int
+) -> list[list[int]]:
+    """Returns `before` with `most` redundant forwards of each worker behind a backward each, if their input is there.
+
+    Which ones is read off `order`: those that follow on what runs before the first backward.
+    """
+    found = [list(each) for each in before]
+    lines: dict[int, list[int]] = {}
+    for number in order:
+        lines.setdefault(tasks[number][0], []).append(number)
+    for line in lines.values():
+        own = [number for number in line if number < num_own]
+        backwards = {number for number in own if tasks[number][1].op not in FORWARD_OPS}
+        first = next((place for place, number in enumerate(line) if number in backwards), len(line))
+        left = deque([number for number in line[first:] if number >= num_own][:most])
+        for number, following in pairwise(own):
+            turns = number in backwards and following not in backwards
+            if turns and left and all(each <= number or each >= num_own for each in before[left[0]]):
+                found[following].append(left.popleft())
+    return found
 
 
 def redundant_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> dict[Slot, int]:

@@ -17,7 +17,6 @@ from engine.core.errors import (
     CoordinatorUnavailableError,
     EnvironmentLacksError,
     ExitCode,
-    InvariantError,
     WorkerFailedError,
 )
 from engine.core.fault import Fault
@@ -114,7 +113,10 @@ class Agent:
         """
         with self.failing():
             if not self.account.going_at_ns:  # the first group may be half formed, and nobody has anything to lose yet
-                raise InvariantError(f"the rendezvous store (pid {self.store.child.pid}) has ended")
+                raise EnvironmentLacksError(
+                    f"the rendezvous store (pid {self.store.child.pid}) was ended before training began: start the run "
+                    f"again; if that happens twice, see {self.store.log} and `bamboo doctor`"
+                )
             if not self.is_stopping:
                 try:
                     self.store.start_again()
@@ -155,6 +157,8 @@ class Agent:
     def look_at_clock(self) -> None:
         """Does what is due: pictures, leases, deadlines, signs of life."""
         self.tick(self)
+        if self.store.look():
+            self.recorder.event("store_silent", child=self.store.child.pid)
         with self.failing():
             while self._to_strike_off:
                 self.node.strike_off(self._to_strike_off.pop())

@@ -2,8 +2,9 @@
 
 Rules: every kill is a run of its own, read off its events by the rules that users' runs are read by. The floor of a
 pause is what must be computed again: the victim's backwards of the step, with lazy redundancy its forwards too, both
-from the last microbatch on that was streamed, in the times that its own actions took before. To the goal comes the
-action that the slowest survivor was in when the others were told.
+from the last microbatch on that was streamed, in the times that its own actions took before. With eager redundancy the
+shadow need not have run all of these forwards yet; with those that it had not when it was stopped, the floor is that of
+what was really redone. To the goal comes the action that the slowest survivor was in when the others were told.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.core.bench_rows import Row
 from engine.core.errors import WorkerFailedError
 from engine.core.job import Job
 from engine.core.recovery_times import PHASES, Recovery, recoveries
+from engine.core.redo import redo_of
 from engine.runtime.bench_runs import run_bamboo
 
 POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
@@ -30,11 +32,11 @@ STEP = 6  # in which the victim dies
 _PAUSE_GOALS = {"median": (0.5, 30.0), "p99": (0.99, 60.0)}  # name -> part of all, ms beyond 1.1 x floor
 _KNOWN_GOAL_MS = 40.0
 _WIDTH = 256
-_STREAMED = "lazy, log_every 1"
+_STREAMED, _EAGER = "lazy, log_every 1", "eager"
 _MODES: dict[str, dict[str, Any]] = {
     "lazy": {"redundancy": "lazy"},
     _STREAMED: {"redundancy": "lazy", "log_every": 1},
-    "eager": {"redundancy": "eager"},
+    _EAGER: {"redundancy": "eager"},
 }
 _SHARE_GOAL = 0.20  # of an iteration, beside what it takes to detect a failure and to regroup
 
@@ -50,10 +52,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One recovery, in milliseconds: `floor_ms` had to be computed again, `running_ms` a survivor was in an action."""
+    """One recovery, in milliseconds: `floor_ms` had to be computed again, `running_ms` a survivor was in an action.
+
+    `redone_ms` is the floor with the forwards that an eager shadow had not run yet.
+    """
 
     pause_ms: float
     floor_ms: float
+    redone_ms: float
     running_ms: float
     known_ms: float
     phases_ms: Mapping[str, float]
@@ -87,7 +93,7 @@ def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Pat
     for mode in _MODES:
         name = f"{case.name} {mode}"
         for point in points:
-            rows += _pause_rows(f"{name}, killed at {point:.0%}", taken[mode, point], streams=mode == _STREAMED)
+            rows += _pause_rows(f"{name}, killed at {point:.0%}", taken[mode, point], mode)
         rows += _phase_rows(name, [each for point in points for each in taken[mode, point]])
     return rows
 
@@ -102,21 +108,17 @@ def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Ta
         events = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").events
     found = only(recoveries(events))
     times_ms = {op: _usual_ms(events, case.stage, op) for op in (Op.F, Op.B)}
-    in_step = [event for event in events if event["event"] == "action" and event["step"] == STEP]
-    num_forward, num_streams = (
-        sum(_is(event["action"], case.stage, op, event["worker"]) for event in in_step) for op in (Op.F, Op.STREAM)
-    )
-    streamed = num_streams * mode.get("log_every", 0)
-    floor_ms = (num_back - streamed) * times_ms[Op.B]
-    if mode["redundancy"] == "lazy":
-        floor_ms += (num_forward - streamed) * times_ms[Op.F]
+    redo = redo_of(events, STEP, case.stage, found.points_ns["fence"], mode.get("log_every", 0))
+    back_ms = len(redo.backwards) * times_ms[Op.B]
+    redone_ms = back_ms + len(redo.left) * times_ms[Op.F]
+    floor_ms = back_ms + len(redo.forwards) * times_ms[Op.F] if mode["redundancy"] == "lazy" else back_ms
     assert found.pause_ns is not None
     running_ms = (found.points_ns["fence"] - found.points_ns["agree"]) / 1e6
     known_ms = (found.points_ns["agree"] - found.begin_ns) / 1e6
     phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
     commits_ns = [event["at_ns"] for event in events if event["event"] == "commit" and event["step"] < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
-    return Taken(found.pause_ns / 1e6, floor_ms, running_ms, known_ms, phases_ms, iteration_ms)
+    return Taken(found.pause_ns / 1e6, floor_ms, redone_ms, running_ms, known_ms, phases_ms, iteration_ms)
 
 
 def _fields(job: Job) -> dict[str, Any]:
@@ -133,31 +135,30 @@ def only(found: Sequence[Recovery]) -> Recovery:
 
 def _usual_ms(events: Iterable[Mapping[str, Any]], stage: int, op: Op) -> float:
     """Returns the median time of an action of a stage before the step of the fault."""
+    own = (event for event in events if event["event"] == "action" and event["worker"] == stage)
     return median(
         (event["end_ns"] - event["start_ns"]) / 1e6
-        for event in events
-        if event["event"] == "action" and event["step"] < STEP and _is(event["action"], stage, op, event["worker"])
+        for event in own
+        if event["step"] < STEP and parse_action(event["action"])[:2] == (stage, op)
     )
 
 
-def _is(text: str, stage: int, op: Op, worker: int) -> bool:
-    action = parse_action(text)
-    return action.stage == stage == worker and action.op is op
-
-
-def _pause_rows(case: str, taken: Sequence[Taken], streams: bool) -> list[Row]:
-    rows = []
-    for name, (part, more_ms) in _PAUSE_GOALS.items():
-        pause_ms = _quantile([each.pause_ms for each in taken], part)
-        floor_ms = median(each.floor_ms for each in taken)
-        goal_ms = 1.1 * floor_ms + more_ms + median(each.running_ms for each in taken)
-        metric = f"pause ms, {name}; peer: redo floor"
-        rows.append(
-            Row(case, metric, pause_ms, floor_ms, pause_ms / floor_ms, goal_ms, pause_ms <= goal_ms, len(taken))
-        )
+def _pause_rows(case: str, taken: Sequence[Taken], mode: str) -> list[Row]:
+    floors = {"redo floor": median(each.floor_ms for each in taken)}
+    if mode == _EAGER:
+        floors["what was really redone"] = median(each.redone_ms for each in taken)
+    running_ms, rows = median(each.running_ms for each in taken), []
+    for floor, floor_ms in floors.items():
+        for name, (part, more_ms) in _PAUSE_GOALS.items():
+            pause_ms = _quantile([each.pause_ms for each in taken], part)
+            goal_ms = 1.1 * floor_ms + more_ms + running_ms
+            metric = f"pause ms, {name}; peer: {floor}"
+            rows.append(
+                Row(case, metric, pause_ms, floor_ms, pause_ms / floor_ms, goal_ms, pause_ms <= goal_ms, len(taken))
+            )
     rest_ms = [each.pause_ms - each.phases_ms["detect"] - each.phases_ms.get("regroup", 0.0) for each in taken]
     share = median(rest / each.iteration_ms for rest, each in zip(rest_ms, taken, strict=True))
-    goal, met = (_SHARE_GOAL, share <= _SHARE_GOAL) if streams else (None, None)
+    goal, met = (_SHARE_GOAL, share <= _SHARE_GOAL) if mode == _STREAMED else (None, None)
     metric = "pause less detect and regroup ms, median; peer: iteration"
     iteration_ms = median(each.iteration_ms for each in taken)
     return [*rows, Row(case, metric, median(rest_ms), iteration_ms, share, goal, met, len(taken))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from engine.runtime.link import LOOPBACK, Link, packet
 from engine.runtime.progress_board import ProgressBoard
 
 _MAX_MUTE = 3
+_MAX_UNANSWERED = 12  # looks, one with each tick of the agent: whoever has slept itself judges nobody
 
 
 @dataclass(slots=True)
@@ -67,19 +70,38 @@ class RendezvousStore:
 
     def __init__(self, server: ForkServer, logs: Path):
         self._server = server
-        self._log = logs / "store.log"
+        self.log = logs / "store.log"
         self._num_mute = 0  # how many in a row have ended before they served
         self._start()
 
     def _start(self) -> None:
-        link, far = Link.pair()
-        log_fd = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        link, far = Link.pair(blocking=False)
+        log_fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
             port = listener.getsockname()[1]
             child = self._server.fork("store", "bamboo-store", log_fd, [listener.fileno(), far.fileno()])
         self.link, self.port, self.child = link, port, child
+        self._has_served, self._num_unanswered = False, 0
         os.close(log_fd)
         far.close()
+
+    def look(self) -> bool:
+        """Asks whether the store still serves, and says whether it was killed because it has not answered for long.
+
+        It may have been stopped. Whoever waits for it would wait in vain; an end ends the wait.
+        """
+        self._hear()
+        self._num_unanswered += self.link.send("ping")
+        if self._num_unanswered <= _MAX_UNANSWERED:
+            return False
+        self.child.signal(signal.SIGKILL)
+        self._num_unanswered = 0
+        return True
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.link.receive() is not None:
+                self._has_served, self._num_unanswered = True, 0
 
     def start_again(self) -> None:
         """Starts another one, on another port, in place of one that has ended.
@@ -87,9 +109,10 @@ class RendezvousStore:
         Raises InvariantError when one after the other ends before it serves, EnvironmentLacksError when the fork server
         has ended.
         """
-        self._num_mute = 0 if self.link.receive() is not None else self._num_mute + 1
+        self._hear()
+        self._num_mute = 0 if self._has_served else self._num_mute + 1
         if self._num_mute == _MAX_MUTE:
-            raise InvariantError(f"no rendezvous store gets to serve; the last one wrote {self._log}")
+            raise InvariantError(f"no rendezvous store gets to serve; the last one wrote {self.log}")
         ended_link, ended = self.link, self.child
         self._start()
         ended_link.close()

@@ -15,18 +15,20 @@ from engine.core.errors import WorkerFailedError
 from engine.runtime.link import LOOPBACK, Link
 from engine.runtime.sockets import descriptors_by_inode, shut_down
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)  # of a wait for what another is to say
+_CONNECT = timedelta(seconds=5)  # torch's client tries for so long, though the store be stopped, or end meanwhile
 
 
 def main(listener_fd: int, control_fd: int) -> int:
-    """Serves until the launcher closes the control link."""
+    """Serves until the launcher closes the control link; says so at first, and whenever it is asked."""
     listener = socket.socket(fileno=listener_fd)
     port = listener.getsockname()[1]
     listener.detach()  # torch's store takes the descriptor over
     control = Link.from_fd(control_fd)
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
     control.send("serving")
-    control.receive()
+    while control.receive() is not None:
+        control.send("serving")
     del store
     return 0
 
@@ -37,7 +39,9 @@ def connect(port: int, prefix: str) -> PrefixStore:
 
 
 def _connected(port: int) -> TCPStore:
-    return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+    client = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    client.set_timeout(_TIMEOUT)
+    return client
 
 
 class Rendezvous:
@@ -59,7 +63,7 @@ class Rendezvous:
         if self._client is None or port != self._port:
             before = descriptors_by_inode().keys()
             try:
-                socket.create_connection((LOOPBACK, port)).close()  # torch's client would try for its whole timeout
+                socket.create_connection((LOOPBACK, port)).close()  # torch's client would try for long
                 self._client = _connected(port)
             except (OSError, RuntimeError) as error:
                 raise WorkerFailedError(f"the rendezvous store cannot be reached: {error}") from error

@@ -70,7 +70,7 @@ def test_every_pipeline_is_scheduled() -> None:
 
 def test_a_free_worker_takes_its_lowest_ready_task() -> None:
     # Task 0 waits for 3, on the other worker, so 1 goes first; then 0 is ready and goes before 2.
-    assert starts([0, 0, 0, 1], [1, 2, 1, 2], [[3], [], [], []]) == [1, 3, 0, 2]
+    assert starts([0, 0, 0, 1], [1, 2, 1, 2], [[3], [], [], []]) == ([1, 3, 0, 2], 4)
 
 
 def test_tasks_in_a_circle_are_a_bug() -> None:

@@ -101,6 +101,39 @@ def test_small_steps_attain_the_floor_and_appending_is_never_better(num_stages: 
         assert found <= length(appended(compute, ownership), ownership)
 
 
+def found_by_a_kill(program: Program, ownership: Ownership, stage: int) -> list[tuple[int, int]]:
+    """How many forwards of a stage its owner and its shadow have run after each quarter of its backwards."""
+    shadow, spans = redundant_slots(ownership)[0, stage], dry_run(program, ownership).spans
+    ends = {(span.worker, *span.action[:3]): span.end for span in spans}
+    microbatches = range(ownership.grid.microbatches)
+    found = []
+    for quarter in range(1, 5):
+        at = ends[stage, stage, Op.B, quarter * len(microbatches) // 4 - 1]
+        owned, rerun = (sum(ends[each, stage, Op.F, m] <= at for m in microbatches) for each in (stage, shadow))
+        found.append((owned, rerun))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "found"),
+    [
+        (Grid(4, 8), 0, [(5, 4), (7, 4), (8, 4), (8, 8)]),
+        (Grid(4, 8), 1, [(4, 5), (6, 5), (8, 6), (8, 8)]),
+        (Grid(4, 8), 2, [(3, 4), (5, 4), (7, 4), (8, 6)]),
+        (Grid(4, 8), 3, [(2, 3), (4, 3), (6, 3), (8, 4)]),
+        (Grid(2, 8), 1, [(2, 3), (4, 5), (6, 7), (8, 8)]),
+        (Grid(12, 32), 6, [(13, 14), (21, 16), (29, 16), (32, 22)]),
+    ],
+)
+def test_what_no_gap_takes_stands_as_early_as_it_costs_nothing(
+    grid: Grid, stage: int, found: list[tuple[int, int]]
+) -> None:
+    ownership = shadowed(grid)
+    program = build_program("1f1b", ownership, "eager")
+    assert found_by_a_kill(program, ownership, stage) == found
+    assert dry_run(program, ownership).makespan == floor(grid.stages, grid.microbatches)
+
+
 def test_costs_decide_the_places() -> None:
     ownership = shadowed(Grid(2, 3))
     slow_backward = with_redundant_forwards(

@@ -47,13 +47,17 @@ SORTS = tuple(Sort(op, when, place) for op in OPS for when in WHENS for place in
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill as ``--kill`` spells it, and what must come of it: whom it takes, who ran which actions until then."""
+    """One kill as ``--kill`` spells it, and what must come of it: whom it takes, who ran which actions until then.
+
+    `beside` is what the victim does as a shadow right before or after: it dies after the one, or before the other.
+    """
 
     text: str
     sort: Sort
     step: int
     worker: int
     done: tuple[str, ...]  # the actions of the victim that are recorded for the step
+    beside: tuple[Op, When] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def plan_kills(
             sort = _sort_of(chosen, job)
             if sort in left:
                 left.remove(sort)
-            kills.append(_kill(chosen, sort, step, program[chosen.worker]))
+            kills.append(_kill(chosen, sort, step, program[chosen.worker], forecast.ownership))
             is_open = _is_before_its_votes(chosen, program[chosen.worker])
             forecast.dies(chosen.worker)
         elif is_whole:
@@ -178,12 +182,21 @@ def _is_before_its_votes(strike: _Strike, actions: tuple[Action, ...]) -> bool:
     return strike.index < last or (strike.index == last and strike.when == "before")
 
 
-def _kill(strike: _Strike, sort: Sort, step: int, actions: tuple[Action, ...]) -> Kill:
-    action = strike.action
+def _kill(strike: _Strike, sort: Sort, step: int, actions: tuple[Action, ...], ownership: Ownership) -> Kill:
+    action, index = strike.action, strike.index
     microbatch = "" if action.op in STAGE_OPS else f":{action.microbatch}"
     text = f"{step}:{action.stage}:{action.op}{microbatch}:{strike.when}@{action.pipeline}"
-    done = actions[: strike.index + (strike.when == "after")]
-    return Kill(text, sort, step, strike.worker, tuple(map(str, done)))
+    done = actions[: index + (strike.when == "after")]
+    near: dict[When, tuple[Action, ...]] = {
+        "before": actions[index - 1 : index],
+        "after": actions[index + 1 : index + 2],
+    }
+    opposite: dict[When, When] = {"before": "after", "after": "before"}
+    as_shadow = [
+        each for each in near.get(strike.when, ()) if ownership.owner(each.pipeline, each.stage) != strike.worker
+    ]
+    beside = (as_shadow[0].op, opposite[strike.when]) if as_shadow else None
+    return Kill(text, sort, step, strike.worker, tuple(map(str, done)), beside)
 
 
 def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:

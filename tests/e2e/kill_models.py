@@ -1,8 +1,11 @@
-"""A model of which one layer comes to no end, while its process has a pulse."""
+"""Models of which a layer comes to no end, while its process has a pulse, or ends its process itself."""
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -37,3 +40,29 @@ def spinning(call: int = -1) -> Model:
         ),
         default_loss,
     )
+
+
+class Deadly(nn.Module):
+    """A linear map that kills one worker in one of the calls there, counted from 0, in training or in validation."""
+
+    def __init__(self, worker: int, call: int, training: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_FEATURES, _FEATURES)
+        self.worker, self.left, self.in_training = worker, call, training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.in_training and Path("/proc/self/comm").read_text() == f"bamboo-{self.worker}\n":
+            self.left -= 1
+            if self.left == -1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.linear(x)
+
+
+def deadly(layer: int = 0, worker: int = -1, call: int = 0, training: bool = True) -> Model:
+    """Has three such layers and one more; one of them kills a worker, nobody where that is negative."""
+    victims = [worker if each == layer else -1 for each in range(3)]
+    layers = [
+        LayerSpec(f"layer{each}", "Deadly", partial(Deadly, victim, call, training))
+        for each, victim in enumerate(victims)
+    ]
+    return Model((*layers, LayerSpec("last", "Linear", partial(nn.Linear, _FEATURES, 1))), default_loss)

@@ -15,7 +15,7 @@ import pytest
 from engine.core.recovery_times import PHASES
 from tests.e2e.launcher import Launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., Launcher]
 
@@ -29,7 +29,7 @@ def rows_of(launch: Launch, name: str, *arguments: str, positive: bool = True) -
     A figure is `positive`, unless it is a difference or something that may take no time at all.
     """
     launcher = launch("bench", name, "--quick", "--json", *arguments)
-    done = launcher.wait(110)
+    done = launcher.wait(280)
     assert done.code == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     for row in rows:
@@ -60,11 +60,18 @@ def test_pipeline_with_real_compute(launch: Launch) -> None:
 
 def test_schedules(launch: Launch) -> None:
     rows = rows_of(launch, "schedules", "--case", "zbv")
-    assert [row["metric"].split(", ")[1] for row in rows[:2]] == [
+    assert [row["metric"].split(", ")[1] for row in rows[:3]] == [
         "beside its dry run",
+        "beside its dry run of sleeps alone",
         "beside torch's ScheduleZBVZeroBubble",
     ]
-    assert [row["goal"] for row in rows] == [1.02, None, 1.0, None]
+    assert [row["goal"] for row in rows] == [1.02, None, None, 1.0, None]
+
+
+def test_schedules_with_pairs(launch: Launch) -> None:
+    rows = rows_of(launch, "schedules", "--case", "overlapped")
+    assert rows[2]["metric"].endswith("torch's ScheduleDualPipeV, which runs pairs one after the other")
+    assert [row["goal"] for row in rows] == [1.02, None, None, None, None]
 
 
 def test_launch(launch: Launch) -> None:
@@ -110,7 +117,12 @@ def test_recovery(launch: Launch) -> None:
     rows = rows_of(launch, "recovery", "--case", "gpt P=2", positive=False)
     pauses = [row for row in rows if row["metric"].startswith("pause ms")]
     assert [row["case"] for row in pauses] == [
-        f"gpt P=2 M=8 {mode}, killed at 50%" for mode in ("lazy", "lazy, log_every 1", "eager") for _ in range(2)
+        f"gpt P=2 M=8 {mode}, killed at 50%"
+        for mode in ("lazy", "lazy, log_every 1", "eager", "eager")
+        for _ in range(2)
+    ]
+    assert [row["metric"].partition("peer: ")[2] for row in pauses[-4:]] == [
+        floor for floor in ("redo floor", "what was really redone") for _ in range(2)
     ]
     shares = [row for row in rows if row["metric"].startswith("pause less detect and regroup")]
     assert [row["goal"] for row in shares] == [None, 0.2, None]
@@ -168,7 +180,9 @@ def test_handover(launch: Launch) -> None:
     rows = rows_of(launch, "handover", positive=False)
     assert [row["metric"].partition(";")[0] for row in rows] == [
         "stall ms, median",
+        "stall ms, 9 of 10 within",
         "stall ms, most",
+        "the same sum ms, median",
         "steady step ms",
         "steady step ms",
     ]

@@ -27,7 +27,7 @@ from engine.runtime.session import Ending
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 # With reroute and none the other pipeline is all that there is: whoever heals has nobody behind it. Inheriting goes as
 # with lazy and two pipelines, so every third sort will do.

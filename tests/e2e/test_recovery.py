@@ -19,7 +19,7 @@ from engine.runtime.session import Ending, run_session
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import STORE, Strike, Striker, committed, computed, healing, marked, told
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Recover = Callable[..., "Recovered"]
 
@@ -28,12 +28,12 @@ SLOW: dict[str, Any] = {
     "model": "timed",
     "model_args": {"forward_ms": 2, "backward_ms": 3},
     "microbatches": 4,
-    "steps": 8,
+    "steps": 12,  # room for a strike that comes late, where the machine is busy
     "validate_every": 3,
 }
 TWO_PIPELINES = {"stages": 2, "pipelines": 2}
 # A step takes some 300 ms: whatever is begun with it is done before its end.
-LONG: dict[str, Any] = {"model_args": {"forward_ms": 20, "backward_ms": 20}, "validate_every": 0}
+LONG: dict[str, Any] = {"model_args": {"forward_ms": 20, "backward_ms": 20}, "validate_every": 0, "steps": 8}
 
 
 class Recovered:
@@ -150,7 +150,8 @@ def test_neighbours_may_die_at_once_where_there_are_two_shadows(recover: Recover
 
 
 def test_the_last_step_survives_a_death_too(recover: Recover, faultless: Faultless) -> None:
-    check(recover(Strike(committed(7), 3)), faultless(), [3])
+    lasting = {"steps": 4, "model_args": {"forward_ms": 20}, "validation_microbatches": 8}  # there is time to strike
+    check(recover(Strike(committed(3), 3), **lasting), faultless(**lasting), [3])
 
 
 def test_whoever_gives_notice_hands_over_and_leaves(recover: Recover, faultless: Faultless) -> None:
@@ -176,8 +177,8 @@ def test_whoever_dies_prepared_for_a_hand_over_is_survived(recover: Recover, fau
 
 def test_notice_is_given_at_once_though_the_worker_is_blocked(recover: Recover, faultless: Faultless) -> None:
     strike = Strike(computed(3, "0F1"), 3, signal.SIGTERM)  # it waits for its first microbatch
-    recovered = recover(strike)
-    check(recovered, faultless(), [], [3])
+    recovered = recover(strike, **LONG)
+    check(recovered, faultless(**LONG), [], [3])
     (notice,) = (event for event in recovered.events if event["event"] == "notice")
     assert notice["of"] == 3
     commits = [event for event in recovered.events if event["event"] == "commit"]
@@ -216,6 +217,25 @@ def test_a_store_that_dies_while_a_group_forms_there_delays_it(recover: Recover,
     recovered = recover(stopped, Strike(committed(2), 1), Strike(told("go", 2), STORE))
     check(recovered, faultless(), [1], [])
     assert recovered.account.epochs[-1].reason.endswith("but nobody has died")
+
+
+@pytest.mark.timeout(45)  # by itself, a wait for what a stopped store never says lasts a minute
+def test_a_group_does_not_wait_long_for_a_store_that_was_stopped(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(1), STORE, signal.SIGSTOP), Strike(committed(2), 1))
+    check(recovered, faultless(), [1], [])
+    assert num_stores(recovered) == 2
+    (killed,) = (event for event in recovered.events if event["event"] == "store_silent")
+    stores = [event["child"] for event in recovered.events if event["event"] == "rendezvous"]
+    assert killed["child"] == stores[0]
+
+
+@pytest.mark.timeout(45)
+def test_a_second_group_does_not_wait_long_either(recover: Recover, faultless: Faultless) -> None:
+    """Those who know the store wait on a connection that they have kept; here, nobody has one to the second."""
+    second = Strike(lambda event: event["event"] == "rendezvous", STORE, signal.SIGSTOP)
+    recovered = recover(Strike(committed(1), STORE), second, Strike(lambda event: event["event"] == "commit", 1))
+    check(recovered, faultless(), [1], [])
+    assert num_stores(recovered) == 3
 
 
 def num_stores(recovered: Recovered) -> int:

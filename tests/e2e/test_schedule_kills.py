@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from engine.core.action import Op
+from engine.core.fault import WHENS
 from engine.core.job import Job
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.children import ForkServer
-from tests.e2e.kill_forecast import Kill, plan_kills
+from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SMALL: dict[str, Any] = {
     "model": "mlp",
@@ -23,6 +24,8 @@ SMALL: dict[str, Any] = {
     "validate_every": 0,
 }
 WORKERS = 4
+SPLIT = tuple(Sort(op, when, place) for op in (Op.I, Op.W) for when in WHENS for place in PLACES)
+OF_PARTS = 5  # of the kills of a schedule
 KILLS = 8  # of each schedule, each in a run of its own: after the first, it is no longer the schedule that runs
 
 
@@ -46,26 +49,20 @@ def job_of(schedule: str, number: int) -> Job:
 
 
 def kill_of(schedule: str, number: int) -> Kill:
-    """Returns the one kill of a run."""
-    (kill,) = plan_kills(job_of(schedule, number), (), number, most=1)
+    """Returns the one kill of a run; where backwards are split, most are of another sort of their parts each."""
+    first = (list(SCHEDULES).index(schedule) * OF_PARTS + number) % len(SPLIT)
+    others = (Sort(Op.F, "during", "middle"),) if number == OF_PARTS else ()
+    wanted = SPLIT[first:] + SPLIT[:first] if number < OF_PARTS else others
+    (kill,) = plan_kills(job_of(schedule, number), wanted, number, most=1)
     return kill
 
 
-def test_the_kills_are_enough_and_of_many_sorts() -> None:
+def test_the_kills_are_enough_and_of_every_part_of_a_backward() -> None:
     kills = [(schedule, kill_of(schedule, number)) for schedule in SCHEDULES for number in range(KILLS)]
     assert len(kills) >= 60
     assert {kill.worker for _, kill in kills} == set(range(WORKERS))
-    assert {kill.sort.op for _, kill in kills} >= {
-        Op.F,
-        Op.B,
-        Op.I,
-        Op.W,
-        Op.SEND_F,
-        Op.RECV_B,
-        Op.LOG,
-        Op.COMMIT,
-        Op.STEP,
-    }
+    assert {kill.sort for _, kill in kills} >= set(SPLIT)
+    assert {kill.sort.op for _, kill in kills} >= {Op.F, Op.B, Op.SEND_F, Op.RECV_B, Op.LOG, Op.COMMIT, Op.STEP}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

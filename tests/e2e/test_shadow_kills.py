@@ -1,0 +1,137 @@
+"""Real kills in what a worker does for others, or beside its steps; and the count of all that kills strike.
+
+Rules: a fault at an action strikes its owner. Whoever shadows is struck right before or after what it does as a shadow,
+by a fault at its own action next to it; in the middle of it by a layer of the model, or while it waits for an owner
+that stands still. Every run of kills is held against its forecast, action by action: so what is planned has fired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.core.action import SHARD_OPS, Op
+from engine.core.fault import WHENS, After, Fault, Worker
+from engine.core.job import Job
+from engine.core.kill_text import parse_kill
+from engine.core.schedules.registry import SCHEDULES
+from engine.runtime.children import ForkServer
+from engine.runtime.session import Ending
+from tests.e2e import test_real_kills, test_schedule_kills, test_streams
+from tests.e2e.kill_forecast import PLACES, Forecast, Kill, Sort, plan_kills
+from tests.e2e.kill_runs import Event, Runs, actions_of, differences, lives
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+SMALL: dict[str, Any] = {"stages": 4, "microbatches": 4, "steps": 6, "validate_every": 3, "audit": 1}
+DEADLY: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:deadly"}
+
+
+@pytest.fixture(name="runs", scope="module")
+def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
+    """Returns what runs jobs, and each twin once."""
+    return Runs(tmp_path_factory.mktemp("kills"), server)
+
+
+def planned_kills() -> Iterator[Kill]:
+    """Yields every kill of the suites, each of which is seen to fire at its action."""
+    for redundancy in test_real_kills.KINDS:
+        for _, kills in test_real_kills.suite(redundancy):
+            yield from kills
+    for schedule in SCHEDULES:
+        for number in range(test_schedule_kills.KILLS):
+            yield test_schedule_kills.kill_of(schedule, number)
+    for setting in test_streams.SETTINGS:
+        yield from test_streams.plan_of(setting)[1]
+
+
+# Shards leave nobody who could take over: see test_fsdp.py. A forward that has counted is run again only after a second
+# death, at a moment that no step names: the soak strikes there.
+NEVER_NAMED = {*SHARD_OPS, Op.REDO_F}
+AT_ONE_END = {"first": {Op.RECV_F, Op.SEND_B}, "middle": set[Op](), "last": {Op.SEND_F, Op.RECV_B}}
+
+
+def test_every_kind_of_action_is_struck_before_in_and_after_it() -> None:
+    kills = list(planned_kills())
+    struck = {kill.sort for kill in kills}
+    every = {
+        (op, when, place)
+        for op in Op
+        for when in WHENS
+        for place in PLACES
+        if op not in NEVER_NAMED and op not in AT_ONE_END[place]
+    }
+    assert every - struck == set()
+    beside = {kill.beside for kill in kills}
+    assert {(op, when) for op in (Op.F, Op.LOG, Op.STREAM) for when in ("before", "after")} - beside == set()
+
+
+def check(runs: Runs, job: Job, ran: tuple[Ending, list[Event]], *victims: int) -> None:
+    """Checks that nothing came of these deaths but their absence."""
+    ending, events = ran
+    if job.model == DEADLY["model"]:
+        job = replace(job, model_args={})
+    assert list(differences(ending, runs.twin(job))) == []
+    assert list(lives(events, victims)) == []
+
+
+@pytest.mark.parametrize(("stage", "shadow"), [(0, 3), (1, 0), (2, 1)], ids=["of the first", "of the next", "inside"])
+def test_a_shadow_that_dies_in_a_redundant_forward(runs: Runs, stage: int, shadow: int) -> None:
+    step, microbatch = 2, 1
+    call = step * SMALL["microbatches"] + microbatch
+    job = Job(**DEADLY, redundancy="eager", model_args={"layer": stage, "worker": shadow, "call": call})
+    ran = runs.run(job)
+    check(runs, job, ran, shadow)
+    program, done = Forecast(job).program()[shadow], list(actions_of(ran[1], shadow, step))
+    assert (program[len(done)].stage, program[len(done)].op, program[len(done)].microbatch) == (stage, Op.F, microbatch)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2], ids=["first", "second", "third"])
+def test_whoever_dies_in_a_validation(runs: Runs, stage: int) -> None:
+    job = Job(**DEADLY, model_args={"layer": stage, "worker": stage, "call": 1, "training": False})
+    ran = runs.run(job)
+    check(runs, job, ran, stage)
+    (epoch,) = (event for event in ran[1] if event["event"] == "epoch" and event["verdict"])
+    commits = [event["step"] for event in ran[1] if event["event"] == "commit" and event["at_ns"] < epoch["at_ns"]]
+    assert commits[-1] == SMALL["validate_every"] - 1
+
+
+def in_wait_for_a_log(job: Job, step: int, stage: int, shadow: int) -> list[Fault]:
+    """Returns faults by which an owner stands still before it logs, and a shadow dies that waits for it."""
+    stands = replace(parse_kill(f"{step}:{stage}:LOG:before", job), do="stop", parameters={"for_ns": 2 * 10**9})
+    dies = Fault("dies", After(stands.id, None, 10**9), (Worker(shadow),))
+    return [stands, dies]
+
+
+@pytest.mark.parametrize("owner", range(3))
+def test_a_shadow_that_dies_while_it_waits_for_a_log(runs: Runs, owner: int) -> None:
+    job = Job(**{**SMALL, "stages": 3}, model="mlp")
+    shadow = Forecast(job).ownership.shadows_of(0, owner)[0]
+    ran = runs.run(job, in_wait_for_a_log(job, 2, owner, shadow), silence_s=30)
+    check(runs, job, ran, shadow)
+    program, done = Forecast(job).program()[shadow], list(actions_of(ran[1], shadow, 2))
+    assert str(program[len(done)]) == f"{owner}LOG"
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, -1), (0, 1)], ids=["before it", "in it, or after it"])
+def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, first: int, last: int) -> None:
+    """It takes it among what is logged: so it dies in the wait for the log before it, or for all of an owner."""
+    job = Job(**{**SMALL, "stages": 6}, model="mlp", model_args={"depth": 5})
+    forecast, (kill,) = Forecast(job), plan_kills(job, (Sort(Op.F, "after", "middle"),), 0, most=1)
+    forecast.dies(kill.worker)
+    program, step = forecast.program(), kill.step + 1
+    shadow, at = next(
+        (worker, at)
+        for worker, actions in program.items()
+        for at, action in enumerate(actions)
+        if action.op is Op.HEAL and forecast.ownership.owner(0, action.stage) != worker and forecast.survives(worker)
+    )
+    may_be = program[shadow][at + first : at + last + 1]
+    faults = [parse_kill(kill.text, job), *in_wait_for_a_log(job, step, may_be[0].stage, shadow)]
+    ran = runs.run(job, faults, silence_s=30)
+    check(runs, job, ran, kill.worker, shadow)
+    assert program[shadow][len(list(actions_of(ran[1], shadow, step)))] in may_be
+    assert [action.op for action in may_be] == ([Op.LOG] if first else [Op.HEAL, Op.LOG])
