@@ -77,15 +77,21 @@ def test_known_names_are_allowed(name: str) -> None:
         assert problems_of(schedule=name, stages_per_worker=SCHEDULES[name].stages_per_worker[0]) == []
 
 
-@pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "3", "1,20,3"])
+@pytest.mark.parametrize("form", ["uniform", "parameters", "profile", "type:", "type:Conv|Linear", "1,3,20"])
 def test_forms_of_a_partition(form: str) -> None:
     assert problems_of(partition=form) == []
 
 
-@pytest.mark.parametrize("form", ["", "1,", ",1", "1;2", "-1", "1, 2", "Uniform ", "kind:Conv", "1.5"])
+@pytest.mark.parametrize("form", ["", "1,", ",1", "1;2", "-1", "1, 2", "Uniform ", "kind:Conv", "1.5", "9" * 5000])
 def test_other_forms_are_refused(form: str) -> None:
     (problem,) = problems_of(partition=form)
     assert problem.startswith(f"partition: expected {PARTITION_FORMS}, found {form!r}")
+
+
+@pytest.mark.parametrize("form", ["3", "1,2", "1,2,3,4", "1,20,3", "1,1,2", "0,1,2"])
+def test_a_list_has_the_first_layer_of_every_stage_but_the_first(form: str) -> None:
+    assert problems_of(partition=form) == [f"partition: expected 3 rising layer numbers from 1, found {form!r}"]
+    assert problems_of(partition="7", stages=2) == []
 
 
 def test_a_misspelt_form_is_met_with_the_nearest() -> None:
@@ -157,6 +163,15 @@ def test_streams_need_a_shadow(redundancy: Redundancy) -> None:
         "give --redundancy lazy or eager)"
     ]
     assert problems_of(redundancy="eager", log_every=1) == []
+
+
+def test_streams_come_before_the_log_of_the_step() -> None:
+    assert problems_of(microbatches=4, log_every=3) == []
+    for log_every in (4, 99):
+        assert problems_of(microbatches=4, log_every=log_every) == [
+            f"log_every: expected a whole number <= 3, found {log_every} "
+            "(of 4 microbatches; behind the last follows the log of the whole step)"
+        ]
 
 
 def test_rerouting_needs_a_second_pipeline() -> None:

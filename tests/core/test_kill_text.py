@@ -51,6 +51,7 @@ def test_forms_of_a_kill(text: str, expected: Fault) -> None:
         ("5:2@", "expected STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE], found '5:2@' (such as 5:2 or 5:2:B:3)"),
         ("20:2", "expected a step from 0 to 19, found 20 (the job has 20)"),
         ("-1:2", "expected a step, a whole number, found '-1'"),
+        ("9999999999:2", "expected a step, a whole number, found '9999999999'"),  # and no 5000 digits either
         (":2", "expected a step, a whole number, found nothing"),
         ("5:4", "expected a stage from 0 to 3, found 4 (the job has 4)"),
         ("5:2@2", "expected a pipeline from 0 to 1, found 2 (the job has 2)"),

@@ -49,6 +49,7 @@ def declared() -> set[tuple[Phase, type, Phase]]:
     }
 
 
+@pytest.mark.timeout(300)  # some 10 s of the processor
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_is_kept_in_every_history(part: int) -> None:
     seen: set[tuple[Phase, type, Phase]] = set()

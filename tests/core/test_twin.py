@@ -10,7 +10,7 @@ import pytest
 from engine.core.job import Job, check_job
 from engine.core.trajectory import Row
 from engine.core.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
-from engine.models.catalogue import DATA
+from engine.models.offer import DATA
 
 ROWS = [Row(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)]
 FACTS: dict[str, object] = {

@@ -103,7 +103,8 @@ def test_nobody_else_may_put_a_stage_together() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"pipelines": 2, "redundancy": "none"}, []),
+        ({"pipelines": 2, "redundancy": "none", "stages_per_worker": 2, "schedule": "interleaved"}, []),
+        ({"pipelines": 2, "redundancy": "none"}, ["fsdp: expected a whole number <= 1, found 2"]),
         ({"redundancy": "none"}, ["fsdp: expected 0 with one pipeline, found 2"]),
         ({"pipelines": 2}, ["fsdp: expected 0 with redundancy, found 2"]),
     ],

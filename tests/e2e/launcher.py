@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
-_POLL_S = 0.005
-_GONE_WITHIN_S = 1.0
+_POLL_S = 0.02
+_GONE_WITHIN_S = 5.0  # a moment on an idle machine; a busy one takes its time to end a process
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -54,6 +54,7 @@ class Launcher:
         self.temporary.mkdir(parents=True)
         self._mark = uuid.uuid4().hex
         self._shared_memory = set(_SHARED_MEMORY.iterdir())
+        self._known: dict[Path, tuple[int, list[dict[str, Any]]]] = {}  # of a file of events: bytes read, events
         own = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
@@ -73,7 +74,7 @@ class Launcher:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 60.0) -> Done:
+    def wait(self, timeout_s: float = 120.0) -> Done:
         """Waits for the end of the launcher itself."""
         code = self.process.wait(timeout_s)
         return Done(code, (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text())
@@ -105,14 +106,23 @@ class Launcher:
         return self.folder / "results" / "latest"
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Returns the events so far, of one kind or all; a line that is still being written is left out."""
+        """Returns the events so far, of one kind or all; a line that is still being written is left out.
+
+        Whoever waits asks often: only what is new is read.
+        """
+        path = (self.run_folder / "events.jsonl").resolve()
+        start, known = self._known.get(path, (0, []))
         try:
-            lines = (self.run_folder / "events.jsonl").read_text().split("\n")[:-1]
+            with path.open("rb") as file:
+                file.seek(start)
+                lines, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        return [event for event in map(json.loads, lines) if kind in ("", event["event"])]
+        known += map(json.loads, lines.splitlines())
+        self._known[path] = start + len(lines) + len(end), known
+        return [event for event in known if kind in ("", event["event"])]
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> None:
         """Waits for a condition; fails when the launcher ends before it holds."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
@@ -121,7 +131,7 @@ class Launcher:
             time.sleep(_POLL_S)
 
     def leftovers(self) -> list[str]:
-        """Returns what is still there a second after the end: processes, shared memory, temporary files."""
+        """Returns what does not go after the end: processes, shared memory, temporary files."""
         deadline_s = time.monotonic() + _GONE_WITHIN_S
         while found := [
             *map(str, self.processes().items()),

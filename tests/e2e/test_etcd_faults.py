@@ -20,7 +20,7 @@ from engine.runtime.etcd_settings import EtcdSettings
 from engine.runtime.session import run_session
 from tests.e2e.launcher import Done, Launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Launch = Callable[..., Launcher]
 

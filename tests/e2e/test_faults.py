@@ -18,9 +18,10 @@ from engine.runtime.children import ForkServer
 from engine.runtime.faults.registry import kinds
 from engine.runtime.session import Ending, run_session
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 6, "validate_every": 0}
+SILENCE_S = 2.0  # longer than a busy machine keeps a healthy worker from running
 TWO_SHADOWS: dict[str, Any] = {"stages": 4, "redundancy_level": 2}
 
 
@@ -136,14 +137,14 @@ def test_what_ends_nobody_changes_nothing(strike: Strike, faultless: Callable[..
 
 @pytest.mark.parametrize("fault", [at("1B2", "stop"), at("1B2", "hang", gil="held")], ids=str)
 def test_whoever_falls_silent_is_given_up(strike: Strike, faultless: Callable[..., Any], fault: Fault) -> None:
-    struck = strike(fault, options={"silence_s": 1.0})
+    struck = strike(fault, options={"silence_s": SILENCE_S})
     check(struck, faultless(), 1)
     assert "has been silent for" in struck.events("epoch")[-1]["reason"]
     assert struck.codes[1] == -signal.SIGKILL
 
 
 def test_whoever_wakes_after_the_verdict_does_nothing_more(strike: Strike, faultless: Callable[..., Any]) -> None:
-    struck = strike(at("1B2", "stop", for_ns=1_400_000_000), options={"silence_s": 1.0})
+    struck = strike(at("1B2", "stop", for_ns=int(2 * SILENCE_S * 1e9)), options={"silence_s": SILENCE_S})
     check(struck, faultless(), 1)
     assert struck.codes[1] in (-signal.SIGKILL, ExitCode.FENCED)
 

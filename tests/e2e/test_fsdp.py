@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from engine.core.kill_text import parse_kill
 from engine.runtime.children import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Runs
-from tests.e2e.launcher import ROOT
 
 # Each worker imports torch's FSDP, which takes seconds where workers are many and cores few.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SMALL: dict[str, Any] = {
     "microbatches": 4,
@@ -32,12 +30,9 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(name="runs", scope="module")
-def _runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Returns what runs jobs, with one fork server for this whole file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with ForkServer() as server:
-            yield Runs(tmp_path_factory.mktemp("fsdp"), server)
+def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
+    """Returns what runs jobs."""
+    return Runs(tmp_path_factory.mktemp("fsdp"), server)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.launcher import Done, Launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., Launcher]
 

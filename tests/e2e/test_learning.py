@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from engine.core.job import Job
 from engine.models.catalogue import open_data
 from engine.models.text import TokenData
+from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # some 15 s of the processor each
 
 
 def unigram_entropy(data: TokenData) -> float:
@@ -33,13 +34,19 @@ def test_the_default_gpt_learns_more_than_how_often_each_byte_occurs(train: Call
     assert loss < entropy - 0.3
 
 
-def test_resnet18_reads_digits(train: Callable[..., Ending]) -> None:
+def work_s(server: ForkServer) -> float:
+    """Returns the seconds of the processor that the workers of past runs took: what else is going on adds nothing."""
+    times = psutil.Process(server.pid).cpu_times()
+    return float(times.children_user + times.children_system)
+
+
+def test_resnet18_reads_digits(train: Callable[..., Ending], server: ForkServer) -> None:
     job = Job(
         model="resnet18", stages=2, microbatches=2, microbatch_size=30, steps=36, lr=1e-3, warmup_steps=3,
         audit=0, validate_every=36, validation_microbatches=12,
     )  # fmt: skip
-    start_s = time.monotonic()
+    before_s = work_s(server)
     _, accuracy = train(job).view.account.validations[35]
     assert accuracy is not None
     assert accuracy >= 0.9  # of all 360 validation images
-    assert time.monotonic() - start_s < 120
+    assert 0 < work_s(server) - before_s < 120

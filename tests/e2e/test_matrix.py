@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.launcher import Done, Launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., Launcher]
 
@@ -46,7 +46,7 @@ def run(launch: Launch, tmp_path: Path, cases: list[str], *options: str, **envir
     path = tmp_path / "controls.yaml"
     path.write_text(HEAD + "".join(f"  - name: {name}\n    {CASES[name]}\n" for name in cases))
     launcher = launch("matrix", str(path), *options, **environment)
-    done = launcher.wait(110)
+    done = launcher.wait(280)
     assert launcher.leftovers() == []
     return done
 
@@ -128,8 +128,9 @@ def test_other_settings_are_another_cell(launch: Launch, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("text", "num_cells"), [("kill/LOG", 6), ("during/", 3)])
 def test_some_cells_of_the_smoke_matrix(launch: Launch, text: str, num_cells: int) -> None:
-    launcher = launch("matrix", "matrix-smoke", "--cell", text, "--json")
-    done = launcher.wait(110)
+    one_lane = ("--jobs", "1")  # each takes seconds of the processor to start
+    launcher = launch("matrix", "matrix-smoke", "--cell", text, "--json", *one_lane)
+    done = launcher.wait(280)
     assert done.code == 0, done.stdout + done.stderr
     cells: list[dict[str, Any]] = json.loads(done.stdout)["cells"]
     assert len(cells) == num_cells

@@ -12,7 +12,7 @@ from engine.core.ownership import Grid, one_slot_each
 from engine.core.program import build_program
 from engine.runtime.session import Ending
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 P, M = 4, 6
 

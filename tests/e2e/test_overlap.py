@@ -15,7 +15,7 @@ from engine.runtime.children import ForkServer
 from engine.runtime.session import run_session
 from tests.e2e.plain_loop import PlainLoop
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 def test_a_handler_changes_the_order_and_no_bit(tmp_path: Path, server: ForkServer) -> None:

@@ -6,7 +6,6 @@ The reference is a plain loop without either: the layers pass everything on by t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from engine.runtime.children import ForkServer
 from engine.runtime.session import Ending
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Event, Runs
-from tests.e2e.launcher import ROOT
 from tests.e2e.user_batches import MICROBATCHES, VALIDATION_MICROBATCHES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 SMALL: dict[str, Any] = {
     "microbatches": MICROBATCHES,
@@ -35,12 +33,9 @@ NESTED = {**SMALL, "model": "tests.e2e.user_batches:nested", "data": "tests.e2e.
 
 
 @pytest.fixture(name="runs", scope="module")
-def _runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Returns what runs jobs, with one fork server for this whole file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with ForkServer() as server:
-            yield Runs(tmp_path_factory.mktemp("skips"), server)
+def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
+    """Returns what runs jobs."""
+    return Runs(tmp_path_factory.mktemp("skips"), server)
 
 
 @functools.cache

@@ -13,15 +13,15 @@ from engine.core.job import Job
 from engine.core.kill_text import parse_kills
 from engine.core.recovery_times import Recovery, recoveries
 from engine.report.load import RunTables, load
+from engine.runtime.children import ForkServer
 from engine.runtime.session import run_session
-from tests.e2e.launcher import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 AGREE_NS = 5_000_000
 
 
-def run(folder: Path, kills: list[str], **fields: Any) -> list[dict[str, Any]]:
+def run(server: ForkServer, folder: Path, kills: list[str], **fields: Any) -> list[dict[str, Any]]:
     """Runs a job whose stages sleep, with kills, and returns its events."""
     job = Job(
         model="timed",
@@ -31,7 +31,7 @@ def run(folder: Path, kills: list[str], **fields: Any) -> list[dict[str, Any]]:
         validate_every=0,
         **fields,
     )
-    ending = run_session(job, folder / "events.jsonl", folder, faults=parse_kills(kills, job))
+    ending = run_session(job, folder / "events.jsonl", folder, faults=parse_kills(kills, job), server=server)
     assert ending.error is None, ending.error
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
@@ -43,13 +43,12 @@ def disagreement_ns(found: Recovery, commits_ns: dict[int, int]) -> int:
     return abs(found.extra_ns - found.gap_ns) - (max(between) - min(between))
 
 
-def test_phases_and_commits_agree_on_what_a_recovery_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_and_commits_agree_on_what_a_recovery_cost(tmp_path: Path, server: ForkServer) -> None:
     """Within 5 ms, and as much more as other processes made the usual steps uneven.
 
     The kills come early in their steps: what slows a step before its kill is in the gap between commits only.
     """
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    events = run(tmp_path, ["5:1:F:1", "10:2:F:1", "15:3:F:1"], stages=5, steps=17)
+    events = run(server, tmp_path, ["5:1:F:1", "10:2:F:1", "15:3:F:1"], stages=5, steps=17)
     found = recoveries(events)
     assert [(each.step, each.rung) for each in found] == [(5, "shadow"), (10, "shadow"), (15, "shadow")]
     commits_ns = {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
@@ -63,10 +62,10 @@ def test_phases_and_commits_agree_on_what_a_recovery_cost(tmp_path: Path, monkey
     assert (table["plan_bytes"] > 0).all() and (table["heal_bytes"] > 0).all()
 
 
-def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, server: ForkServer) -> None:
     fields = {"stages": 2, "pipelines": 2, "redundancy": "reroute", "steps": 4}
-    run_of: RunTables = load(run(tmp_path, ["1:1:B:1"], **fields))
+    run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields))
     (row,) = run_of.recovery.to_dict("records")
-    assert (row["rung"], row["verdict"]) == ("other pipeline", "worker 1 was ended by SIGKILL")
+    assert row["rung"] == "other pipeline"
+    assert row["verdict"].startswith("worker 1 was ended by SIGKILL")  # and where it was last seen, if it was
     assert row["heal_bytes"] > 0

@@ -19,11 +19,13 @@ from engine.core.trajectory import trajectory_hash
 from engine.files.trajectory_file import read_trajectory
 from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "2", "--microbatches", "3", "--steps", "4", "--validate-every", "2")
+# Stages that sleep: there is something to see for seconds, and little to compute.
+TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "40")
 # Loaded by Python before anything else: whatever starts a process or loads torch or pandas is stopped.
 TRIPWIRE = """
 import sys
@@ -111,9 +113,9 @@ def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: La
 
 
 def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", on_a_terminal(tmp_path, *SMALL, "--steps", "300"))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", on_a_terminal(tmp_path, *SMALL, *TIMED))
     assert re.search(r"worker +pid +stage +state +step +action +microbatches/s", text)
-    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +\d[A-Z_]+\d* +[\d.]+\r\n", text)
+    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +\d[A-Z_]+\d* +[\d.]+\r", text)
 
 
 def test_a_failed_run_is_one_object_too(launch: Launch) -> None:

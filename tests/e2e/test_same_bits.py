@@ -15,7 +15,7 @@ from engine.runtime.session import Ending
 from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
 from tests.e2e.plain_loop import train as train_plainly
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Train = Callable[..., Ending]
 

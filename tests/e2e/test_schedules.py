@@ -13,7 +13,7 @@ from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.session import Ending
 from tests.e2e.plain_loop import PlainLoop, Texts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SIZES: dict[str, Any] = {"stages": 8, "microbatch_size": 2, "steps": 2, "warmup_steps": 1, "validate_every": 0}
 MODELS: dict[str, dict[str, Any]] = {

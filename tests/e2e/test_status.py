@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.launcher import Launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Launch = Callable[..., Launcher]
 

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,8 @@ from tests.simulation.run import History, run
 from tests.simulation.schedules import PAIRED, grid_cases, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
 
+pytestmark = pytest.mark.timeout(300)  # some 10 s of the processor each, at most
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = sorted({(case.pipelines, case.stages, case.microbatches) for case in grid_cases()})
 # Whole where that takes a few seconds; of the others every so many moments. The soak takes all of all.
@@ -43,7 +44,7 @@ TURNS = {
     *("forward is redone", "backward is redone", "shadow is healed"),
     *("stream is taken", "stream is taken by the fence", "epoch is foreseen"),
 }
-CHUNK = 500
+CHUNK = 1000
 
 
 def all_well(cases: Iterable[Case]) -> list[History]:
@@ -110,15 +111,11 @@ def test_pairs_of_kills(case: Case) -> None:
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
 def test_random_faults(first: int) -> None:
+    """Nothing comes of them; they reach every point, are of every kind, and all that is rare comes about."""
     histories = all_well(random_case(number) for number in range(first, first + CHUNK))
     assert sum(bool(history.struck) for history in histories) > CHUNK * 0.8
     assert sum(history.epoch > 2 for history in histories) > CHUNK * 0.3
     assert sum(history.phase is Phase.FINISHED for history in histories) > CHUNK * 0.5
-
-
-def test_random_faults_reach_every_point_and_every_kind() -> None:
-    cases = [random_case(number) for number in range(RANDOM)]
-    histories = [run(case) for case in islice(cases, 900)]
     struck = [fault for history in histories for fault in history.struck]
     assert {fault.kind for fault in struck} == {*KINDS}
     missed = {"fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL", "commit", "stepped"}
