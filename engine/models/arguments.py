@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.abc
 import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError, nearest
@@ -44,9 +44,9 @@ def argument_problems(field: str, module: str, name: str, args: Args) -> list[Pr
 def _builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
     """Returns the keyword-only parameters of a function, or of a class's constructor, with their defaults."""
     spec = importlib.util.find_spec(module)
-    source = spec.loader.get_source(module) if spec and isinstance(spec.loader, importlib.abc.InspectLoader) else None
-    assert source is not None, f"no source of {module}"
-    found = _definition(ast.parse(source).body, name)
+    assert spec is not None and spec.origin is not None, f"no source of {module}"
+    # Read as a file: not every loader hands out sources, and pytest loads the packages of its plugins with its own.
+    found = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
     if isinstance(found, ast.ClassDef):
         found = _definition(found.body, "__init__")
     assert isinstance(found, ast.FunctionDef), f"{module} has no {name}"

@@ -42,8 +42,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     recorder.event("formed")
     try:
         control.send("ready")
-        control.next_epoch()
-        control.take("go")
+        control.next_epoch()  # which begins training, as nobody has anything to answer
         if welcome["worker"] == welcome["victim"]:
             time.sleep(_SETTLE_S)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -96,7 +96,9 @@ def check(recovered: Recovered, expected: tuple[object, ...], *verdicts: list[in
     ending = recovered.ending
     assert (ending.outcome, ending.exit_code, ending.error) == ("finished", ExitCode.OK, None)
     assert outcome_of(recovered.account) == expected
-    assert recovered.verdicts == list(verdicts)
+    # On a busy machine an exit may be seen after a failed transfer was looked into: then a verdict is empty first.
+    is_exact = [] in verdicts
+    assert [each for each in recovered.verdicts if each or is_exact] == list(verdicts)
 
 
 Faultless = Callable[..., tuple[object, ...]]

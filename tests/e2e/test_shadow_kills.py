@@ -116,9 +116,9 @@ def test_a_shadow_that_dies_while_it_waits_for_a_log(runs: Runs, owner: int) -> 
     assert str(program[len(done)]) == f"{owner}LOG"
 
 
-@pytest.mark.parametrize(("first", "last"), [(-1, -1), (0, 1)], ids=["before it", "in it, or after it"])
-def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, first: int, last: int) -> None:
-    """It takes it among what is logged: so it dies in the wait for the log before it, or for all of an owner."""
+@pytest.mark.parametrize(("beside", "when"), [(-1, "after"), (1, "before")], ids=["before it", "after it"])
+def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, beside: int, when: str) -> None:
+    """It takes it behind its last SEND: so it dies right after that, or right before what comes next."""
     job = Job(**{**SMALL, "stages": 6}, model="mlp", model_args={"depth": 5})
     forecast, (kill,) = Forecast(job), plan_kills(job, (Sort(Op.F, "after", "middle"),), 0, most=1)
     forecast.dies(kill.worker)
@@ -129,9 +129,10 @@ def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, first: int, 
         for at, action in enumerate(actions)
         if action.op is Op.HEAL and forecast.ownership.owner(0, action.stage) != worker and forecast.survives(worker)
     )
-    may_be = program[shadow][at + first : at + last + 1]
-    faults = [parse_kill(kill.text, job), *in_wait_for_a_log(job, step, may_be[0].stage, shadow)]
-    ran = runs.run(job, faults, silence_s=30)
+    struck = program[shadow][at + beside]
+    assert forecast.ownership.owner(0, struck.stage) == shadow
+    microbatch = "" if struck.microbatch < 0 else f":{struck.microbatch}"
+    texts = (kill.text, f"{step}:{struck.stage}:{struck.op.value}{microbatch}:{when}")
+    ran = runs.run(job, [parse_kill(text, job) for text in texts])
     check(runs, job, ran, kill.worker, shadow)
-    assert program[shadow][len(list(actions_of(ran[1], shadow, step)))] in may_be
-    assert [action.op for action in may_be] == ([Op.LOG] if first else [Op.HEAL, Op.LOG])
+    assert len(list(actions_of(ran[1], shadow, step))) == at + max(beside, 0)
