@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import BambooError, ExitCode
-from engine.core.fault import Fault
+from engine.core.fault import At, Fault
 from engine.core.job import Job
 from engine.core.recovery_times import Recovery, recoveries
+from engine.core.scenario_rules import WHOLE_AFTERWARDS, is_part
 from engine.core.twin import Comparison
 from engine.files.events_file import has_event, read_events
 from engine.files.run_folder import RunFolder
@@ -46,7 +47,9 @@ class Aftermath:
             return error
         if self.missed:
             faults = ", ".join(f"--kill {each.id} ({each})" for each in self.missed)
-            error = BambooError(f"the case is invalid, nothing was proved: did not strike: {faults}")
+            parts = self.fired and any(isinstance(each.moment, At) and is_part(each.moment) for each in self.missed)
+            why = f" ({WHOLE_AFTERWARDS})" if parts else ""
+            error = BambooError(f"the case is invalid, nothing was proved: did not strike: {faults}{why}")
             error.exit_code = ExitCode.INVALID_CASE
             return error
         return self.twin_error
@@ -57,7 +60,7 @@ class Aftermath:
         if self.comparison is not None and self.comparison.difference is None and self.comparison.num_steps:
             last = self.comparison.last_step
             proved = ", weights identical" if last == committed else f", weights identical up to step {last}"
-        return [f"{each}{proved if each.pause_ns is not None else ''}" for each in self.recoveries]
+        return [f"{each}{proved if each.pause_ns is not None or each.after_end else ''}" for each in self.recoveries]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields of the run's summary."""

@@ -24,10 +24,13 @@ FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def takes_job(command: Callable[..., None], instead: Mapping[str, str] = {}) -> Callable[..., None]:
+def takes_job(
+    command: Callable[..., None], instead: Mapping[str, str] = {}, *, program_only: bool = False
+) -> Callable[..., None]:
     """Gives a command the job's argument and flags beside its own; it is called with the `Resolved` job first.
 
-    Fields that are named in `instead` have these values, whatever else says, and no flag.
+    Fields that are named in `instead` have these values, whatever else says, and no flag. With `program_only` the
+    layers of the model may be fewer than the stages.
     The annotations of `command` must exist when it is defined, not for type checkers only: Typer reads them.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
@@ -36,7 +39,7 @@ def takes_job(command: Callable[..., None], instead: Mapping[str, str] = {}) -> 
     @functools.wraps(command)
     def with_job(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
-        command(resolve_options(values | dict(instead)), **own_values)
+        command(resolve_options(values | dict(instead), program_only), **own_values)
 
     # Typer asks a function for its signature, then for its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -44,18 +47,19 @@ def takes_job(command: Callable[..., None], instead: Mapping[str, str] = {}) -> 
     return with_job
 
 
-def resolve_options(values: Mapping[str, Any]) -> Resolved:
+def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
     """Returns the job that a command's values describe, together with files and environment.
 
     Raises:
         UserError: with every problem found.
     """
     # The reader of YAML takes 20 ms to import, which --help does not owe.
-    from bamboo_cli.offered import offered
+    from bamboo_cli.offered import named, offered
     from engine.files.job_file import resolve_job
 
     flags = {name: values[name] for name in FLAG_FIELDS if values[name] is not None}
-    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=offered)
+    check = named if program_only else offered
+    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:

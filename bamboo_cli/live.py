@@ -70,6 +70,7 @@ class LivePicture:
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._said_s = 0.0
+        self._num_notes = 0
         self._history: deque[tuple[float, dict[int, int], int]] = deque()
 
     def __enter__(self) -> LivePicture:
@@ -96,7 +97,9 @@ class LivePicture:
         self._history.append((now_s, computed, len(view.account.losses)))
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
-        for text in self._recoveries.look(view):
+        notes = view.account.notes[self._num_notes :]
+        self._num_notes += len(notes)
+        for text in [*notes, *self._recoveries.look(view)]:
             self._say(text)
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)

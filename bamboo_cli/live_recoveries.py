@@ -32,6 +32,7 @@ class LiveRecoveries:
         self._known_gone: set[int] = set()
         self._looks_left = 0
         self._looked_at = 0  # steps committed
+        self._told = 0  # the latest epoch of whose recovery it has been told
 
     def slots(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that a worker owns; of one that is gone, those that it owned at last."""
@@ -63,14 +64,16 @@ class LiveRecoveries:
             self._marks.popleft()
 
     def _read(self) -> list[str]:
-        log = RecoveryLog(self._num_stages, True, dict(self.owners))
-        start = self._marks[0][1] if self._marks else 0
+        # A mark before the first commit may lie before the first epoch, which is no recovery: all is read then.
+        num_steps, start = self._marks[0] if self._marks else (0, 0)
+        log = RecoveryLog(self._num_stages, True, dict(self.owners)) if num_steps else RecoveryLog()
         try:
-            found = [recovery for event in read_events(self._events, start) for recovery in log.read(event)]
+            read = read_events(self._events, start if num_steps else 0)
+            found = [each for event in read for each in log.read(event) if each.epoch > self._told]
         except StorageError:
             return []  # the picture is no reason to end a run
         if found and not log.epochs:
-            self._looks_left = 0
+            self._looks_left, self._told = 0, found[-1].epoch
             self.owners = log.owners
             self._marks.clear()
         return [str(recovery) for recovery in found] if not self._looks_left else []

@@ -5,10 +5,15 @@ from __future__ import annotations
 from engine.core.errors import Problem
 from engine.core.job import Job
 from engine.models.arguments import argument_problems
-from engine.models.offer import problems_of
+from engine.models.offer import layer_problems, problems_of
 
 
 def offered(job: Job) -> list[Problem]:
-    """Returns what is wrong with what a job names, as far as it is built in."""
+    """Returns what is wrong with what a job names, as far as it is built in, and with the cut into stages."""
+    return [*named(job), *layer_problems(job)]
+
+
+def named(job: Job) -> list[Problem]:
+    """Returns what is wrong with what a job names: enough for who asks for the program alone, whatever the layers."""
     optimizer = argument_problems("optimizer_args", "engine.runtime.optimizer", job.optimizer, job.optimizer_args)
     return [*problems_of(job), *optimizer]

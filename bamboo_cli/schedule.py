@@ -32,11 +32,12 @@ schedule = typer.Typer(
 # A schedule that takes every number of stages per worker: the job's own is not asked for.
 _OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto"}
 _SLOW = 8000  # stages times microbatches: comparing the schedules of more takes longer than a second
+_takes_job = partial(takes_job, program_only=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @schedule.command()
-@takes_job
+@_takes_job
 def show(
     resolved: Resolved,
     *,
@@ -56,7 +57,7 @@ def show(
 
 
 @schedule.command()
-@takes_job
+@_takes_job
 def check(
     resolved: Resolved,
     *,
@@ -65,7 +66,10 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules when it is not."""
+    """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules when it is not.
+
+    What `--schedule FILE.csv` holds is a part of the job, and is refused as every wrong job is: with exit 2.
+    """
     from engine.core.grid_text import marked_lines
     from engine.core.planned import planned
     from engine.core.program import from_csv
@@ -95,7 +99,7 @@ def check(
 
 
 @schedule.command()
-@takes_job
+@_takes_job
 def export(
     resolved: Resolved,
     *,
@@ -125,7 +129,7 @@ def export(
 
 
 @schedule.command()
-@partial(takes_job, instead=_OF_ANY_SIZE)
+@partial(_takes_job, instead=_OF_ANY_SIZE)
 def compare(
     resolved: Resolved,
     *,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.errors import BambooError, ExitCode, Problem, UserError
 
 EPILOG = (
     "Examples:  bamboo validate kill-middle-stage  |  bamboo validate mine.yaml job.yaml  |  "
@@ -66,6 +66,9 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
 
     path = find_scenario(name)
     document = read_yaml(path)
+    if document.value is None and not document.problems:
+        expected = "a scenario, a matrix or a job"
+        raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
     if is_matrix(document):
         cells = [each.cell.name for each in read_matrix(str(path), kinds(), offered=offered).cells]
         return f"a matrix of {len(cells)} cells", {"cells": cells}

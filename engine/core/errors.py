@@ -50,7 +50,9 @@ class Problem:
         place = self.source
         if self.line:
             place += f":{self.line}:{self.column}"
-        text = ": ".join(part for part in (place, self.field) if part)
+        # A flag is the name of its field already.
+        name = "" if place == "--" + self.field.replace("_", "-") else self.field
+        text = ": ".join(part for part in (place, name) if part)
         text += f": expected {self.expected}"
         if self.found:
             text += f", found {self.found}"

@@ -5,7 +5,6 @@ The fields and their defaults stand here once: job files, ``BAMBOO_*``, ``--set`
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
@@ -16,6 +15,7 @@ from engine.core.lr_schedule import LR_SCHEDULES
 from engine.core.ownership import Redundancy
 from engine.core.partition import written
 from engine.core.schedules.choice import PlacementChoice, check_schedule
+from engine.core.schedules.registry import SCHEDULES
 
 Scalar = str | int | float | bool
 Args = dict[str, Scalar]
@@ -25,6 +25,9 @@ OptimizerName = Literal["sgd", "adamw"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
 FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+MOST_FLOAT = (2 - 2**-23) * 2.0**127  # the greatest number of float32, which torch refuses to exceed
 
 
 def _field(default: Scalar, text: str) -> Any:
@@ -51,7 +54,9 @@ class Job:
     microbatch_size: int = _field(4, "samples in one microbatch")
     steps: int = _field(80, "optimizer steps")
     schedule: str = _field(
-        "1f1b", "pipeline schedule: a name, FILE.csv with compute lists, or package.module:generator (trusted code)"
+        "1f1b",
+        f"pipeline schedule: {', '.join(sorted(SCHEDULES))}, FILE.csv with compute lists, "
+        "or package.module:generator (trusted code)",
     )
     stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
     placement: PlacementChoice = _field(
@@ -123,10 +128,10 @@ def check_job(job: Job) -> list[Problem]:
         for name, most in _AT_MOST.items()
         if getattr(job, name) > most
     ]
-    if not (math.isfinite(job.lr) and job.lr > 0):
-        problems.append(Problem("lr", "a finite number > 0", repr(job.lr)))
-    if not (math.isfinite(job.clip_norm) and job.clip_norm >= 0):
-        problems.append(Problem("clip_norm", "a finite number >= 0", repr(job.clip_norm)))
+    if not 0 < job.lr <= MOST_FLOAT:
+        problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
+    if not 0 <= job.clip_norm <= MOST_FLOAT:
+        problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
     num_actions = job.stages * job.pipelines * job.microbatches
     if num_actions > _MAX_FORWARDS and not _AT_MOST.keys() & {each.field for each in problems}:
         problems.append(

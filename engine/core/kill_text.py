@@ -1,7 +1,8 @@
 """How the command line spells a kill: ``STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]``.
 
 Rules: whether a kill can strike is known before the run, by the rules for faults of a scenario. What a text leaves out
-is what the stage does in the middle of its microbatches, as the job's program has it.
+is what the stage does in the middle of its microbatches, as the job's program has it; in a step after another kill has
+been recovered from, its backwards are whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.core.job import Job
 from engine.core.ownership import Slot
 from engine.core.planned import planned
 from engine.core.scenario import Expect, Target, Wanted
-from engine.core.scenario_rules import Found, check_found, own_actions
+from engine.core.scenario_rules import Found, changes_by, check_found, own_actions
 
 KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"
 
@@ -30,17 +31,21 @@ def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:
     Raises:
         UserError: with every problem found; one that can never strike is one.
     """
-    faults: dict[At, Fault] = {}
+    found: list[tuple[Fault, At]] = []
     problems: list[Problem] = []
     for text in texts:
         try:
-            fault, at = _parsed(text, job)
+            found.append(_parsed(text, job))
         except UserError as error:
             problems += error.problems
-            continue
+    changed_by = min((changes_by(at) for _, at in found), default=job.steps)
+    faults: dict[At, Fault] = {}
+    for fault, meant in found:
+        is_whole = meant.step > changed_by and meant.action.op is Op.I and not _names(fault.id, Op.I)
+        at = replace(meant, action=meant.action._replace(op=Op.B)) if is_whole else meant
         if at in faults:
-            problems.append(_problem("each fault once", text))
-        faults.setdefault(at, fault)
+            problems.append(_problem("each fault once", fault.id))
+        faults.setdefault(at, replace(fault, moment=at))
     problems += _never_striking(faults, job, whole=not problems)
     if problems:
         raise UserError(problems)
@@ -91,6 +96,11 @@ def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, 
     if op in STAGE_OPS and len(parts) > 1:
         problems.append(_problem(f"no microbatch after {op}, which concerns the whole stage", text))
     return (op,)
+
+
+def _names(text: str, op: Op) -> bool:
+    """Says whether a kill spells this op out."""
+    return op.value in text.partition("@")[0].split(":")
 
 
 def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> Action:

@@ -114,6 +114,17 @@ def leavers(state: State) -> tuple[int, ...]:
     return tuple(sorted(moving))
 
 
+def held_back(state: State) -> dict[int, tuple[int, ...]]:
+    """Returns those who are leaving and never can, each with the stages that nobody who stays has, or can be given."""
+    if state.options.redundant and any(worker not in state.leaving for worker in state.members):
+        return {}
+    stages: dict[int, set[int]] = {}
+    for slot, heir in enumerate(heirs(state, (), hand_over=True).owners):
+        if heir in state.leaving:
+            stages.setdefault(heir, set()).add(slot % state.options.stages)
+    return {worker: tuple(sorted(stages[worker])) for worker in sorted(stages)}
+
+
 def departing(state: State) -> tuple[int, ...]:
     """Returns those who are leaving and no longer needed: every slot lives without them as well as it can."""
     return tuple(worker for worker in state.leaving if worker in state.members and not _is_needed(state, worker))
@@ -134,8 +145,8 @@ def _is_needed(state: State, worker: int) -> bool:
 
 def state_lost(state: State, stages: tuple[int, ...]) -> State:
     """Returns the state halted because nobody holds some stages any more."""
-    named = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-    text = f"the state of {named} is lost in epoch {state.epoch}; last committed step {state.committed}; {state.reason}"
+    where = f"in epoch {state.epoch}; last committed step {state.committed}"
+    text = f"the state of {stages_in_words(stages)} is lost {where}; {state.reason}"
     return halted(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
 
 
@@ -152,3 +163,8 @@ def in_words(out: Mapping[int, str]) -> str:
 def workers_in_words(workers: tuple[int, ...]) -> str:
     """Returns ``worker 1``, ``workers 1 and 2``."""
     return ("worker " if len(workers) == 1 else "workers ") + " and ".join(map(str, workers))
+
+
+def stages_in_words(stages: tuple[int, ...]) -> str:
+    """Returns ``stage 1``, ``stages 1, 2``."""
+    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))

@@ -11,6 +11,8 @@ from itertools import pairwise
 
 from engine.core.errors import Problem, UserError
 
+MOST_LAYERS = 8192  # their names travel in one message
+
 
 def partition(form: str, num_stages: int, kinds: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
     """Returns the first layer of each stage.
@@ -19,15 +21,30 @@ def partition(form: str, num_stages: int, kinds: Sequence[str], weights: Sequenc
     measured nanoseconds for ``profile``, unused otherwise. Raises UserError when the layers cannot be cut so.
     """
     num_layers = len(kinds)
-    if num_stages > num_layers:
-        raise UserError([Problem("stages", f"at most {num_layers}, the layers of the model", repr(num_stages))])
+    if problems := cutting_problems(form, num_stages, num_layers):
+        raise UserError(problems)
     if form == "uniform":
         return tuple(stage * num_layers // num_stages for stage in range(num_stages))
     if form in ("parameters", "profile"):
         return balanced(weights, num_stages)
     if form.startswith("type:"):
         return balanced(_matches(form[len("type:") :], kinds), num_stages)
-    return _custom(form, num_stages, num_layers)
+    starts = written(form, num_stages)
+    if starts is None:
+        raise UserError([_not_rising(form, num_stages, num_layers)])
+    return starts
+
+
+def cutting_problems(form: str, num_stages: int, num_layers: int) -> list[Problem]:
+    """Returns why a model of so many layers cannot be cut so, as far as their number tells."""
+    if num_layers > MOST_LAYERS:
+        return [Problem("model", f"at most {MOST_LAYERS} layers", str(num_layers))]
+    if num_stages > num_layers:
+        return [Problem("stages", f"at most {num_layers}, the layers of the model", repr(num_stages))]
+    starts = written(form, num_stages) if form[:1].isdigit() else None
+    if starts and starts[-1] >= num_layers:
+        return [_not_rising(form, num_stages, num_layers)]
+    return []
 
 
 def balanced(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -80,9 +97,5 @@ def written(form: str, num_stages: int) -> tuple[int, ...] | None:
     return starts if rising and len(starts) == num_stages else None
 
 
-def _custom(form: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
-    starts = written(form, num_stages)
-    if starts is None or starts[-1] >= num_layers:
-        expected = f"{num_stages - 1} rising layer numbers from 1 to {num_layers - 1}"
-        raise UserError([Problem("partition", expected, repr(form))])
-    return starts
+def _not_rising(form: str, num_stages: int, num_layers: int) -> Problem:
+    return Problem("partition", f"{num_stages - 1} rising layer numbers from 1 to {num_layers - 1}", repr(form))

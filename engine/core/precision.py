@@ -16,7 +16,7 @@ from engine.core.job import Job
 from engine.core.planned import planned
 
 Event = Mapping[str, Any]
-_AT_ONCE = frozenset({"kill"})
+AT_ONCE = frozenset({"kill"})  # kinds of faults that end their victim before it does anything more
 
 
 def precision(job: Job, faults: Sequence[Fault], events: Sequence[Event]) -> Check:
@@ -59,7 +59,7 @@ def _misses(job: Job, fault: Fault, moment: At, strike: Event, events: Sequence[
                 + (f" instead of {_text(expected)}" if is_first else "")
             )
     allowed = [named] if moment.when == "during" else []
-    if fault.do in _AT_ONCE and later not in ([], allowed):
+    if fault.do in AT_ONCE and later not in ([], allowed):
         yield f"{who} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
 
 

@@ -1,12 +1,12 @@
 """Recoveries, read off the events of a run: who was out, who took over, and where the time went.
 
 Rules: one monotonic clock, in nanoseconds. A recovery begins with the fault, or the first sign of a failure that nobody
-injected, and ends with the first commit after it. A failure meanwhile belongs to the same recovery, whose phases are
-then those of its last epoch. Where phases overlap, as regrouping does with all until replay, the one that is over later
-is charged with what it takes beyond the earlier, so that together they are the pause; with *merged* they are all of the
-time to the first commit. What a recovery cost is told twice, by measures that have only that commit in common: from the
-phases, less what was left of a usual step when they began, and from the commits. Usual are the last few steps under the
-same ownership.
+injected, and ends with the first commit after it; after the last commit of a job no step is left to recover. A failure
+meanwhile belongs to the same recovery, whose phases are then those of its last epoch. Where phases overlap, as
+regrouping does with all until replay, the one that is over later is charged with what it takes beyond the earlier, so
+that together they are the pause; with *merged* they are all of the time to the first commit. What a recovery cost is
+told twice, by measures that have only that commit in common: from the phases, less what was left of a usual step when
+they began, and from the commits. Usual are the last few steps under the same ownership.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Recovery:
     """
 
     epoch: int
-    step: int  # the open step, which the survivors finish
+    step: int  # the open step, which the survivors finish; the last one, when all are committed
     reason: str
     verdict: tuple[tuple[int, str], ...]
     last_actions: Mapping[int, tuple[int, str] | None]
@@ -58,6 +58,7 @@ class Recovery:
     left_ns: int | None = None  # what usually is left of a step from where this one was when it began
     gap_ns: int | None = None  # what was between the commits before and after it, beyond what usually is
     adopted: frozenset[Slot] = frozenset()
+    after_end: bool = False  # every step had been committed
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -88,6 +89,8 @@ class Recovery:
     @property
     def rung(self) -> str:
         """How it was survived: where the state came from of the slots that have changed hands."""
+        if self.after_end:
+            return "nothing was lost"
         if self.resume_ns is None:
             return "none"
         if self.lost_steps:
@@ -104,6 +107,8 @@ class Recovery:
         parts = [f"worker {worker} {self._how(worker, why)}" for worker, why in self.verdict if not planned]
         takes = "was to take over" if self.pause_ns is None else "took over"
         parts = parts or [self.reason]
+        if self.after_end:
+            return "; ".join([*parts, "that was after the last commit, no step was left to recover"])
         parts += [
             f"worker {heir} {takes} {_stages(self.heirs, heir)}" for heir in sorted({new for *_, new in self.heirs})
         ]
@@ -180,12 +185,13 @@ class RecoveryLog:
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
+    steps: int | None = None  # of the job, if it is known
 
     def read(self, event: Event) -> Iterator[Recovery]:
         """Takes in one event; yields the recovery that it ends."""
         match event["event"]:
             case "job":
-                self.stages = event["stages"]
+                self.stages, self.steps = event["stages"], event.get("steps")
             case "started":
                 for pipeline, stage in event["slots"]:
                     self.owners[pipeline, stage] = event["of"]
@@ -228,10 +234,12 @@ class RecoveryLog:
         """Returns the recovery that is going on, which `commit` ends."""
         last = self.epochs[-1]
         before = self.commits[-1][0] if self.commits else -1
-        step = before + 1 if commit is None else commit["step"]
+        after_end = commit is None and before + 1 == self.steps
+        step = before + (not after_end) if commit is None else commit["step"]
         verdict = tuple((worker, why) for epoch in self.epochs for worker, why in epoch["verdict"])
         out = {worker for worker, _ in verdict}
         now = self._owners_now()
+        moved = [] if after_end else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
         faults = [each for each in self.signs if each["event"] == "fault"]
         usual = usual_ns(self.commits)
         seen_ns = [each.get("seen_ns", each["at_ns"]) for each in self.signs if each["event"] != "fault"]
@@ -251,7 +259,7 @@ class RecoveryLog:
             last["reason"],
             verdict,
             {worker: self.last_action(worker) for worker in sorted(out)},
-            tuple((slot, old, now[slot]) for slot, old in sorted(self.owners.items()) if now[slot] != old),
+            tuple((slot, old, now[slot]) for slot, old in moved),
             tuple(each["fault"] for each in faults),
             begin_ns,
             points,
@@ -260,6 +268,7 @@ class RecoveryLog:
             left_ns(self.commits, self._entries(), begin_ns),
             None if commit is None or usual is None else commit["at_ns"] - self.commits[-1][1] - usual,
             frozenset(self.adopted),
+            after_end,
         )
 
     def _entries(self) -> list[Entry]:

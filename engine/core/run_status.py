@@ -9,7 +9,9 @@ from typing import Any
 
 from engine.core.errors import InvariantError
 from engine.core.membership_state import resume
+from engine.core.membership_verdicts import held_back
 
+HELD_BACK = "cannot leave"  # a worker that has given notice, and whose stages nobody can take over
 STARTING = "starting"  # the phase before the first epoch, as events show it
 
 
@@ -50,6 +52,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
             for key, value in keys.items()
             if key.startswith("members/")
         }
+        held = held_back(state)
         workers = [
             WorkerStatus(
                 worker,
@@ -57,7 +60,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
                 member["node"],
                 _slots(member["now"]),
                 _slots(member["before"]),
-                "out" if worker in state.out else "in",
+                "out" if worker in state.out else HELD_BACK if worker in held else "in",
                 heard.get(str(worker)),
             )
             for worker, member in sorted(found.items())
@@ -89,6 +92,10 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
             case "exit":
                 state = "left" if event["expected"] else "dead"
                 workers[event["of"]] = replace(workers[event["of"]], state=state)
+            case "stays":
+                workers[event["of"]] = replace(workers[event["of"]], state=HELD_BACK)
+                entry = (status.epoch, f"worker {event['of']} {event['text']}")
+                status = replace(status, verdicts=(*status.verdicts, entry))
             case "failed":
                 status = replace(status, verdicts=(*status.verdicts, (status.epoch, event["error"])))
             case "ended":
@@ -98,7 +105,7 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
 
 def without_word(status: RunStatus) -> RunStatus:
     """Returns the status, as its events show it, of a run whose launcher is gone, and its workers with it."""
-    workers = tuple(replace(each, state="gone") if each.state == "in" else each for each in status.workers)
+    workers = tuple(replace(each, state="gone") if each.state in ("in", HELD_BACK) else each for each in status.workers)
     return replace(status, phase="launcher gone", workers=workers)
 
 

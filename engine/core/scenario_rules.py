@@ -16,6 +16,7 @@ from engine.core.fault import After, At
 from engine.core.job import Job
 from engine.core.ownership import Ownership, Slot
 from engine.core.planned import planned
+from engine.core.precision import AT_ONCE
 from engine.core.program import Program
 from engine.core.scenario import Every, Expect, Scenario, Target, Wanted
 from engine.core.schedules.text import is_text
@@ -29,8 +30,9 @@ _UNDISTURBED = {
     Op.W: _HALVES,
     Op.I: _HALVES,
     Op.B: f"this schedule has halves of backwards: {Op.I} and {Op.W} instead of {Op.B}",
-    Op.REDO_F: "only a recovery runs a forward again: add a fault that ends a worker by then",
+    Op.REDO_F: "only a recovery runs a forward again: add a fault that ends a worker in that step",
 }
+WHOLE_AFTERWARDS = f"once a worker is lost, backwards are whole: {Op.B} instead of {Op.I} and {Op.W}"
 
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
@@ -117,6 +119,19 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
     ]
 
 
+def is_part(at: At) -> bool:
+    """Says whether a moment is at half of a backward."""
+    return at.action.op in (Op.I, Op.W)
+
+
+def changes_by(at: At) -> int:
+    """Returns the last step that may still run as if nobody had failed, when a worker is killed at a moment.
+
+    At the end of a step others may have begun the next one.
+    """
+    return at.step + (at.action.op in STAGE_OPS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Failures:
     """The other faults, which may end a worker before a moment."""
@@ -131,14 +146,33 @@ class _Failures:
         others = [each for each in triggers if each != self.at]
         return not self.found.whole or any(not isinstance(each, At) or each.step < step for each in others)
 
+    def surely_before(self, step: int) -> bool:
+        """Says whether a worker is lost, and its recovery over, before this step begins."""
+        return any(changes_by(each) < step for each in self._kills())
+
+    def recovered_in(self, step: int) -> bool:
+        """Says whether this step may be one that a recovery finishes."""
+        kills = self._kills()
+        if all(each.do not in self.ending or each.trigger in (self.at, *kills) for each in self.found.faults.values()):
+            return not self.found.whole or any(each.step <= step <= changes_by(each) for each in kills)
+        return self.before(step + 1)  # of the others nobody knows when they end their victim
+
+    def _kills(self) -> list[At]:
+        """Returns the moments of the others that end a worker at once."""
+        triggers = [each.trigger for each in self.found.faults.values() if each.do in AT_ONCE]
+        return [each for each in triggers if isinstance(each, At) and each != self.at]
+
 
 def _action(place: str, action: Action, own: Collection[Action], job: Job, failures: _Failures) -> list[Problem]:
     """Returns why an action can never come; `own` are those of its slot while nobody has failed."""
     op, step = action.op, failures.at.step
     if op is Op.HEAL:
         return _heal(f"{place}.action", job, step, can_follow=failures.before(step))
+    if is_part(failures.at) and failures.surely_before(step):
+        return [Problem(f"{place}.action", "an action of a step after a failure", repr(op.value), WHOLE_AFTERWARDS)]
     why = _why_never(op, action.stage, job)
-    if action in own or (not why and op in _OF_OTHER_PLANS and failures.before(step + 1)):
+    can_come = failures.recovered_in(step) if op is Op.REDO_F else failures.before(step + 1)
+    if action in own or (not why and op in _OF_OTHER_PLANS and can_come):
         return []
     if numbers := sorted(each.microbatch for each in own if each.op is op):
         listed = ", ".join(map(str, numbers[:_MOST_LISTED])) + ", ..." * (len(numbers) > _MOST_LISTED)

@@ -23,8 +23,13 @@ def own_schedule(job: Job) -> str | Problem:
         return name
     try:
         text = Path(name).read_text(encoding="utf-8") if name.endswith(".csv") else _generated(name, job)
+    except UnicodeDecodeError:
+        return Problem("schedule", "a CSV file with compute lists", repr(name), "it is no UTF-8 text")
+    except OSError as error:
+        return Problem("schedule", "a file or a generator that can be read", repr(name), error.strerror or str(error))
     except Exception as error:  # a user's generator may raise anything
-        return Problem("schedule", "compute lists that can be read or made", repr(name), f"{error!r}")
+        what = f"{type(error).__name__}: {error}"
+        return Problem("schedule", "a generator that makes compute lists", repr(name), what)
     return text if is_text(text) else text + "\n"
 
 

@@ -11,13 +11,12 @@ import ast
 import functools
 import importlib.util
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError, nearest
-from engine.core.job import Args, Scalar
+from engine.core.job import MOST_FLOAT, Args, Scalar
 
 Factory = Callable[..., Any]
 
@@ -32,7 +31,7 @@ def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
 
 def argument_problems(field: str, module: str, name: str, args: Args) -> list[Problem]:
     """Returns what is wrong with the arguments of a built-in factory, which a module has by that name."""
-    known = _builtin_arguments(module, name) if args else {}
+    known = builtin_arguments(module, name) if args else {}
     problems = [_unknown(field, each, known) for each in args if each not in known]
     for each, value in args.items():
         if each in known and not _fits(each, known[each], value):
@@ -41,7 +40,7 @@ def argument_problems(field: str, module: str, name: str, args: Args) -> list[Pr
 
 
 @functools.cache
-def _builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
+def builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
     """Returns the keyword-only parameters of a function, or of a class's constructor, with their defaults."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"no source of {module}"
@@ -87,7 +86,7 @@ def _expected(name: str, default: Scalar) -> str:
         return "true or false"
     if isinstance(default, int):
         return "a whole number >= 1"
-    return "a number >= 0 and < 1" if name in _SHARES else "a finite number >= 0"
+    return "a number >= 0 and < 1" if name in _SHARES else "a finite float32 number >= 0"
 
 
 def _fits(name: str, default: Scalar, value: Scalar) -> bool:
@@ -97,4 +96,4 @@ def _fits(name: str, default: Scalar, value: Scalar) -> bool:
         return isinstance(value, int) and value >= 1
     if isinstance(value, str):
         return False
-    return math.isfinite(value) and 0 <= value < (1 if name in _SHARES else math.inf)
+    return 0 <= value < 1 if name in _SHARES else 0 <= value <= MOST_FLOAT

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import Problem, nearest
 from engine.core.job import FACTORY, Args, Job
-from engine.models.arguments import argument_problems
+from engine.core.partition import MOST_LAYERS, cutting_problems
+from engine.models.arguments import argument_problems, builtin_arguments
 
 if TYPE_CHECKING:
     from engine.models.data import Task
@@ -38,6 +39,10 @@ class Builtin:
         """Returns what is wrong with arguments that a user gave in a field."""
         return argument_problems(field, self._module, self.name, args)
 
+    def arguments(self, args: Args) -> Args:
+        """Returns all arguments that it is called with where a user gave these."""
+        return {**builtin_arguments(self._module, self.name), **args}
+
     @property
     def _module(self) -> str:
         return f"{__package__}.{self.module}"
@@ -52,25 +57,39 @@ class Entry:
     data: str
     # Batch norm over a single sample of one pixel has no variance.
     least_microbatch_size: int = 1
+    # So many layers it has, and as many more as this argument says.
+    layers: int = 0
+    more_layers: str = ""
+    divisor: tuple[str, str] | None = None  # the first of these arguments divides the second
+
+    def num_layers(self, args: Args) -> int:
+        """Returns the number of layers with these arguments, which are good ones."""
+        return self.layers + (int(self.factory.arguments(args)[self.more_layers]) if self.more_layers else 0)
 
 
 def _resnet(is_bottleneck: bool, *blocks: int) -> Entry:
-    return Entry(Builtin("resnet", "resnet", (blocks, is_bottleneck)), _IMAGES, "digits", least_microbatch_size=2)
+    factory = Builtin("resnet", "resnet", (blocks, is_bottleneck))
+    return Entry(factory, _IMAGES, "digits", least_microbatch_size=2, layers=2 + sum(blocks))
+
+
+def _transformer(name: str, task: Task) -> Entry:
+    divisor = ("heads", "width")
+    return Entry(Builtin("transformer", name), (task,), "text", layers=2, more_layers="depth", divisor=divisor)
 
 
 _IMAGES: tuple[Task, ...] = ("classify",)
 MODELS: dict[str, Entry] = {
-    "gpt": Entry(Builtin("transformer", "gpt"), ("causal",), "text"),
-    "bert": Entry(Builtin("transformer", "bert"), ("masked",), "text"),
+    "gpt": _transformer("gpt", "causal"),
+    "bert": _transformer("bert", "masked"),
     "resnet18": _resnet(False, 2, 2, 2, 2),
     "resnet34": _resnet(False, 3, 4, 6, 3),
     "resnet50": _resnet(True, 3, 4, 6, 3),
     "resnet101": _resnet(True, 3, 4, 23, 3),
     "resnet152": _resnet(True, 3, 8, 36, 3),
-    "vgg19": Entry(Builtin("conv_stacks", "vgg19"), _IMAGES, "digits"),
-    "alexnet": Entry(Builtin("conv_stacks", "alexnet"), _IMAGES, "digits"),
-    "mlp": Entry(Builtin("mlp", "mlp"), ("regress", "classify"), "synthetic"),
-    "timed": Entry(Builtin("timed", "timed"), ("regress",), "synthetic"),
+    "vgg19": Entry(Builtin("conv_stacks", "vgg19"), _IMAGES, "digits", layers=19),
+    "alexnet": Entry(Builtin("conv_stacks", "alexnet"), _IMAGES, "digits", layers=8),
+    "mlp": Entry(Builtin("mlp", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"),
+    "timed": Entry(Builtin("timed", "timed"), ("regress",), "synthetic", more_layers="layers"),
 }
 
 
@@ -115,10 +134,33 @@ def model_problems(job: Job) -> list[Problem]:
     if entry is None:
         return name_problems(job)
     problems = entry.factory.problems("model_args", job.model_args)
+    if entry.divisor and not problems:
+        problems += _division_problems(*entry.divisor, entry.factory.arguments(job.model_args), job.model_args)
     if job.microbatch_size < entry.least_microbatch_size:
         expected = f"a whole number >= {entry.least_microbatch_size} for batch norm"
         problems.append(Problem("microbatch_size", expected, repr(job.microbatch_size)))
     return problems
+
+
+def _division_problems(part: str, whole: str, args: Args, given: Args) -> list[Problem]:
+    """Says so, of the argument that the user gave, when one argument does not divide the other."""
+    if int(args[whole]) % int(args[part]) == 0:
+        return []
+    if part not in given:
+        return [Problem(f"model_args.{whole}", f"a multiple of {part} {args[part]}", repr(args[whole]))]
+    return [Problem(f"model_args.{part}", f"a divisor of {whole} {args[whole]}", repr(args[part]))]
+
+
+def layer_problems(job: Job) -> list[Problem]:
+    """Returns why the layers of a job's model cannot be cut as it says; of the user's own, nothing is known here."""
+    entry = MODELS.get(job.model)
+    if entry is None or entry.factory.problems("model_args", job.model_args):
+        return []
+    num_layers, more = entry.num_layers(job.model_args), entry.more_layers
+    if more and num_layers > MOST_LAYERS:
+        expected = f"a whole number <= {MOST_LAYERS - entry.layers}"
+        return [Problem(f"model_args.{more}", expected, str(num_layers - entry.layers))]
+    return cutting_problems(job.partition, job.stages, num_layers)
 
 
 def data_problems(job: Job) -> list[Problem]:

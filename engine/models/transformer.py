@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.core.errors import Problem, UserError
 from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model, Tie
 from engine.models.losses import default_loss
@@ -37,8 +36,6 @@ def bert(
 def _transformer(
     facts: DataFacts, width: int, depth: int, heads: int, dropout: float, *, is_causal: bool, tied: bool
 ) -> Model:
-    if width % heads:
-        raise UserError([Problem("model_args.heads", f"a divisor of width {width}", repr(heads))])
     block = partial(Block, width, heads, depth, facts.sequence, dropout, is_causal)
     layers = (
         LayerSpec("embedding", "Embedding", partial(Embedding, facts.vocabulary, facts.sequence, width, dropout)),

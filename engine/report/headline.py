@@ -10,7 +10,7 @@ import pandas as pd
 
 from engine.core.job import Job
 from engine.report.load import RunTables
-from engine.report.recovery import NOBODY_LOST
+from engine.report.recovery import AFTER_END, NOBODY_LOST
 
 Mood = Literal["good", "bad", "open"]
 
@@ -46,7 +46,11 @@ def _cause(run: RunTables) -> str:
 
 def _deaths(recovery: pd.DataFrame) -> str:
     """Returns who was out and what it cost."""
+    late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
     recovery = recovery[~recovery["outcome"].isin(NOBODY_LOST)]
+    if late and recovery.empty:
+        who = "Workers" if "," in late else "Worker"
+        return f"{who} {late} was lost after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]
     if out.empty:
         return "No worker was lost." if recovery.empty else "No worker was lost; one link was mended."

@@ -37,6 +37,7 @@ def verdict_text(event: Event) -> str:
 _TELLING: dict[str, Callable[[Event], str]] = {
     "fault": lambda event: f"injected {event['fault']}",
     "notice": lambda event: f"gave notice, {event['grace_s']:g} s",
+    "stays": lambda event: str(event["text"]),
     "suspicion": lambda event: str(event["text"]),
     "exit": how_it_ended,
     "epoch": verdict_text,

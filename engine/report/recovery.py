@@ -29,8 +29,10 @@ _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_af
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
-# Outcomes of faults that put nobody out: nothing came of it; the run saw it and ended; who was warned left by itself.
-NOBODY_LOST = ("harmless", "noticed", "left")
+AFTER_END = "after the end"  # every step had been committed
+# Outcomes that took nobody from the training: nothing came of it; the run saw it and ended; who was warned left by
+# itself; it was over.
+NOBODY_LOST = ("harmless", "noticed", "left", AFTER_END)
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 
@@ -57,6 +59,8 @@ def recovery_table(
 def _outcome(recovery: Recovery, ended: bool) -> dict[str, str]:
     if recovery.resume_ns is not None:
         return {"outcome": "recovered"}
+    if recovery.after_end:
+        return {"outcome": AFTER_END}
     return {"outcome": "not recovered" if ended else "under way"}
 
 

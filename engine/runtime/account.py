@@ -37,6 +37,7 @@ class Account:
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what users are told at once
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
     _ballot: Ballot | None = None
@@ -55,6 +56,12 @@ class Account:
         """Takes in how the model was cut into stages."""
         self.layers, self.starts = message["layers"], message["starts"]
         self._book = AuditBook(len(self.layers), self.job.pipelines)
+
+    def note(self, text: str) -> bool:
+        """Takes in what users are told at once; says whether it is news."""
+        is_news = text not in self.notes
+        self.notes += [text] * is_news
+        return is_news
 
     def open(self, epoch: int, ownership: Ownership) -> None:
         """Begins to take the votes of an epoch for the step after the last committed one."""

@@ -17,6 +17,7 @@ from engine.core.membership_events import (
     StepCommitted,
     Suspicion,
 )
+from engine.core.membership_verdicts import held_back, stages_in_words
 from engine.runtime.account import error_of
 from engine.runtime.agent import Agent
 from engine.runtime.link import Message
@@ -118,6 +119,11 @@ def _on_notice(agent: Agent, member: Member, message: Message) -> None:
     agent.injector.sees(member.worker, "notice", f"{grace_ns / 1e9:g} s")
     agent.preparation.noticed(member.worker, grace_ns)
     agent.decide(Notice(now_ns(), member.worker, grace_ns))
+    for worker, stages in held_back(agent.node.state).items():
+        grace_s = (agent.injector.grace_ns(worker) or agent.grace_ns) / 1e9
+        text = f"is to leave within {grace_s:g} s, but nobody can take over {stages_in_words(stages)}"
+        if agent.account.note(f"worker {worker} {text}"):
+            agent.recorder.event("stays", of=worker, text=text)
 
 
 def _on_fault(agent: Agent, member: Member, message: Message) -> None:

@@ -39,6 +39,25 @@ def test_weights_are_called_identical_only_when_they_were_compared() -> None:
     assert aftermath(Comparison(9, 8, "step 5, layer 1: state differs")).lines(8) == [text]
 
 
+def test_who_dies_after_the_last_commit_needs_no_recovery() -> None:
+    late = replace(RECOVERY, points_ns={"detect": 0}, resume_ns=None, after_end=True)
+    found = replace(aftermath(Comparison(9, 8, None)), recoveries=[late])
+    assert found.lines(8) == [
+        "worker 2 died; that was after the last commit, no step was left to recover, weights identical"
+    ]
+
+
+def test_half_a_backward_that_did_not_strike_after_a_failure_says_why() -> None:
+    job = Job(stages=3, steps=9, schedule="zb1p")
+    faults = (parse_kill("5:1", job), parse_kill("5:2:I:3", job))
+    error = Aftermath(faults, frozenset({"5:1"}), [RECOVERY]).error()
+    assert error is not None
+    assert str(error).endswith("of step 5) (once a worker is lost, backwards are whole: B instead of I and W)")
+    error = Aftermath(faults, frozenset(), []).error()
+    assert error is not None
+    assert str(error).endswith("of step 5)")
+
+
 def test_a_run_passes_when_its_fault_struck_and_no_bit_differs() -> None:
     assert aftermath(Comparison(9, 8, None)).error() is None
     assert aftermath().error() is None

@@ -124,7 +124,7 @@ def test_the_installed_command_and_the_module_are_the_same() -> None:
     [
         (("run", "--json", "--stgaes", "2"), "No such option: --stgaes"),
         (("compare", "one", "--json"), "Missing argument 'B'"),
-        (("run", "--json", "--stages", "0"), "--stages: stages: expected a whole number >= 1, found 0"),
+        (("run", "--json", "--stages", "0"), "--stages: expected a whole number >= 1, found 0"),
     ],
 )
 def test_whoever_asks_for_json_gets_one_object_whatever_is_wrong(arguments: tuple[str, ...], error: str) -> None:

@@ -38,3 +38,12 @@ def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert line.startswith("worker")
     (bar,) = [line for line in lines if BAR[0] in line]
     assert set(bar.strip()) <= {*BAR}
+
+
+def test_what_users_are_told_at_once_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    account = Account(Job(stages=1, steps=9), losses=[0.5])
+    with LivePicture(account.job, tmp_path / "events.jsonl") as picture:
+        for text in ("one", "one", "two"):
+            account.note(text)
+            picture.show(View(account, ()))
+    assert [line for line in capsys.readouterr().err.splitlines() if line in ("one", "two")] == ["one", "two"]

@@ -63,6 +63,25 @@ def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> N
     assert live.owners == {(0, 0): 0, (0, 1): 0}
 
 
+def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    started = [{"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(2)]
+    append(path, {"event": "job", "stages": 2, "steps": 9}, *started)
+    live = LiveRecoveries(JOB.stages, JOB.steps, path)
+    live.look(view(0, "starting", "starting"))
+    joined = {"event": "epoch", "epoch": 1, "owners": [0, 1], "verdict": [], "reason": "all have joined"}
+    append(path, joined | {"at_ns": 0}, {"event": "go", "epoch": 1, "at_ns": 1})
+    append(path, *failure(1, 0, 10, 2))
+    assert live.look(view(0, "running", "dead")) == []
+    append(path, commit(0, 300))
+    told = ["worker 1 was ended by SIGKILL; worker 0 took over stage 1; recovered in 0.25 s, 0 steps lost"]
+    assert live.look(view(1, "running", "dead")) == told
+    append(path, *failure(0, 1, 400, 3), commit(1, 800))  # at once, before the picture has looked again
+    assert live.look(view(1, "dead", "dead")) == []
+    (second,) = live.look(view(2, "dead", "dead"))
+    assert second.startswith("worker 0 was ended by SIGKILL; worker 1 took over")
+
+
 def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text("no event\n")

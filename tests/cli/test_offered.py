@@ -14,6 +14,7 @@ import pytest
 from bamboo_cli.offered import offered
 from engine.core.errors import UserError
 from engine.core.job import Job
+from engine.core.schedules.registry import SCHEDULES
 from engine.files.job_file import resolve_job
 from engine.files.matrix_file import read_matrix
 from engine.files.scenario_file import load_document
@@ -68,6 +69,16 @@ def test_all_that_is_wrong_comes_at_once_each_at_its_place() -> None:
         ("data: syntetic", ["1:7: data: expected one of auto, digits, synthetic, text, a file, a folder, or "]),
         ("model: resnet18\ndata: text", ["2:7: data: expected data that resnet18 can learn, such as digits, "]),
         ("model: resnet18\nmicrobatch_size: 1", ["2:18: microbatch_size: expected a whole number >= 2 for batch norm"]),
+        ("model_args: {width: 7}", ["1:21: model_args.width: expected a multiple of heads 4, found 7"]),
+        ("model_args:\n  heads: 3", ["2:10: model_args.heads: expected a divisor of width 128, found 3"]),
+        ("stages: 7", ["1:9: stages: expected at most 6, the layers of the model, found 7"]),
+        (
+            "model: alexnet\npartition: '3,5,8'",
+            ["2:12: partition: expected 3 rising layer numbers from 1 to 7, found "],
+        ),
+        ("model_args: {depth: 8191}", ["1:21: model_args.depth: expected a whole number <= 8190, found 8191"]),
+        ("model_args: {depth: x}\nstages: 7", ["1:21: model_args.depth: expected a whole number >= 1"]),
+        ("partition: '3,2,8'", ["1:12: partition: expected 3 rising layer numbers from 1, found '3,2,8'"]),
         ("model: m:own\ndata_args: {featurs: 3}", ["2:22: data_args.featurs: expected one of features, outputs, "]),
         ("model: gtp\ndata: digits\ndata_args: {x: 1}", ["1:8: model: "]),  # who learns from it is not known
         ("optimizer: sdg\noptimizer_args: {momentum: 0.9}", ["1:12: optimizer: expected one of sgd, adamw"]),
@@ -83,6 +94,9 @@ def test_a_wrong_name_is_told(text: str, told: list[str]) -> None:
     "job",
     [
         Job(model="m:own", model_args={"x": 1}),
+        Job(model="m:own", stages=100),
+        Job(model_args={"depth": 8190}),
+        Job(stages=6),
         Job(data="m:own", data_args={"x": 1}),
         Job(data="not/here.txt", data_args={"sequence": 8}),
         Job(model="mlp", data_args={"features": 8}),
@@ -142,6 +156,19 @@ def test_a_run_without_its_data_starts_nothing_and_can_be_planned() -> None:
     assert done.stderr.startswith("bamboo: job.yaml:1:7: data: expected a file or a folder that can be read, found ")
     assert not Path("results").exists()
     assert run("run", "job.yaml", "--dry-run").returncode == 0
+
+
+def test_a_plan_needs_the_layers_and_a_program_does_not() -> None:
+    done = run("run", "--dry-run", "--stages", "7")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "bamboo: --stages: expected at most 6, the layers of the model, found 7\n"
+    assert run("schedule", "check", "--stages", "7").returncode == 0
+
+
+def test_help_names_the_schedules() -> None:
+    done = run("run", "--help")
+    words = set(done.stdout.replace(",", " ").split())
+    assert SCHEDULES.keys() <= words, SCHEDULES.keys() - words
 
 
 def test_nothing_heavy_is_loaded_for_it() -> None:

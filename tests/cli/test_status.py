@@ -63,6 +63,20 @@ def test_an_ended_run_is_told_from_its_events(tmp_path: Path) -> None:
     ]
 
 
+def test_who_cannot_leave_is_told(tmp_path: Path) -> None:
+    text = "is to leave within 120 s, but nobody can take over stage 1"
+    stays = {"event": "stays", "of": 1, "text": text}
+    make_run(tmp_path, "mlp", [*STARTED, stays, {"event": "ended", "outcome": "finished", "exit_code": 0}])
+    lines = say("--results", tmp_path).splitlines()
+    assert lines[2:] == [
+        "  worker 1  pid 12  stage 0.1 1.1  cannot leave",
+        "  epoch 1: every worker has joined",
+        f"  epoch 1: worker 1 {text}",
+    ]
+    make_run(tmp_path, "mlp", [STORE, *STARTED, stays], hour=2)
+    assert lament(tmp_path, "last committed step 1")[2].endswith("  gone")
+
+
 def test_json_is_one_object_and_watching_an_ended_run_ends(tmp_path: Path) -> None:
     name = make_run(tmp_path, "mlp", ENDED)
     said = json.loads(say("--json", "--watch", "--results", tmp_path))

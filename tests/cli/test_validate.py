@@ -123,6 +123,14 @@ def test_a_job_is_known_by_its_form_and_checked_too(tmp_path: Path) -> None:
     ]
 
 
+def test_an_empty_file_may_have_been_meant_as_any(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing yet\n")
+    result = call("validate", str(path))
+    assert result.exit_code == 2
+    assert result.stderr == f"bamboo: {path}:1:1: expected a scenario, a matrix or a job, found an empty file\n"
+
+
 def test_a_scenario_with_nothing_but_its_job_is_no_job(tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text("name: x\njob: {steps: 3}\n")

@@ -30,7 +30,8 @@ from engine.core.errors import (
             Problem("schedule", "one of a, b", "'c'", "did you mean 'a'?"),
             "schedule: expected one of a, b, found 'c' (did you mean 'a'?)",
         ),
-        (Problem("lr", "a number", "'x'", source="--lr"), "--lr: lr: expected a number, found 'x'"),
+        (Problem("warmup_steps", "a number", source="--warmup-steps"), "--warmup-steps: expected a number"),
+        (Problem("lr", "a number", "'x'", source="--lr"), "--lr: expected a number, found 'x'"),
         (
             Problem("lr", "a number", "'x'", source="job.yaml", line=3, column=5),
             "job.yaml:3:5: lr: expected a number, found 'x'",

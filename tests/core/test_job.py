@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import FIELD_HELP, PARTITION_FORMS, Job, check_job
+from engine.core.job import FIELD_HELP, MOST_FLOAT, PARTITION_FORMS, Job, check_job
 from engine.core.lr_schedule import LR_SCHEDULES
 from engine.core.ownership import Redundancy
 from engine.core.schedules.registry import SCHEDULES
@@ -48,15 +48,22 @@ def test_counts_that_start_something_have_a_greatest_value(name: str, most: int)
     assert problems_of(**{name: most + 1}) == [f"{name}: expected a whole number <= {most}, found {most + 1}"]
 
 
-@pytest.mark.parametrize("lr", [0.0, -1e-3, math.inf, math.nan])
+@pytest.mark.parametrize("lr", [0.0, -1e-3, 1e40, math.inf, math.nan])
 def test_learning_rate_is_finite_and_positive(lr: float) -> None:
-    assert problems_of(lr=lr) == [f"lr: expected a finite number > 0, found {lr!r}"]
+    assert problems_of(lr=lr) == [f"lr: expected a finite float32 number > 0, found {lr!r}"]
 
 
-@pytest.mark.parametrize("clip_norm", [-0.5, math.inf, math.nan])
+def test_the_greatest_number_of_float32_is_taken() -> None:
+    assert problems_of(lr=MOST_FLOAT, clip_norm=MOST_FLOAT) == []
+    assert MOST_FLOAT.hex() == "0x1.fffffe0000000p+127"
+
+
+@pytest.mark.parametrize("clip_norm", [-0.5, 1e40, math.inf, math.nan])
 def test_clip_norm_is_finite_and_not_negative(clip_norm: float) -> None:
     assert problems_of(clip_norm=0.0) == []
-    assert problems_of(clip_norm=clip_norm) == [f"clip_norm: expected a finite number >= 0, found {clip_norm!r}"]
+    assert problems_of(clip_norm=clip_norm) == [
+        f"clip_norm: expected a finite float32 number >= 0, found {clip_norm!r}"
+    ]
 
 
 def test_unknown_names_come_with_the_nearest_known_one() -> None:

@@ -67,7 +67,7 @@ def test_forms_of_a_kill(text: str, expected: Fault) -> None:
         ("5:2:I", "found 'I' (this schedule has whole backwards: B instead of I and W)"),
         (
             "5:2:f",
-            "found 'f' (only a recovery runs a forward again: add a fault that ends a worker by then)",
+            "found 'f' (only a recovery runs a forward again: add a fault that ends a worker in that step)",
         ),
         (
             "5:2:HEAL",
@@ -143,8 +143,36 @@ def test_what_can_never_strike_depends_on_the_job(text: str, fields: dict[str, A
 
 
 def test_after_a_failure_others_run_other_actions() -> None:
-    for text in ("3:2:f", "3:2:I", "3:2:HEAL", "2:2:f"):
-        assert len(parse_kills(["2:1", text], JOB)) == 2
-    for texts in (["4:1", "3:2:f"], ["3:1", "3:2:HEAL"], ["2:1", "3:2:STREAM"], ["2:1", "3:0:RECV_F"]):
+    for texts in (
+        ["2:1", "3:2:HEAL"],
+        ["2:1", "2:2:f"],
+        ["2:1", "2:2:I"],
+        ["2:1:STEP", "3:2:f"],
+        ["2:1:STEP", "3:2:I"],
+    ):
+        assert len(parse_kills(texts, JOB)) == 2
+    for texts in (
+        ["4:1", "3:2:f"],
+        ["2:1", "3:2:f"],
+        ["3:1", "3:2:HEAL"],
+        ["2:1", "3:2:STREAM"],
+        ["2:1", "3:0:RECV_F"],
+    ):
         with pytest.raises(UserError, match=f"--kill {texts[1]}: "):
             parse_kills(texts, JOB)
+
+
+def test_after_a_failure_backwards_are_whole() -> None:
+    halves = Job(stages=4, schedule="zb1p", microbatches=8)
+    faults = parse_kills(["5:2", "3:1", "3:2", "6:1:after", "6:2:F"], halves)
+    assert [str(fault.moment) for fault in faults] == [
+        "before 2B4 of step 5",
+        "before 1I4 of step 3",
+        "before 2I4 of step 3",
+        "after 1B4 of step 6",
+        "before 2F4 of step 6",
+    ]
+    assert [str(each.moment) for each in parse_kills(["3:1:COMMIT", "4:2"], halves)][1] == "before 2I4 of step 4"
+    for text in ("5:2:I", "5:2:W:3"):
+        with pytest.raises(UserError, match=r"once a worker is lost, backwards are whole: B instead of I and W\)"):
+            parse_kills(["3:1", text], halves)

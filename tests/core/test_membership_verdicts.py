@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.membership_events import Notice
 from engine.core.membership_state import Options, State
-from engine.core.membership_verdicts import departing, heirs, leavers
+from engine.core.membership_verdicts import departing, heirs, held_back, leavers
 from tests.core.membership_cases import S, running, told
 
 Shadows = tuple[tuple[int, ...], ...]
@@ -51,6 +51,16 @@ def test_the_same_stage_of_another_pipeline_inherits_after_the_shadows() -> None
     assert heirs(shadowed, (3, 5)).owners == (0, 1, 2, 1, 4, 1)
     assert heirs(shadowed, (1, 3, 5)).owners == (0, 2, 2, 2, 4, 2), "the shadow of one pipeline serves them all"
     assert heirs(shadowed, (1, 3, 5)).shadows == ((), (), (), (), (), ())
+
+
+def test_who_can_never_leave_is_known_with_its_stages() -> None:
+    assert held_back(running()) == held_back(leaving(1)) == held_back(leaving(0, 1)) == {}
+    assert held_back(leaving(0, 1, 2)) == {0: (0,), 1: (1,), 2: (2,)}
+    none = Options(stages=3, redundant=False)
+    assert held_back(leaving(1)._replace(options=none, shadows=((), (), ()))) == {1: (1,)}
+    twice = leaving(1)._replace(options=none, members=(0, 1, 2, 3), owners=(0, 1, 2, 0, 3, 2), shadows=((),) * 6)
+    assert held_back(twice) == {}, "another pipeline has the stage"
+    assert held_back(twice._replace(owners=(0, 1, 1, 0, 3, 1))) == {1: (2,)}
 
 
 def test_nobody_waits_for_a_shadow_that_never_comes() -> None:

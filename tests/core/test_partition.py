@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import UserError
-from engine.core.partition import balanced, partition
+from engine.core.partition import MOST_LAYERS, balanced, partition
 
 KINDS = ["Embedding", "Block", "Block", "Block", "Norm", "Linear"]
 SIZES = [100, 30, 30, 30, 1, 100]
@@ -70,6 +70,14 @@ def test_type_with_fewer_matches_than_stages_leaves_no_stage_empty() -> None:
     starts = partition("type:Norm", 4, KINDS, ())
     assert list(starts) == sorted(set(starts))
     assert len(starts) == 4
+
+
+def test_layers_whose_names_travel_in_one_message_are_taken() -> None:
+    assert partition("uniform", 2, ["Block"] * MOST_LAYERS, ()) == (0, MOST_LAYERS // 2)
+    assert (
+        refusal("uniform", 2, ["Block"] * (MOST_LAYERS + 1))
+        == f"model: expected at most {MOST_LAYERS} layers, found 8193"
+    )
 
 
 def test_custom_is_taken_as_it_stands() -> None:

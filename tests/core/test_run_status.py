@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.membership_events import ExitSeen
+from engine.core.membership_events import ExitSeen, Notice
 from engine.core.membership_state import to_json
 from engine.core.run_status import RunStatus, WorkerStatus, status_of_events, status_of_keys
 from tests.core.membership_cases import committed, running, told
@@ -47,6 +47,13 @@ def test_keys_say_who_owns_what_and_what_was_decided() -> None:
         ),
         verdicts=((1, "every worker has joined"), (2, "worker 1 was ended by SIGKILL")),
     )
+
+
+def test_keys_say_who_has_given_notice_and_cannot_leave() -> None:
+    state = told(running(), *(Notice(5, worker, 1) for worker in range(3)))
+    assert [each.state for each in status_of_keys("mine", keys(state=to_json(state).encode())).workers] == [
+        "cannot leave"
+    ] * 3
 
 
 def test_a_run_that_is_forming_has_few_keys() -> None:

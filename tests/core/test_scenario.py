@@ -116,6 +116,15 @@ def test_healing_needs_a_failure_in_an_earlier_step_and_somebody_to_heal() -> No
     assert "with redundancy none" in problems(scenario(kill, heal, job=replace(JOB, redundancy="none")))[0]
 
 
+def test_a_forward_is_redone_in_the_step_that_a_recovery_finishes_or_nobody_knows_which() -> None:
+    again = wanted("again", at(5, "2f3"))
+    for first in (FIRST, wanted("warned", at(2, "2B3"), do="terminate"), wanted("many", Every(2, 2), role="random")):
+        assert problems(scenario(first, again)) == []
+    for first in (wanted("early", at(2, "2B3")), wanted("late", at(6, "2B3")), wanted("slow", at(5, "2B3"), do="stop")):
+        (found,) = problems(scenario(first, again))
+        assert "add a fault that ends a worker in that step" in found
+
+
 def test_only_the_owner_of_a_slot_counts_for_what_its_actions_are() -> None:
     """A shadow that runs redundant forwards, or gets a log, is never at a fault of the slot."""
     job = Job(stages=2, microbatches=2, redundancy="eager")

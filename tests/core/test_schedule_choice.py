@@ -67,6 +67,7 @@ def test_microbatches_are_put_in_order_and_pairs_taken_apart() -> None:
     [
         ("0F0,0SEND_F0\n", "worker 0, position 1: expected F, B, I and W of one pipeline"),
         ("0F0\n1F0,1f0\n", "worker 1, position 1: expected F, B, I and W of one pipeline"),
+        ("0F0,,0SEND_F0\n", "worker 0, position 2: expected F, B, I and W of one pipeline"),
         ("0F0,0X1\n", "worker 0, position 1: expected an action such as 2F0"),
         ("(0F0;)OVERLAP_F_B,\n", "worker 0, position 0: expected an action such as 2F0"),
     ],
@@ -78,6 +79,29 @@ def test_what_is_no_compute_list_is_refused_with_its_place(text: str, message: s
 
 def problems_of(schedule: str, stages: int, v: int, m: int = 8, choice: str = "auto") -> list[str]:
     return [str(each) for each in check_schedule(schedule, stages, v, m, choice)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ("1F0,1B0,1F1,1B1,1B1", "worker 1, position 4: 1B1: stands twice"),
+        ("1F0,,1B0,1F1,1REDUCE_GRAD,1B1,1B1", "worker 1, position 6: 1B1: stands twice"),
+        ("1B1,1F0,1F1,1B1,1B0", "worker 1, position 3: 1B1: stands twice"),
+        ("1F0,(1F1;1B0)OVERLAP_F_B,1B1,1F1", "worker 1, position 3: 1F1: stands twice"),
+        ("1F0,1B0,1B1,,1F1", "worker 1, position 2: 1B1: stands before 1F1, which it requires"),
+        ("1F0,1B0,1F1,1B9", "worker 1, position 3: 1B9: "),
+        ("1F0,1B0,1F1", "worker 1: 1B1: is missing"),
+    ],
+)
+def test_a_broken_rule_is_told_at_its_cell(second: str, told: str) -> None:
+    found = problems_of(f"0F0,0F1,0B0,0B1\n{second}\n", 2, 1, 2)
+    assert any(f"found {told}" in each for each in found), found
+
+
+def test_a_transfer_has_no_cell() -> None:
+    found = problems_of("0F0,0F9,0B0,0B1\n1F0,1F9,1B0,1B9\n", 2, 1, 2)
+    assert any("found worker 0, position 1: 0F9: " in each for each in found), found
+    assert any("found worker 0: 0SEND_F9: " in each for each in found), found
 
 
 def test_what_a_schedule_asks_of_a_job() -> None:

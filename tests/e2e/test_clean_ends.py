@@ -203,12 +203,13 @@ def test_sigkill_of_the_launcher_takes_everything_with_it(launch: Launch, moment
     ("arguments", "code", "message"),
     [
         (("--backend", "nccl"), 4, r"nccl needs one GPU per worker: 4 wanted, \d+ found"),
+        (("--partition", "type:conv"), 2, r"--partition: expected a pattern that matches a layer's class \("),
         (("--stages", "7"), 2, r"stages: expected at most 6, the layers of the model, found 7"),
         (("--stages", "0"), 2, r"stages: expected a whole number >= 1, found 0"),
         (
             ("--data", "missing.txt"),
             2,
-            r"--data: data: expected a file or a folder that can be read, found 'missing.txt'",
+            r"--data: expected a file or a folder that can be read, found 'missing.txt'",
         ),
         (("--results", "stdout"), 74, r"results folder 'stdout' is a file"),
         (("--results", "/proc/none"), 74, r"results folder '/proc/none' cannot be used"),

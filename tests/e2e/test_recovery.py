@@ -163,6 +163,15 @@ def test_whoever_gives_notice_hands_over_and_leaves(recover: Recover, faultless:
     assert recovered.ending.view.workers[2].state == "left"
 
 
+def test_a_notice_that_nobody_can_honour_is_told(recover: Recover, faultless: Faultless) -> None:
+    recovered = recover(Strike(committed(1), 2, signal.SIGTERM), redundancy="none")
+    check(recovered, faultless())
+    (stays,) = (event for event in recovered.events if event["event"] == "stays")
+    text = "is to leave within 120 s, but nobody can take over stage 2"
+    assert (stays["of"], stays["text"]) == (2, text)
+    assert recovered.account.notes == [f"worker 2 {text}"]
+
+
 def test_a_hand_over_is_prepared_before_the_commit_that_brings_it(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(1), 2, signal.SIGTERM), **LONG)
     check(recovered, faultless(**LONG), [], [2])

@@ -196,10 +196,10 @@ def test_the_wire_trips_when_a_run_starts_its_workers(launch: Launch, wired: dic
 
 def test_a_mistake_that_a_worker_finds_is_told_with_its_place(launch: Launch, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text("model: mlp\nstages: 77\n")
+    job.write_text("model: mlp\npartition: type:conv\n")
     done = launch("run", str(job)).wait()
     assert done.code == 2
-    assert f"bamboo: {job}:2:9: stages: expected at most 4, the layers of the model, found 77" in done.stderr
+    assert f"bamboo: {job}:2:12: partition: expected a pattern that matches a layer's class (" in done.stderr
 
 
 @pytest.mark.parametrize(("redirection", "code"), [("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 74)])

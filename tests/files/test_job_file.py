@@ -215,9 +215,9 @@ def test_a_mistake_in_a_setting_repeats_it(setting: str, message: str) -> None:
 
 def test_a_mistake_in_a_flag_names_it() -> None:
     assert problems(microbatch_size="0", schedule="1fb1", steps="many") == [
-        "--steps: steps: expected a whole number, found 'many'",
-        "--microbatch-size: microbatch_size: expected a whole number >= 1, found 0",
-        f"--schedule: schedule: expected one of {', '.join(sorted(SCHEDULES))}, found '1fb1' (did you mean '1f1b'?)",
+        "--steps: expected a whole number, found 'many'",
+        "--microbatch-size: expected a whole number >= 1, found 0",
+        f"--schedule: expected one of {', '.join(sorted(SCHEDULES))}, found '1fb1' (did you mean '1f1b'?)",
     ]
 
 
@@ -235,7 +235,7 @@ def test_all_mistakes_of_all_layers_come_at_once_in_order() -> None:
         "job.yaml:5:10: threads",
         "BAMBOO_SEED: seed",
         "--set audit=-1: audit",
-        "--threads: threads",
+        "--threads",
     ]
 
 

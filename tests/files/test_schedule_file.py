@@ -39,6 +39,14 @@ def test_a_file_and_a_generator_become_the_same_text(tmp_path: Path, monkeypatch
 
 
 def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.csv") as caught:
-        schedule_of(str(tmp_path / "nowhere.csv"))
-    assert len(caught.value.problems) == 1
+    path = tmp_path / "nowhere.csv"
+    told = f"--schedule: expected a file or a generator that can be read, found '{path}' (No such file or directory)"
+    with pytest.raises(UserError) as caught:
+        schedule_of(str(path))
+    assert str(caught.value) == told
+
+
+def test_a_file_of_other_bytes_is_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"expected a CSV file with compute lists, found .* \(it is no UTF-8 text\)$"):
+        schedule_of(str(tmp_path / "x.csv"))

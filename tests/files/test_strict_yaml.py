@@ -198,11 +198,11 @@ def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("yes", f"--lr: lr: {ONE_WAY} 'yes' (write true or false, or quote it)"),
-        ("[1]", "--lr: lr: expected one value, found a list (quote it)"),
-        ("a: b", "--lr: lr: expected one value, found a mapping (quote it)"),
-        ("1 # x", "--lr: lr: expected one value, found '1 # x' (quote it)"),
-        ("'x", "--lr: lr: expected readable YAML (found unexpected end of stream)"),
+        ("yes", f"--lr: {ONE_WAY} 'yes' (write true or false, or quote it)"),
+        ("[1]", "--lr: expected one value, found a list (quote it)"),
+        ("a: b", "--lr: expected one value, found a mapping (quote it)"),
+        ("1 # x", "--lr: expected one value, found '1 # x' (quote it)"),
+        ("'x", "--lr: expected readable YAML (found unexpected end of stream)"),
     ],
 )
 def test_one_value_on_the_command_line_is_as_strict(text: str, message: str) -> None:

@@ -187,6 +187,17 @@ def test_the_headline_says_who_was_lost_and_the_command_does_it_again(run: RunTa
     assert command(run) == "bamboo run --model mlp --set model_args.width=64 --steps 10 --seed 7 --kill 5:2"
 
 
+def test_who_is_lost_after_the_last_commit_is_no_recovery() -> None:
+    events = MadeUpRun().events()
+    at_ms = max(event.get("at_ns", 0) for event in events) / 1e6
+    out = {"epoch": 2, "owners": [0, 1, 1], "verdict": [[2, "was ended by SIGKILL"]], "reason": ""}
+    run = load([*events[:-1], agent("epoch", at_ms, **out), events[-1]])
+    assert list(run.recovery["outcome"]) == ["after the end"]
+    text = "Worker 2 was lost after the last commit, when no step was left to recover. All 10 steps"
+    assert headline(run)[1].startswith(text)
+    assert run.exposure.empty
+
+
 def test_a_scenario_is_run_again_as_it_was_run() -> None:
     said = {"scenario": "scenario.yaml", "text": "version: 1\n", "seed": 3, "settings": ["steps=9"]}
     run = load([*MadeUpRun().events(), {"event": "scenario"} | said])
@@ -221,6 +232,13 @@ def test_a_run_of_which_next_to_nothing_is_known() -> None:
         run = load(events)
         assert len(run.recovery) == len(run.steps) == len(run.actions) == 0
         assert headline(run)[0] == "open"
+
+
+def test_the_history_names_who_could_not_leave() -> None:
+    text = "is to leave within 120 s, but nobody can take over stage 2"
+    events = [*MadeUpRun().events(), agent("stays", 1001, of=2, text=text)]
+    (row,) = load(events).history.query("what == 'stays'").to_dict("records")
+    assert (row["worker"], row["text"]) == (2, text)
 
 
 def test_times_in_the_history_are_those_of_the_events(run: RunTables) -> None:

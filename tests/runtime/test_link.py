@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.runtime.link import Link
+from engine.core.partition import MOST_LAYERS, partition
+from engine.runtime.link import Link, packet
 
 
 @pytest.fixture
@@ -25,6 +26,11 @@ def unblocked() -> Iterator[tuple[Link, Link]]:
     yield near, far
     near.close()
     far.close()
+
+
+def test_the_longest_partition_of_a_built_in_model_fits() -> None:
+    names = [f"hidden{index}" for index in range(MOST_LAYERS)]
+    assert packet("partition", starts=partition("uniform", 4096, names, ()), layers=names)
 
 
 def test_messages_arrive_whole_and_in_order_both_ways(pair: tuple[Link, Link]) -> None:

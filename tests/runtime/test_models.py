@@ -220,6 +220,15 @@ def test_a_small_resnet_learns_the_digits() -> None:
     assert model.metric((network(*held_out.inputs),), held_out.targets) > 0.85
 
 
+@pytest.mark.parametrize("args_of", ["default", "other"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layers_are_as_many_as_is_said(name: str, args_of: str) -> None:
+    entry = MODELS[name]
+    args: Args = {entry.more_layers: 7} if args_of == "other" and entry.more_layers else {}
+    job = Job(model=name, model_args=args)
+    assert len(build_model(job, open_data(job).facts).layers) == entry.num_layers(args)
+
+
 @pytest.mark.parametrize(
     ("job", "field", "words"),
     [

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from engine.core.errors import Problem, ScheduleError, nearest
 from engine.core.ownership import Grid, fresh
-from engine.core.program import build_program
+from engine.core.program import Program, build_program
 from engine.core.schedules.compute import ComputeLists
 from engine.core.schedules.placement import Placement, worker_of
 from engine.core.schedules.registry import SCHEDULES, Schedule
-from engine.core.schedules.text import is_text, lists_from_csv, stages_on
-from engine.core.verify import verify
+from engine.core.schedules.text import cell_of, is_text, lists_from_csv, stages_on
+from engine.core.verify import Violation, verify
 
 PlacementChoice = Literal["auto", "loop", "v"]
 _PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
@@ -86,8 +87,20 @@ def _check_text(
         return [Problem("schedule", expected, _named(stages_on(lists)))]
     grid = Grid(num_workers * stages_per_worker, microbatches)
     ownership = fresh(grid, stages_per_worker, placement)
-    broken = verify(build_program(text, ownership), ownership)
-    return [Problem("schedule", "a program that runs to its end", str(each)) for each in broken[:_MOST_SHOWN]]
+    program = build_program(text, ownership)
+    broken = verify(program, ownership)[:_MOST_SHOWN]
+    told = [str(_in_text(each, text, program)) for each in broken]
+    return [Problem("schedule", "a program that runs to its end", each) for each in told]
+
+
+def _in_text(broken: Violation, text: str, program: Program) -> Violation:
+    """Returns a broken rule with the position in the text that the program was made of."""
+    if broken.position < 0:
+        return broken
+    actions = program[broken.worker]
+    action = actions[broken.position]
+    nth = actions[: broken.position].count(action)
+    return replace(broken, position=cell_of(text, broken.worker, action, nth))
 
 
 def _stands_as(lists: ComputeLists, placement: Placement) -> bool:

@@ -1,9 +1,10 @@
 """Compute lists as CSV: row n is worker n, a cell is an action, as torch's pipelining writes and reads it.
 
 Rules for what is read: an empty cell is an idle step and is skipped, a pair that is to be overlapped stands for its two
-parts in a row, a reduction is skipped, for a pass adds it; a transfer is refused with worker and position. Of every
-stage the microbatches of the forwards, and of the backwards, are put in order at the places that they take: so what is
-computed does not depend on the schedule. Whether the result can run is for the verification to say.
+parts in a row, a reduction is skipped, for a pass adds it; a transfer is refused. What is wrong is told with worker and
+position: the numbers of row and cell, from 0. Of every stage the microbatches of the forwards, and of the backwards,
+are put in order at the places that they take: so what is computed does not depend on the schedule. Whether the result
+can run is for the verification to say.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def rows_to_csv(rows: Iterable[Sequence[Action]], pairs: bool = False) -> str:
 
 def rows_from_csv(text: str) -> list[tuple[Action, ...]]:
     """Returns the actions of each row; raises ScheduleError with worker and position."""
-    rows: list[tuple[Action, ...]] = []
+    return [tuple(action for _, action in row) for row in _placed_rows(text)]
+
+
+def _placed_rows(text: str) -> list[list[tuple[int, Action]]]:
+    rows: list[list[tuple[int, Action]]] = []
     try:
         for worker, row in enumerate(csv.reader(StringIO(text))):
-            rows.append(tuple(_parse_row(worker, row)))
+            rows.append(list(_parse_row(worker, row)))
     except csv.Error as error:
         raise ScheduleError(f"worker {len(rows)}: expected actions as CSV: {error}") from error
     return rows
@@ -57,14 +62,24 @@ def rows_from_csv(text: str) -> list[tuple[Action, ...]]:
 
 def lists_from_csv(text: str) -> ComputeLists:
     """Returns the compute lists that `text` holds, microbatches in order; raises ScheduleError."""
-    rows = rows_from_csv(text)
+    rows = _placed_rows(text)
     for worker, row in enumerate(rows):
-        for position, action in enumerate(row):
+        for position, action in row:
             if action.op not in _TAKEN or action.pipeline:
                 expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
                 found = f"found {action}; bamboo schedule export --compute-only leaves them out"
                 raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, {found}")
-    return tuple(_in_order(tuple(action for action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
+    return tuple(_in_order(tuple(action for _, action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
+
+
+def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
+    """Returns the position, in the row of a worker, of the cell of its nth such action; -1 where it is none of these.
+
+    What is added to compute lists, such as transfers, stands in no cell.
+    """
+    cells = [cell for cell, each in _placed_rows(text)[worker] if each.op is not Op.REDUCE_GRAD]
+    found = [cell for cell, each in zip(cells, lists_from_csv(text)[worker], strict=True) if each == action]
+    return found[nth] if nth < len(found) else -1
 
 
 def stages_on(lists: ComputeLists) -> dict[int, int]:
@@ -84,7 +99,8 @@ def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
     for action, key in line:
         if action.op is not Op.W:
             queues.setdefault(key, []).append(action.microbatch)
-    rest = {key: iter(sorted(microbatches)) for key, microbatches in queues.items()}
+    # Where one stands twice nothing will run, and it is told where it stands.
+    rest = {key: iter(sorted(each) if len(set(each)) == len(each) else each) for key, each in queues.items()}
     in_parts: dict[int, list[int]] = {}
     ordered = []
     for action, key in line:
@@ -101,11 +117,12 @@ def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
     )
 
 
-def _parse_row(worker: int, row: Sequence[str]) -> Iterator[Action]:
+def _parse_row(worker: int, row: Sequence[str]) -> Iterator[tuple[int, Action]]:
+    """Yields the actions of a row, each with the position of its cell."""
     for position, cell in enumerate(row):
         for text in _parts(cell.strip()):
             try:
-                yield parse_action(text)
+                yield position, parse_action(text)
             except ScheduleError as error:
                 raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
 
