@@ -21,7 +21,7 @@ demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
 TIMED := tests/e2e/test_etcd_faults.py
 
 test: $(TEST_STAMP)
-	.venv/bin/python -m pytest --numprocesses 3 $(TIMED:%=--ignore=%)
+	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal $(TIMED:%=--ignore=%)
 	.venv/bin/python -m pytest --numprocesses 2 $(TIMED)
 
 check: $(TEST_STAMP)
