@@ -6,6 +6,7 @@ commit, and the end; whatever goes wrong here is told to the agent, who decides 
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from engine.runtime.tied import tied_stages
 from engine.runtime.training import Out, Training
 from engine.runtime.weigh_layers import weigh_layers
 
+_LINGER_S = 0.05  # to end takes milliseconds of a core, and the others are about to begin a step
 _MAX_TRACEBACK = 20_000  # characters that still fit one message
 
 
@@ -59,6 +61,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     except Stopped:
         return ExitCode.OK
     except Out:
+        time.sleep(_LINGER_S)
         return ExitCode.LEFT_WITH_NOTICE if control.has_given_notice else ExitCode.FENCED
     except UserError as error:
         traceback.print_exc()  # to this worker's log: where in the user's own code it came from
