@@ -26,15 +26,13 @@ def main() -> int:
             run = dry_run(with_transfers(on_owners(lists, ownership), ownership), ownership)
             waits, stash = list(run.waits.values()), list(run.peak_stash.values())
             if problem := disagreement(name, (p, v, m), waits, stash, run.makespan):
-                _print(problem)
+                print(problem, flush=True)
                 return 1
-        _print(f"{name}: {len(grid):,} shapes in {process_time() - begun:,.0f} s of CPU time: every formula is met")
+        print(
+            f"{name}: {len(grid):,} shapes in {process_time() - begun:,.0f} s of CPU time: every formula is met",
+            flush=True,
+        )
     return 0
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> int:
         runs = Runs(folder, server)
         failed = _one(runs, given.only, given.seed) if given.only else _many(runs, given.seed, given.kills)
     if failed:
-        _print(f"its events and logs are in {folder}")
+        print(f"its events and logs are in {folder}", flush=True)
     else:
         shutil.rmtree(folder)
     return int(failed)
@@ -58,7 +58,10 @@ def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
         enough = kills >= wanted
         if enough or monotonic() - told > _BETWEEN_LINES_S:
             told = monotonic()
-            _print(f"{seed - first_seed + 1:,} runs, {kills:,} kills in {told - begun:,.0f} s: all as their twins")
+            print(
+                f"{seed - first_seed + 1:,} runs, {kills:,} kills in {told - begun:,.0f} s: all as their twins",
+                flush=True,
+            )
         if enough:
             return False
     raise AssertionError("seeds do not end")
@@ -69,8 +72,11 @@ def _one(runs: Runs, setting: str, seed: int) -> bool:
     job, (kills, second) = job_of(setting), plan_of(setting, seed)
     problems = runs.strike(job, kills, second)
     if problems:
-        _print("\n".join((f"{setting}:", *(f"  --kill {kill.text}" for kill in kills), f"  {second}", *problems)))
-        _print(f"python -m tests.e2e.kill_soak --only {setting} --seed {seed}")
+        print(
+            "\n".join((f"{setting}:", *(f"  --kill {kill.text}" for kill in kills), f"  {second}", *problems)),
+            flush=True,
+        )
+        print(f"python -m tests.e2e.kill_soak --only {setting} --seed {seed}", flush=True)
     return bool(problems)
 
 
@@ -84,11 +90,6 @@ def plan_of(setting: str, seed: int) -> tuple[tuple[Kill, ...], Fault | None]:
     phase = dice.choice([*PHASES, *[None] * len(PHASES)])
     delay_ns = 0 if phase and dice.random() < 0.5 else dice.randint(0, _LATEST_NS)
     return kills, Fault("second", After(kills[-1].text, phase, delay_ns), (Worker(dice.choice(also)),))
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -31,8 +31,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
     if given.replay is not None:
-        history = run(from_text(given.replay), tell=_print)
-        _print(f"{history.phase} in epoch {history.epoch}, trace {history.trace}: {history.problem or 'all is well'}")
+        history = run(from_text(given.replay), tell=print)
+        print(
+            f"{history.phase} in epoch {history.epoch}, trace {history.trace}: {history.problem or 'all is well'}",
+            flush=True,
+        )
         return bool(history.problem)
     randoms = (random_case(number) for number in count(given.first))
     cases = randoms if given.random is not None else chain(enumerated(), randoms)
@@ -57,23 +60,22 @@ def soak(cases: Iterator[Case]) -> int:
         struck += len(history.struck)
         recoveries += history.epoch - 1
         if history.problem:
-            _print(f"{history.problem}\n{case.text()}\nshrinking ...")
+            print(f"{history.problem}\n{case.text()}\nshrinking ...", flush=True)
             small = shrunk(case)
-            _print(f"{run(small).problem}\npython -m tests.simulation --replay '{small.text()}'")
+            print(f"{run(small).problem}\npython -m tests.simulation --replay '{small.text()}'", flush=True)
             return 1
         if monotonic() - told > _BETWEEN_LINES_S:
             told = monotonic()
-            _print(
-                f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs, {tried / (told - begun):,.0f} per s"
+            print(
+                f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs, {tried / (told - begun):,.0f} per s",
+                flush=True,
             )
     taken = monotonic() - begun
-    _print(f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs in {taken:,.0f} s: every promise was kept")
+    print(
+        f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs in {taken:,.0f} s: every promise was kept",
+        flush=True,
+    )
     return 0
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
