@@ -141,8 +141,9 @@ class Orders:
             "last": effect.then == "end",
             "then": effect.then,
         }
+        at_ns = now_ns()  # before anybody can do anything after it
         self.broadcast("commit", **self._told)
-        self.recorder.event("commit", **asdict(commit))
+        self.recorder.event("commit", **asdict(commit), at_ns=at_ns)
         if effect.then == "step":
             self.account.heal(state.members, self._leaving)
 

@@ -1,39 +1,46 @@
-"""What workers are told of an epoch, and who first."""
+"""What workers are told of an epoch or a commit, who first, and from when on the events say it was so."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engine.core.commit import Commit
 from engine.core.job import Job
 from engine.core.membership import step
 from engine.core.membership_effects import Effect
-from engine.core.membership_events import Event, ExitSeen, Inventory, PlanAcknowledged
+from engine.core.membership_events import Event, ExitSeen, Inventory, PlanAcknowledged, StepCommitted
 from engine.core.membership_state import State
 from engine.runtime.account import Account
 from engine.runtime.orders import Orders
-from engine.runtime.recorder import Recorder
+from engine.runtime.recorder import Recorder, now_ns, open_events
 from tests.core.membership_cases import JOINED, forming
 
 
 class Told:
     """Orders for three workers, and what each was told, as (worker, message)."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Path = Path(os.devnull)) -> None:
         self.words: list[tuple[int, dict[str, Any]]] = []
+        self.heard_ns: list[int] = []
         self.members: dict[int, Any] = {
             worker: SimpleNamespace(slots=(), exit_code=None, link=SimpleNamespace(send_packet=self._ear(worker)))
             for worker in range(3)
         }
         job, store = Job(model="mlp", stages=3), SimpleNamespace(port=1)
-        recorder = Recorder(os.open(os.devnull, os.O_WRONLY), -1)
+        recorder = Recorder(open_events(events), -1)
         self.orders = Orders(job, self.members, recorder, Account(job), store)  # type: ignore[arg-type]
 
     def _ear(self, worker: int) -> Callable[[bytes], None]:
-        return lambda data: self.words.append((worker, json.loads(data)))
+        def hear(data: bytes) -> None:
+            self.heard_ns.append(now_ns())
+            self.words.append((worker, json.loads(data)))
+
+        return hear
 
     def decide(self, state: State, *events: Event) -> State:
         """Carries out what some events bring, which are decided as one; returns the new state."""
@@ -68,3 +75,16 @@ def test_who_has_to_answer_hears_of_the_start_when_all_have_and_the_first_stage_
     state = told.decide(state, *(Inventory(4, worker, 2, "") for worker in (1, 2)))
     state = told.decide(state, *(PlanAcknowledged(5, worker, 2, "plan") for worker in (1, 2)))
     assert [(worker, word["kind"]) for worker, word in told.words] == [(2, "go"), (1, "go")]
+
+
+def test_nobody_hears_of_a_commit_before_the_time_at_which_it_is_said_to_have_been(tmp_path: Path) -> None:
+    """What a worker did after it, a heal for one, would lie before it, and be taken for nothing."""
+    told = Told(tmp_path / "events.jsonl")
+    state = told.decide(forming(), *JOINED)
+    told.orders.decided = Commit(0, 0.5, 1.0, 1.0)
+    told.heard_ns.clear()
+    told.decide(state, StepCommitted(6, state.epoch, 0, state.shadows))
+    assert [(worker, word["kind"]) for worker, word in told.words] == [(worker, "commit") for worker in range(3)]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (commit,) = [event for event in events if event["event"] == "commit"]
+    assert commit["at_ns"] <= min(told.heard_ns)
