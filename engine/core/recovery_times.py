@@ -45,7 +45,7 @@ class Recovery:
     """
 
     epoch: int
-    step: int  # the open step, which the survivors finish; the last one, when all are committed
+    step: int  # the open step, which the survivors finish; the last one, when none is left
     reason: str
     verdict: tuple[tuple[int, str], ...]
     last_actions: Mapping[int, tuple[int, str] | None]
@@ -58,7 +58,7 @@ class Recovery:
     left_ns: int | None = None  # what usually is left of a step from where this one was when it began
     gap_ns: int | None = None  # what was between the commits before and after it, beyond what usually is
     adopted: frozenset[Slot] = frozenset()
-    after_end: bool = False  # every step had been committed
+    after_end: bool = False  # no step was left
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -185,13 +185,13 @@ class RecoveryLog:
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
-    steps: int | None = None  # of the job, if it is known
+    is_over: bool = False  # with the last commit, no step is left
 
     def read(self, event: Event) -> Iterator[Recovery]:
         """Takes in one event; yields the recovery that it ends."""
         match event["event"]:
             case "job":
-                self.stages, self.steps = event["stages"], event.get("steps")
+                self.stages = event["stages"]
             case "started":
                 for pipeline, stage in event["slots"]:
                     self.owners[pipeline, stage] = event["of"]
@@ -222,6 +222,7 @@ class RecoveryLog:
             self.owners = self._owners_now()
             self.commits = []
         self.commits = [*self.commits[-_USUAL:], (commit["step"], commit["at_ns"])]
+        self.is_over = commit.get("last", False)
         self.epochs, self.signs, self.marks, self.adopted = [], [], [], set()
         # A fast worker may have begun the next step before this record was written.
         since = self.commits[0][0]
@@ -234,7 +235,7 @@ class RecoveryLog:
         """Returns the recovery that is going on, which `commit` ends."""
         last = self.epochs[-1]
         before = self.commits[-1][0] if self.commits else -1
-        after_end = commit is None and before + 1 == self.steps
+        after_end = commit is None and self.is_over
         step = before + (not after_end) if commit is None else commit["step"]
         verdict = tuple((worker, why) for epoch in self.epochs for worker, why in epoch["verdict"])
         out = {worker for worker, _ in verdict}

@@ -29,7 +29,7 @@ _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_af
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
-AFTER_END = "after the end"  # every step had been committed
+AFTER_END = "after the end"  # no step was left
 # Outcomes that took nobody from the training: nothing came of it; the run saw it and ended; who was warned left by
 # itself; it was over.
 NOBODY_LOST = ("harmless", "noticed", "left", AFTER_END)

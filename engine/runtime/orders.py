@@ -143,7 +143,7 @@ class Orders:
         }
         at_ns = now_ns()  # before anybody can do anything after it
         self.broadcast("commit", **self._told)
-        self.recorder.event("commit", **asdict(commit), at_ns=at_ns)
+        self.recorder.event("commit", **asdict(commit), last=self._told["last"], at_ns=at_ns)
         if effect.then == "step":
             self.account.heal(state.members, self._leaving)
 

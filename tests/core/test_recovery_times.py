@@ -250,8 +250,8 @@ def test_a_recovery_that_never_ended_says_how_far_it_came() -> None:
 
 
 def test_after_the_last_commit_nothing_is_left_to_recover() -> None:
-    job = BEGIN[0] | {"steps": 3}
-    (found,) = recoveries([job, *BEGIN[1:], *COMMITS, did(2, 2, "2STEP", 201), FAULT, *RECOVERED])
+    commits = [*COMMITS[:-1], COMMITS[-1] | {"last": True}]  # of a job's steps, or of those before it was interrupted
+    (found,) = recoveries([*BEGIN, *commits, did(2, 2, "2STEP", 201), FAULT, *RECOVERED])
     assert (found.after_end, found.step, found.heirs, found.rung) == (True, 2, (), "nothing was lost")
     assert str(found) == (
         "worker 2 was killed after 2STEP of step 2; that was after the last commit, no step was left to recover"

@@ -161,7 +161,9 @@ def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code
     done = launcher.wait()
     assert launcher.leftovers() == []
     assert done.code == code
-    last = launcher.events("commit")[-1]["step"]
+    commits = launcher.events("commit")
+    last = commits[-1]["step"]
+    assert [event["step"] for event in commits if event["last"]] == [last]
     assert f"last committed step {last}" in done.stdout
     assert outcome(launcher)["outcome"] == "interrupted"
     rows = (launcher.run_folder / "trajectory.csv").read_text().splitlines()[1:]

@@ -61,7 +61,8 @@ class MadeUpRun:
                 yield from self._broken_step(step, self.dead[step])
             else:
                 yield from self._step(step, self.owners)
-            yield agent("commit", self.now_ms, step=step, loss=5.0 / (step + 1), grad_norm=1.0, clip_factor=1.0)
+            told = {"loss": 5.0 / (step + 1), "grad_norm": 1.0, "clip_factor": 1.0, "last": step == self.steps - 1}
+            yield agent("commit", self.now_ms, step=step, **told)
         for worker in sorted(set(self.owners)):
             yield agent("finished", self.now_ms, of=worker, peak_stash=[[0, worker, 4]], peak_memory_kib=204800)
             seen = round((self.now_ms + 1) * MS)
