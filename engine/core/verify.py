@@ -189,20 +189,21 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
 
 
 # Whatever a worker does of this with one replica, it does in this order.
-_RANKS = {Op.HEAL: 0, Op.F: 1, Op.STREAM: 1, Op.LOG: 2}
+_ORDERS = ((Op.HEAL, Op.STREAM, Op.LOG), (Op.F, Op.LOG))
 
 
 def _too_late(program: Program) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
-        behind: dict[Slot, Action] = {}
-        for position, action in enumerate(actions):
-            if action.op in _RANKS:
-                before = behind.setdefault((action.pipeline, action.stage), action)
-                if _RANKS[before.op] > _RANKS[action.op]:
-                    violations.append(Violation(worker, position, str(action), f"comes too late behind {before}"))
-                else:
-                    behind[action.pipeline, action.stage] = action
+        for order in _ORDERS:
+            behind: dict[Slot, Action] = {}
+            for position, action in enumerate(actions):
+                if action.op in order:
+                    before = behind.setdefault((action.pipeline, action.stage), action)
+                    if order.index(before.op) > order.index(action.op):
+                        violations.append(Violation(worker, position, str(action), f"comes too late behind {before}"))
+                    else:
+                        behind[action.pipeline, action.stage] = action
     return violations
 
 

@@ -78,10 +78,6 @@ class Executor:
         methods = [(action, text, self._method(action.op)) for action, text in share.actions]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
-        for action, _ in share.actions:
-            slot = (action.pipeline, action.stage)
-            if action.op is Op.HEAL and slot not in share.owned:
-                self.around.replicas.await_heal(slot)
 
     def _method(self, op: Op) -> Method:
         where, name = _METHODS[op]

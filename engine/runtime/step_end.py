@@ -72,13 +72,14 @@ class StepEnd:
     def heal(self, action: Action, step: int) -> None:
         """Sends the state of a slot to its new shadows, or fills a new replica with it."""
         slot = (action.pipeline, action.stage)
-        key, replica = self._key(Purpose.HEAL, slot), self.replicas.stages[slot]
+        key = self._key(Purpose.HEAL, slot)
         if self._owns(slot):
             before = self._plane.bytes_sent
-            send_state(self._plane, self._targets(Kind.STATE, slot), key, replica)
+            send_state(self._plane, self._targets(Kind.STATE, slot), key, self.replicas.stages[slot])
             self.bytes_healed += self._plane.bytes_sent - before
         else:
-            take_state(self._plane, self._source(Kind.STATE, slot), key, replica)
+            self.replicas.await_heal(slot)
+            take_state(self._plane, self._source(Kind.STATE, slot), key, self.replicas.stages[slot])
             self.replicas.healed(slot)
 
     def reduce(self, action: Action, step: int) -> None:

@@ -124,7 +124,7 @@ class Machine:
             case Op.SEND_F | Op.SEND_B:
                 legal = _value(TRANSFERS[action.op][0], action) in held
             case Op.HEAL if owns:
-                legal = self.counted[replica] == 0
+                legal = replica not in self.logged_at
             case Op.HEAL:
                 ready = slot in self.state_sent_at
             case Op.REDUCE_GRAD:

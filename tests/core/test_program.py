@@ -62,7 +62,7 @@ def test_shadows_log_commit_and_step_after_the_owner_has() -> None:
     )
 
 
-def test_state_leaves_first_and_is_taken_behind_the_last_send() -> None:
+def test_state_leaves_before_the_first_receive_and_is_taken_behind_the_last_send() -> None:
     ownership = Ownership(Grid(2, 2), (0, 1), ((1,), (0, 2)))
     program = build_program("1f1b", ownership, healing={(0, (0, 1)), (2, (0, 1))})
     assert drawn_program(program) == plain(
@@ -72,6 +72,8 @@ def test_state_leaves_first_and_is_taken_behind_the_last_send() -> None:
         2: 1HEAL 1LOG 1COMMIT 1STEP
         """
     )
+    program = build_program("1f1b", Ownership(Grid(2, 1), (0, 1), ((1,), (0,))), healing={(1, (0, 0))})
+    assert [str(action) for action in program[0][:4]] == ["0F0", "0SEND_F0", "0HEAL", "0RECV_B0"]
 
 
 def test_eager_shadows_run_forwards_of_which_they_have_the_input() -> None:

@@ -156,7 +156,7 @@ def test_an_action_swapped_with_one_that_it_requires_is_named(data: st.DataObjec
 
 @given(st.data())
 def test_a_replica_that_is_touched_too_late_is_named(data: st.DataObject) -> None:
-    """A state leaves before its owner counts a forward, and comes, like a shadow's forward, before what is logged."""
+    """A state leaves and comes, and a shadow's forward is made, before what is logged."""
     program, ownership, healing = data.draw(valid())
     late = [
         (worker, position, actions.index(end))
@@ -180,9 +180,6 @@ def test_a_replica_that_is_touched_too_late_is_named(data: st.DataObject) -> Non
 
 def _end_of_time_for(action: Action, worker: int, ownership: Ownership) -> Action | None:
     """Returns the action at the same worker behind which this one may not come, if there is one."""
-    owns = ownership.owner(action.pipeline, action.stage) == worker
-    if action.op is Op.HEAL and owns:
-        return action._replace(op=Op.F, microbatch=0)
     if action.op is Op.HEAL or is_optional(action, worker, ownership):
         return action._replace(op=Op.LOG, microbatch=WHOLE_STAGE)
     return None
