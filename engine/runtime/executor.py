@@ -223,6 +223,7 @@ class Executor:
         return around.data.microbatch(self.step, action.pipeline, action.microbatch, around.job.microbatch_size)
 
     def _receive(self, action: Action, step: int) -> None:
+        self._receiver.begin()
         forward = self._share.next_forwards.get(action)
         if forward is not None and self._receiver.must_wait():
             self._prepare(forward)
@@ -240,6 +241,7 @@ class Executor:
         tensors = self.holdings.to_send(carried(action))
         for target in targets:
             self._plane.send(target, key, tensors)
+        self._receiver.begin()
 
 
 # While it runs one of these, a worker waits for nobody: one that never ends hangs.

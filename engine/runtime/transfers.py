@@ -55,7 +55,8 @@ class Receive:
 class Receiver:
     """Posts the receives of a program ahead, in order, and hands out each when its action comes.
 
-    Posting takes a while, so it is done when the worker has nothing else to do: before a wait.
+    Posting takes a while, so it is done when the worker has nothing else to do: before a wait. The first ones may be
+    posted when `begin` says so; what the first stage does before its first SEND, everybody waits for.
     """
 
     def __init__(self, plane: DataPlane, receives: Sequence[Receive]):
@@ -63,7 +64,11 @@ class Receiver:
         self._receives = receives
         self._num_posted = 0
         self._num_taken = 0
-        self._post()
+
+    def begin(self) -> None:
+        """Posts the first receives, unless that has been done."""
+        if not self._num_posted:
+            self._post()
 
     def must_wait(self) -> bool:
         """Says whether `take` would have to wait."""

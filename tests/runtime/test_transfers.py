@@ -112,6 +112,9 @@ RECEIVES = [Receive(VALUES[key], key % 2, key, (spec(1), spec(1, grad=False))) f
 def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
     plane: Any = Plane(arrived=False)
     receiver = Receiver(plane, RECEIVES)
+    assert plane.posted == []
+    receiver.begin()
+    receiver.begin()
     num_ahead = len(plane.posted)
     assert 1 < num_ahead < 9
     for number in range(9):
@@ -126,6 +129,7 @@ def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
 def test_nothing_is_posted_while_there_is_no_time_for_it() -> None:
     plane: Any = Plane(arrived=True)
     receiver = Receiver(plane, RECEIVES)
+    receiver.begin()
     num_ahead = len(plane.posted)
     for _ in range(num_ahead):
         receiver.take()
@@ -137,5 +141,5 @@ def test_nothing_is_posted_while_there_is_no_time_for_it() -> None:
 
 def test_a_program_without_receives_posts_nothing() -> None:
     plane: Any = Plane(arrived=False)
-    Receiver(plane, [])
+    Receiver(plane, []).begin()
     assert plane.posted == []
