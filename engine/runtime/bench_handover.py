@@ -2,8 +2,8 @@
 
 Rules: every notice, and every kill, is a run of its own on stages that sleep. The steps of a run are read off its
 commits: those before, those after with one worker less, and those between, in which the change falls. The stall is what
-the steps between took beyond as many usual ones, each compared with the steps of its own ownership; no time is left
-out. What the machine itself adds to such a sum is seen in runs to which nothing happens, taken in between: where that
+the steps between took beyond as many usual ones, each compared with the mean of its own ownership's, of which there are
+many, as an error of that mean counts once for each step between; no time is left out. What the machine itself adds to such a sum is seen in runs to which nothing happens, taken in between: where that
 comes near the limit, the machine is too busy to say anything of a stall. A notice that had anything done twice fails
 the benchmark.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from engine.core.action import COMPUTE_OPS, parse_action
@@ -29,8 +29,9 @@ from engine.runtime.bench_redundancy import overhead_cases, timed_flags
 from engine.runtime.bench_runs import run_bamboo, run_scenario
 
 CASE = "timed P=4 M=8"
-_STEP = 5  # in which the fault strikes
-_STEPS = _STEP + 10  # so that enough of them are usual ones again
+_WARM = 2  # from this step on they are usual ones
+_STEP = 8  # in which the fault strikes
+_STEPS = _STEP + 16  # so that enough of them are usual ones again
 _BETWEEN = range(_STEP, _STEP + 4)  # the steps that a change falls in, where there is none
 _NOTICES_PER_CALM = 5  # notices to each run to which nothing happens
 _STALL_PART, _STALL_MS = 0.015, 5.0  # of a usual step, or this, whichever is more
@@ -101,7 +102,7 @@ def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> list[
 def _calm_ms(job: Job, folder: Path) -> float:
     """Returns the stall of a run to which nothing happens, in milliseconds."""
     took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).events)
-    usual_ms = median(each for step, each in took_ms.items() if step not in _BETWEEN)
+    usual_ms = fmean(each for step, each in took_ms.items() if step >= _WARM and step not in _BETWEEN)
     return sum(took_ms[step] - usual_ms for step in _BETWEEN)
 
 
@@ -132,8 +133,8 @@ def _change(events: Sequence[Mapping[str, Any]]) -> Change:
     old = max(step for step, at_ns in commits_ns.items() if at_ns <= handed["at_ns"])  # the last of the old ownership
     settled = 1 + next(step for step, at_ns in sorted(commits_ns.items()) if at_ns > epochs[-1]["at_ns"])
     last = max(commits_ns)
-    before_ms = median(took_ms[step] for step in range(1, _STEP))
-    after_ms = median(took_ms[step] for step in range(settled + 1, last + 1))
+    before_ms = fmean(took_ms[step] for step in range(_WARM, _STEP))
+    after_ms = fmean(took_ms[step] for step in range(settled + 1, last + 1))
     stall_ms = sum(took_ms[step] - before_ms for step in range(_STEP, old + 1))
     stall_ms += sum(took_ms[step] - after_ms for step in range(old + 1, settled + 1))
     return Change(before_ms, after_ms, stall_ms)
