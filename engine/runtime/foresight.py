@@ -2,12 +2,14 @@
 
 Rules: that thread reads nothing that changes while training goes on, and changes nothing but what is prepared; so it
 is as if the same had been worked out later. It takes one order after the other; of an epoch, the latest plan counts.
+Workers take turns: all at once they would take every core from those whom the others wait for. Nobody waits long.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,13 +19,14 @@ from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.planned import shadowed
 from engine.core.program import build_program
 from engine.core.recovery import Plan, PlanInput, make_plan
+from engine.runtime.control import Control
 from engine.runtime.executor import Surroundings
 from engine.runtime.link import Message
 from engine.runtime.share import Share, share_of
+from engine.runtime.turn import Turn
 
 _MOST_S = 60.0  # for what was begun a step ago
 _SWITCH_S = 0.0002  # after which the thread beside training hands the interpreter back
-_LOOKS, _LOOK_S = 50, 0.001  # for a moment that costs training little
 
 
 class Planned(NamedTuple):
@@ -50,6 +53,7 @@ class Foresight:
         self._grid = grid
         self._thread = ThreadPoolExecutor(1)
         self._hurry = threading.Event()
+        self._turn = Turn(around.board.fd)
         sys.setswitchinterval(_SWITCH_S)
         self._following: Future[Following] | None = None
         self._prepared: dict[int, tuple[Planned, Share]] = {}  # by epoch
@@ -74,15 +78,13 @@ class Foresight:
     def _on_prepare(self, told: Message) -> None:
         self._thread.submit(self._prepare, told)
 
-    def _stand_by(self, step: int) -> None:
-        """Waits, not for long, until training is inside a long action of `step`, or waits for what comes of this."""
-        for _ in range(_LOOKS):
-            at_step, _, is_inside = self._around.control.at
-            if (is_inside and at_step >= step) or self._hurry.wait(_LOOK_S):
-                return
-
     def _prepare(self, told: Message) -> None:
-        self._stand_by(told["committed"])  # with which the epoch begins
+        with self._turn.when(
+            well_inside(self._around.control, told["committed"]), self._hurry
+        ):  # with which the epoch begins
+            self._make_ready(told)
+
+    def _make_ready(self, told: Message) -> None:
         planned = self.plan(told)
         if not planned.plan.lost_stages and self._around.shards is None:  # shards are no replicas
             epoch = told["epoch"]
@@ -106,7 +108,10 @@ class Foresight:
         self._following = self._thread.submit(self._follow, step, ownership, members, leaving)
 
     def _follow(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
-        self._stand_by(step)
+        with self._turn.when(well_inside(self._around.control, step), self._hurry):
+            return self._what_follows(before, members, leaving)
+
+    def _what_follows(self, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
         ownership = shadowed(self._around.job, before, members, leaving)
         new = frozenset(
             (worker, slot)
@@ -124,3 +129,20 @@ class Foresight:
             return self._following.result(_MOST_S)
         finally:
             self._hurry.clear()
+
+
+def well_inside(control: Control, step: int) -> Callable[[], bool]:
+    """Returns what says, at the second look, that training is still inside the same long action of `step`, or later.
+
+    It needs the interpreter most when an action begins.
+    """
+    before: object = None
+
+    def look() -> bool:
+        nonlocal before
+        at = control.at
+        at_step, _, is_inside = at
+        is_still, before = at == before, at
+        return is_inside and is_still and at_step >= step
+
+    return look
