@@ -142,7 +142,7 @@ def redundancy(
 
     def measure(name: str, folder: Path) -> list[Row]:
         if name == MEMORY_CASE:
-            return bench_memory(folder, quick)
+            return bench_memory(1 if quick else 3, folder, quick)
         return bench_overhead(name, cases[name], 1 if quick else 5, 4 if quick else 12, folder)
 
     _run("redundancy", _each(case, [*cases, MEMORY_CASE], measure), as_json, results)

@@ -95,14 +95,16 @@ def seconds_between_commits(run: Run) -> float:
     return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
 
 
-def run_bamboo(folder: Path, *flags: str) -> Run:
+def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
     """Runs `bamboo run` with some arguments in `folder` and returns what it wrote; its run folder is gone then.
+
+    `variables` are set in its environment.
 
     Raises:
         WorkerFailedError: it failed.
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
-        run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags])
+        run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags], **variables)
         return Run(run.started_ns, run.stdout, _events_of(json.loads(run.stdout)["run_dir"]))
 
 

@@ -121,7 +121,7 @@ def test_an_overhead_stands_beside_its_floor_and_the_goal_is_for_ours(ours: floa
 
 @pytest.mark.parametrize(("found", "met"), [(1.9, False), (1.91, True), (2.0, True), (2.09, True), (2.11, False)])
 def test_a_prediction_may_miss_by_the_goal_on_either_side(found: float, met: bool) -> None:
-    row = prediction_row("case", "ratio", found, 2.0, 1.05)
+    row = prediction_row("case", "ratio", found, 2.0, 1.05, 1)
     assert (row.ours, row.peer, row.ratio, row.met) == (found, 2.0, found / 2, met)
 
 
