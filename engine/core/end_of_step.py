@@ -1,10 +1,10 @@
 """The pass that adds the end of a step: reduce, log, commit and step for every replica, and healing of new shadows.
 
 Rules: every worker goes through the same stages in the same order, owners before shadows, so that nobody waits in a
-circle. What is held already is not made again. A new shadow's state is sent before the first receive of the one that
-has it, which waits there anyhow; what the first stage does before that, the others wait for. It is received behind the
-last SEND of the one that gets it: from there on nobody waits for that worker but at the end of the step, and it may
-have to wait for others anyhow.
+circle. What is held already is not made again. A new shadow's state is sent before the first wait of the one that has
+it, for what the first stage does before that, the others wait for; so it comes whatever becomes of them. It is received
+behind the last SEND of the one that gets it: from there on nobody waits for that worker but at the end of the step, and
+it may have to wait for others anyhow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.requires import Held, Kind, Value
+
+_MAY_WAIT = RECEIVE_OPS | {Op.STREAM}
 
 
 def with_end_of_step(
@@ -42,12 +44,10 @@ def _with_heals(
 ) -> list[Action]:
     sent = {slot for _, slot in healing if ownership.owner(*slot) == worker}
     taken = {slot for taker, slot in healing if taker == worker}
-    first = next((position for position, action in enumerate(actions) if action.op in RECEIVE_OPS), 0)
     last = max((position for position, action in enumerate(actions, 1) if action.op in SEND_OPS), default=0)
-    line = list(actions)
-    for place, _, slots in sorted([(first, 0, sent), (last, 1, taken)], reverse=True):
-        line[place:place] = _heals(slots)
-    return line
+    waits = (position for position, action in enumerate(actions) if action.op in _MAY_WAIT)
+    first = min(next(waits, 0), last)  # to take a state is to wait, too
+    return [*actions[:first], *_heals(sent), *actions[first:last], *_heals(taken), *actions[last:]]
 
 
 def _heals(slots: Collection[Slot]) -> list[Action]:
