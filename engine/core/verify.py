@@ -188,22 +188,20 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
     return violations
 
 
-# Whatever a worker does of this with one replica, it does in this order.
-_ORDERS = ((Op.HEAL, Op.STREAM, Op.LOG), (Op.F, Op.LOG))
+# A worker does this with a replica before what is logged of it.
+_BEFORE_LOG = (Op.HEAL, Op.F, Op.STREAM)
 
 
 def _too_late(program: Program) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
-        for order in _ORDERS:
-            behind: dict[Slot, Action] = {}
-            for position, action in enumerate(actions):
-                if action.op in order:
-                    before = behind.setdefault((action.pipeline, action.stage), action)
-                    if order.index(before.op) > order.index(action.op):
-                        violations.append(Violation(worker, position, str(action), f"comes too late behind {before}"))
-                    else:
-                        behind[action.pipeline, action.stage] = action
+        logged: dict[Slot, Action] = {}
+        for position, action in enumerate(actions):
+            slot = (action.pipeline, action.stage)
+            if action.op is Op.LOG:
+                logged[slot] = action
+            elif slot in logged and action.op in _BEFORE_LOG:
+                violations.append(Violation(worker, position, str(action), f"comes too late behind {logged[slot]}"))
     return violations
 
 

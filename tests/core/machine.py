@@ -4,8 +4,7 @@ It knows nothing of the engine's happens-before rule, so that the two can disagr
 blocks until its transfer is there, `latency` after it was sent; a reduction blocks until everybody with that stage has
 come to it; what is logged blocks until the gradients of tied stages are reduced, at a shadow until the owner has logged
 it; an optimizer step blocks until every replica has committed. Forwards and backwards of a replica count in order. A
-state is of the step boundary, so it leaves before its owner counts a forward, and what is logged goes into a whole
-replica.
+state is of the step boundary, whatever its owner has counted, but not logged; what is logged goes into a whole replica.
 """
 
 from __future__ import annotations

@@ -100,8 +100,6 @@ def random_program(ownership: Ownership, order: random.Random, healing: Collecti
 def _in_time(action: Action, left: list[Action]) -> bool:
     """Says whether nothing is left at the worker that would be too late once the action has run."""
     others = {each.op for each in left if slot_of(each) == slot_of(action)}
-    if action.op is Op.F:
-        return Op.HEAL not in others
     return action.op is not Op.LOG or others.isdisjoint({Op.F, Op.HEAL})
 
 

@@ -333,6 +333,17 @@ def test_a_shadow_runs_no_forward_of_a_slot_that_it_has_not_yet() -> None:
     assert str(violation) == f"worker 0, position {at}: 1F0: has no whole replica of its slot yet"
 
 
+def test_a_state_comes_before_what_is_streamed_on_top_of_it() -> None:
+    healing = [(0, (0, 1))]
+    program = build_program("1f1b", SHADOWED, "lazy", healing)
+    (heal,) = program_of("0: 1HEAL")[0]
+    (stream,) = program_of("0: 1STREAM0")[0]
+    at = program[0].index(heal)
+    late = {**program, 0: (*program[0][:at], stream, *program[0][at:])}
+    text = f"worker 0, position {at}: 1STREAM0: has no whole replica of its slot yet"
+    assert text in map(str, verify(late, SHADOWED, healing))
+
+
 def test_a_state_that_a_new_shadow_does_not_get_is_missing() -> None:
     program = build_program("1f1b", SHADOWED)
     assert [str(each) for each in verify(program, SHADOWED, [(0, (0, 1))])] == [
