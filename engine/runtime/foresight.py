@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import NamedTuple
 
 from engine.core.errors import InvariantError
@@ -26,6 +28,7 @@ from engine.runtime.share import Share, share_of
 from engine.runtime.turn import Turn
 
 _MOST_S = 60.0  # for what was begun a step ago
+_CHOOSY_LOOKS = 10  # of a millisecond each
 _SWITCH_S = 0.0002  # after which the thread beside training hands the interpreter back
 
 
@@ -76,7 +79,7 @@ class Foresight:
         return share_of(around.worker, program, ownership, around.borders)
 
     def _on_prepare(self, told: Message) -> None:
-        self._thread.submit(self._prepare, told)
+        self._thread.submit(self._prepare, told).add_done_callback(_say_what_failed)
 
     def _prepare(self, told: Message) -> None:
         with self._turn.when(
@@ -134,15 +137,22 @@ class Foresight:
 def well_inside(control: Control, step: int) -> Callable[[], bool]:
     """Returns what says, at the second look, that training is still inside the same long action of `step`, or later.
 
-    It needs the interpreter most when an action begins.
+    It needs the interpreter most when an action begins. Where all are short, any of them is as good, some looks later.
     """
     before: object = None
+    looks = count()
 
     def look() -> bool:
         nonlocal before
         at = control.at
         at_step, _, is_inside = at
-        is_still, before = at == before, at
+        is_still, before = at == before or next(looks) >= _CHOOSY_LOOKS, at
         return is_inside and is_still and at_step >= step
 
     return look
+
+
+def _say_what_failed(done: Future[None]) -> None:
+    """Writes an error to the worker's log: who has not prepared takes the usual way, where it comes to the same."""
+    if (error := done.exception()) is not None:
+        traceback.print_exception(error)

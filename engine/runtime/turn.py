@@ -27,16 +27,18 @@ class Turn:
         """
         has_turn = False
         for _ in range(_LOOKS):
-            if (is_good() and (has_turn := self._take())) or hurry.wait(_LOOK_S):
+            if (is_good() and (has_turn := self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB))) or hurry.wait(_LOOK_S):
                 break
         try:
             yield has_turn
         finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+            if has_turn:
+                self._lock(fcntl.LOCK_UN)
 
-    def _take(self) -> bool:
+    def _lock(self, how: int) -> bool:
+        """Says whether that could be done; there is nothing that would have to end for want of a courtesy."""
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        except BlockingIOError:
+            fcntl.lockf(self._fd, how, 1)
+        except OSError:
             return False
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,9 @@ import sys, threading
 from engine.runtime.turn import Turn
 with Turn(int(sys.argv[1])).when(lambda: True, threading.Event()) as has_turn:
     print(has_turn, flush=True)
-    sys.stdin.read()
+    sys.stdin.readline()
+print("over", flush=True)
+sys.stdin.read()
 """
 
 
@@ -48,8 +52,25 @@ def takes(fd: int) -> bool:
 
 def test_one_at_a_time_and_the_next_when_its_block_has_ended(fd: int, other: subprocess.Popen[str]) -> None:
     assert not takes(fd)
-    other.communicate()
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdin.write("go on\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == "over\n"
     assert takes(fd)
+    assert other.poll() is None
+
+
+def test_nobody_waits_long_for_one_that_is_stopped(fd: int, other: subprocess.Popen[str]) -> None:
+    other.send_signal(signal.SIGSTOP)
+    assert not takes(fd)
+
+
+def test_where_it_cannot_be_had_nobody_has_it() -> None:
+    with open("/dev/null", "rb") as nothing:
+        closed = os.dup(nothing.fileno())
+    os.close(closed)
+    assert not takes(closed)
 
 
 def test_who_dies_gives_the_turn_back(fd: int, other: subprocess.Popen[str]) -> None:
