@@ -100,6 +100,8 @@ class Executor:
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps."""
         self._receiver = Receiver(self._plane, self._share.receives)
+        if not self._share.is_awaited:
+            self._receiver.begin()
         self.streams.begin()
         self._index = 0
         run_in_order(self._actions, self.around.control.check, self._run)
@@ -223,7 +225,6 @@ class Executor:
         return around.data.microbatch(self.step, action.pipeline, action.microbatch, around.job.microbatch_size)
 
     def _receive(self, action: Action, step: int) -> None:
-        self._receiver.begin()
         forward = self._share.next_forwards.get(action)
         if forward is not None and self._receiver.must_wait():
             self._prepare(forward)

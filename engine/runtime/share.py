@@ -29,15 +29,17 @@ class Share:
     receives: Sequence[Receive]
     targets: Mapping[Action, tuple[tuple[int, ...], int]]  # of each send, with its key
     next_forwards: Mapping[Action, Action]
+    is_awaited: bool  # until its first SEND the others have nothing to do
 
 
 def share_of(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> Share:
     """Returns the share of `worker` in the program of all workers."""
     actions = program.get(worker, ())
     routes = routes_of(worker, program, ownership)
+    owned = frozenset(ownership.slots_of(worker))
     return Share(
         ownership,
-        frozenset(ownership.slots_of(worker)),
+        owned,
         tuple((action, str(action)) for action in actions),
         routes,
         receives_of(actions, routes, ownership.grid, borders),
@@ -47,6 +49,7 @@ def share_of(worker: int, program: Program, ownership: Ownership, borders: Seque
             if action.op in SEND_OPS
         },
         _next_forwards(actions),
+        bool(actions) and actions[0].op is Op.F and (actions[0].pipeline, actions[0].stage) in owned,
     )
 
 

@@ -55,8 +55,8 @@ class Receive:
 class Receiver:
     """Posts the receives of a program ahead, in order, and hands out each when its action comes.
 
-    Posting takes a while, so it is done when the worker has nothing else to do: before a wait. The first ones may be
-    posted when `begin` says so; what the first stage does before its first SEND, everybody waits for.
+    Posting takes a while, so it is done when the worker has nothing else to do: before a wait. The first ones are
+    posted when `begin` says so, or before the first wait.
     """
 
     def __init__(self, plane: DataPlane, receives: Sequence[Receive]):
