@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from engine.core.errors import BambooError, ExitCode
 from engine.core.fault import At, Fault
 from engine.core.job import Job
-from engine.core.recovery_times import Recovery, recoveries
+from engine.core.recovery_log import recoveries
+from engine.core.recovery_times import Recovery
 from engine.core.scenario_rules import WHOLE_AFTERWARDS, is_part
 from engine.core.twin import Comparison
 from engine.files.events_file import has_event, read_events

@@ -24,7 +24,7 @@ from engine.core.expansion import describe, expand
 from engine.core.expectations import Observed
 from engine.core.fault import After, At, Fault, to_plain
 from engine.core.job import Job
-from engine.core.recovery_times import recoveries
+from engine.core.recovery_log import recoveries
 from engine.files.events_file import events_of
 
 if TYPE_CHECKING:

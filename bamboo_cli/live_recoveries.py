@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.core.errors import StorageError
 from engine.core.ownership import Slot
-from engine.core.recovery_times import RecoveryLog
+from engine.core.recovery_log import RecoveryLog
 from engine.files.events_file import read_events
 from engine.runtime.session import View
 

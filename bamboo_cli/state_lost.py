@@ -13,7 +13,8 @@ from typing import Any
 from engine.core.job import Job
 from engine.core.ownership import Slot
 from engine.core.planned import fresh_ownership
-from engine.core.recovery_times import RecoveryLog, has_left
+from engine.core.recovery_log import RecoveryLog
+from engine.core.recovery_times import has_left
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from engine.core.errors import ExitCode
 from engine.core.fault import Fault
 from engine.core.fault_kind import FaultKind
 from engine.core.job import Job
-from engine.core.recovery_times import Recovery, recoveries
+from engine.core.recovery_log import recoveries
+from engine.core.recovery_times import Recovery
 from engine.core.samples import miscounted
 from engine.core.scenario import Expect, Limits, Outcome
 from engine.core.trajectory import Row

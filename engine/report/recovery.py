@@ -14,7 +14,8 @@ from typing import Any
 import pandas as pd
 
 from engine.core.action import COMPUTE_OPS
-from engine.core.recovery_times import PHASES, Recovery, recoveries
+from engine.core.recovery_log import recoveries
+from engine.core.recovery_times import PHASES, Recovery
 from engine.report.steps import samples_per_step
 from engine.report.workers import how_it_ended
 

@@ -23,7 +23,8 @@ from engine.core.action import Op, parse_action
 from engine.core.bench_rows import Row
 from engine.core.errors import WorkerFailedError
 from engine.core.job import Job
-from engine.core.recovery_times import PHASES, Recovery, recoveries
+from engine.core.recovery_log import recoveries
+from engine.core.recovery_times import PHASES, Recovery
 from engine.core.redo import redo_of
 from engine.runtime.bench_runs import run_bamboo
 

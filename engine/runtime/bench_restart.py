@@ -21,7 +21,7 @@ from statistics import mean, median
 
 from engine.core.bench_rows import Row, paired_row
 from engine.core.job import Job
-from engine.core.recovery_times import recoveries
+from engine.core.recovery_log import recoveries
 from engine.runtime.bench_recovery import STEP, only
 from engine.runtime.bench_runs import in_turns, run_bamboo, run_python
 

@@ -118,7 +118,7 @@ class Orders:
         at_ns = now_ns()
         if self._epoch["go"] is None:
             self.broadcast("go", **self._go(state))
-        self.recorder.event("go", epoch=effect.epoch, at_ns=at_ns)
+        self.recorder.event("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING, at_ns=at_ns)
         self.account.going_at_ns = self.account.going_at_ns or at_ns
         for worker in state.members:
             self.members[worker].state = "running"

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.recovery_times import PHASES, Recovery, RecoveryLog, recoveries
+from engine.core.recovery_log import RecoveryLog, recoveries
+from engine.core.recovery_times import PHASES, Recovery
 
 Event = dict[str, Any]
 
@@ -257,6 +258,22 @@ def test_after_the_last_commit_nothing_is_left_to_recover() -> None:
         "worker 2 was killed after 2STEP of step 2; that was after the last commit, no step was left to recover"
     )
     assert found.pause_ns is None
+
+
+def test_after_an_interruption_that_met_an_epoch_nothing_is_left_either() -> None:
+    """The commit came before the interruption: only the start of the epoch says that no step follows."""
+    handed_over = [epoch(1, 205, (0, 1, 1)), agent("go", 206, epoch=1, end=True)]
+    killed = [exit_of(1, 240), epoch(2, 241, (0, 0, 0), w1="was killed"), agent("go", 242, epoch=2, end=True)]
+    (found,) = recoveries([*BEGIN, *COMMITS, *handed_over, *killed])
+    assert (found.after_end, found.step, found.rung) == (True, 2, "nothing was lost")
+
+
+def test_what_a_worker_does_after_a_commit_may_stand_before_its_record() -> None:
+    *before, last = COMMITS
+    early = [agent("fault", 201, fault="3:2", of=2), mark(0, "fence", 203), last]
+    (found,) = recoveries([*BEGIN, *before, *early, *RECOVERED[:2], *RECOVERED[4:], *REPLAYED, COMMIT])
+    assert (found.begin_ns, found.faults) == (201 * MS, ("3:2",))
+    assert found.points_ns["fence"] == 203 * MS
 
 
 def test_steps_that_are_done_again_are_lost() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from engine.core.job import Job
 from engine.core.kill_text import parse_kills
-from engine.core.recovery_times import Recovery, recoveries
+from engine.core.recovery_log import recoveries
+from engine.core.recovery_times import Recovery
 from engine.report.load import RunTables, load
 from engine.runtime.children import ForkServer
 from engine.runtime.session import run_session
