@@ -2,10 +2,10 @@
 
 Rules: every notice, and every kill, is a run of its own on stages that sleep. The steps of a run are read off its
 commits: those before, those after with one worker less, and those between, in which the change falls. The stall is what
-the steps between took beyond as many usual ones, each compared with the mean of its own ownership's; of those there are
-many, as an error of that mean counts once for each step between. No time is left out. What the machine itself adds to
-such a sum is seen in runs to which nothing happens, taken in between: where that comes near the limit, the machine is
-too busy to say anything of a stall. A notice that had anything done twice fails the benchmark.
+the steps between took beyond as many usual ones, each compared with the mean of its own ownership's, of six before or a
+dozen after; an error of that mean counts once for each step between. No time is left out. What the machine itself adds
+to such a sum, of four steps, is seen in runs to which nothing happens, taken in between: where that comes near the
+limit, the machine is too busy to say anything of a stall. A notice that had anything done twice fails the benchmark.
 """
 
 from __future__ import annotations

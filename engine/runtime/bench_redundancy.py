@@ -80,7 +80,7 @@ def bench_memory(num_rounds: int, folder: Path, quick: bool = False) -> list[Row
     """Measures the peak memory of all workers with each redundancy, and predicts it.
 
     Once as users have it, where the C allocator keeps much of what was freed, in pieces that fit nothing else; and once
-    with an allocator that gives it back, which leaves the tensors, of which alone the model knows.
+    with every freed block from 128 KiB on given back, which leaves the tensors, of which alone the model knows.
 
     Raises:
         WorkerFailedError: a run failed.
@@ -90,7 +90,7 @@ def bench_memory(num_rounds: int, folder: Path, quick: bool = False) -> list[Row
     sizes = _stage_sizes(job, folder)
     tensors = {mode: _predicted_bytes(job, mode, sizes) for mode in _MODES}
     rows = []
-    for allocator, variables in (("", {}), (", freed memory given back", _GIVING_BACK)):
+    for allocator, variables in (("", {}), (", freed blocks given back", _GIVING_BACK)):
         rounds = [{mode: _measured_bytes(job, mode, folder, variables) for mode in _MODES} for _ in range(num_rounds)]
         none = median(each["none"] for each in rounds)
         for mode in _MODES[1:]:
