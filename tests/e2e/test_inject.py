@@ -58,6 +58,15 @@ def checks_of(done: Done) -> dict[str, str]:
     return {each["name"]: each["result"] for each in run["checks"]}
 
 
+def test_first_stages_that_heal_each_other_do_not_stand_still(launch: Launch, scenario: Write) -> None:
+    """Found in review: both last stages die, and with few microbatches both first stages took before they sent."""
+    kills = [{"at": {"step": 2, "stage": 2, "pipeline": each, "action": "B"}, "do": "kill"} for each in (0, 1)]
+    launcher = launch("inject", "--scenario", scenario(*kills, pipelines=2, microbatches=2, redundancy="eager"))
+    done = launcher.wait()
+    assert done.code == 0, done.stderr
+    assert all("SIGKILL" in each["reason"] for each in launcher.events("epoch")[1:])
+
+
 def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write) -> None:
     launcher = launch("inject", "--scenario", scenario(), "--json")
     done = launcher.wait()
