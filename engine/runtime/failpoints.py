@@ -29,7 +29,7 @@ _OWN_PHASES = ("fence", "regroup")  # of which the agent learns from the workers
 
 @dataclass(slots=True)
 class _Drag:
-    """What makes this worker slow: in one step, or until a time."""
+    """What makes this worker slow: in one step, or in what begins before a time, but at least in one action."""
 
     fault: str
     factor: float
@@ -116,7 +116,7 @@ class Failpoints:
         drag = self._drag
         if drag is None or action.op not in COMPUTE_OPS:
             return
-        if step > drag.step if drag.until_ns is None else now_ns() > drag.until_ns:
+        if step > drag.step if drag.until_ns is None else drag.is_told and start_ns > drag.until_ns:
             self._drag = None
             return
         took_ns = now_ns() - start_ns

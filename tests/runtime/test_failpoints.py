@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.runtime import failpoints
 from engine.runtime.control import Control, Fenced, Stopped
 from engine.runtime.failpoints import Failpoints
 from engine.runtime.link import Link
+from engine.runtime.recorder import now_ns
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -91,3 +93,22 @@ def test_a_blow_that_never_comes_is_not_waited_for_for_ever(
     control, _ = pair
     Failpoints(control, 2, [BEFORE]).at(5, ACTION, "before")
     assert control.fired == set()
+
+
+def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Control, Link]) -> None:
+    """On a busy machine the while may be over before the first action is, or has begun."""
+    control, agent = pair
+    control.at = (5, 1, True)
+    replicas: Any = object()  # which it leaves alone
+    points = Failpoints(control, 2, replicas=replicas)
+    assert control.on_fault is not None
+    parameters = {"factor": 3.0, "for_ns": 1_000_000}
+    control.on_fault({"kind": "suffer", "fault": "slow", "do": "slow", "slot": None, "parameters": parameters})
+    time.sleep(0.005)
+    points.linger(5, ACTION, now_ns())
+    message = agent.receive()
+    assert message is not None
+    assert (message["kind"], message["fault"]) == ("suffered", "slow")
+    assert points.armed
+    points.linger(5, ACTION, now_ns())
+    assert not points.armed

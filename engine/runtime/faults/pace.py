@@ -12,7 +12,7 @@ _POLL_S = 0.05
 _FOREVER_S = 1_000_000
 
 _FACTOR = Parameter("factor", "number", "how many times as long a forward or backward takes", 4.0)
-_SLOW_FOR = Parameter("for", "duration", "how long; without it, to the end of the step")
+_SLOW_FOR = Parameter("for", "duration", "how long, but at least one action; without it, to the end of the step")
 _HANG_FOR = Parameter("for", "duration", "how long; without it, until somebody ends it")
 _GIL = Parameter(
     "gil", "choice", "held: its other threads hang too, and it falls silent", "released", choices=("released", "held")
