@@ -100,8 +100,12 @@ def test_whoever_dies_in_a_validation(runs: Runs, stage: int) -> None:
 
 
 def in_wait_for_a_log(job: Job, step: int, stage: int, shadow: int) -> list[Fault]:
-    """Returns faults by which an owner stands still before it logs, and a shadow dies that waits for it."""
-    stands = replace(parse_kill(f"{step}:{stage}:LOG:before", job), do="stop", parameters={"for_ns": 2 * 10**9})
+    """Returns faults by which an owner stands still before it logs, and a shadow dies that waits for it.
+
+    Its process goes on: what it has sent before would else arrive only if the other was early enough to take it.
+    """
+    parameters = {"for_ns": 2 * 10**9, "gil": "released"}
+    stands = replace(parse_kill(f"{step}:{stage}:LOG:before", job), do="hang", parameters=parameters)
     dies = Fault("dies", After(stands.id, None, 10**9), (Worker(shadow),))
     return [stands, dies]
 
