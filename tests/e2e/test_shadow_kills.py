@@ -104,8 +104,8 @@ def in_wait_for_a_log(job: Job, step: int, stage: int, shadow: int) -> list[Faul
 
     Its process goes on: what it has sent before would else arrive only if the other was early enough to take it.
     """
-    parameters = {"for_ns": 2 * 10**9, "gil": "released"}
-    stands = replace(parse_kill(f"{step}:{stage}:LOG:before", job), do="hang", parameters=parameters)
+    at = parse_kill(f"{step}:{stage}:LOG:before", job)
+    stands = replace(at, do="hang", parameters={"for_ns": 2 * 10**9, "gil": "released"})
     dies = Fault("dies", After(stands.id, None, 10**9), (Worker(shadow),))
     return [stands, dies]
 
