@@ -7,6 +7,7 @@ Workers take turns: all at once they would take every core from those whom the o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -82,10 +83,11 @@ class Foresight:
         self._thread.submit(self._prepare, told).add_done_callback(_say_what_failed)
 
     def _prepare(self, told: Message) -> None:
-        with self._turn.when(
-            well_inside(self._around.control, told["committed"]), self._hurry
-        ):  # with which the epoch begins
+        with self._turn_in(told["committed"]):  # with which the epoch begins
             self._make_ready(told)
+
+    def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
+        return self._turn.when(well_inside(self._around.control, step), self._hurry)
 
     def _make_ready(self, told: Message) -> None:
         planned = self.plan(told)
@@ -111,7 +113,7 @@ class Foresight:
         self._following = self._thread.submit(self._follow, step, ownership, members, leaving)
 
     def _follow(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
-        with self._turn.when(well_inside(self._around.control, step), self._hurry):
+        with self._turn_in(step):
             return self._what_follows(before, members, leaving)
 
     def _what_follows(self, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:

@@ -116,9 +116,10 @@ class Orders:
         self._started = effect.epoch
         self.account.open(effect.epoch, self._ownership(state))
         at_ns = now_ns()
+        go = self._go(state)
         if self._epoch["go"] is None:
-            self.broadcast("go", **self._go(state))
-        self.recorder.event("go", epoch=effect.epoch, end=state.phase is Phase.DRAINING, at_ns=at_ns)
+            self.broadcast("go", **go)
+        self.recorder.event("go", epoch=effect.epoch, end=go["end"], at_ns=at_ns)
         self.account.going_at_ns = self.account.going_at_ns or at_ns
         for worker in state.members:
             self.members[worker].state = "running"

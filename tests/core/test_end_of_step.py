@@ -9,10 +9,12 @@ from itertools import combinations
 import pytest
 
 from engine.core.action import Op
+from engine.core.end_of_step import with_end_of_step
 from engine.core.foreseen import held_at_boundary
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
 from engine.core.program import build_program
 from engine.core.verify import verify
+from tests.core.drawing import program_of
 from tests.core.recovery_cases import heirs, seeded
 
 Healing = frozenset[tuple[int, Slot]]
@@ -65,6 +67,13 @@ def test_heals_are_no_circle_whatever_dies_one_after_another() -> None:
             num_streams += any(op is Op.STREAM for actions in program.values() for _, op, _, _ in actions)
     assert num_heals > 3000
     assert num_streams > 300
+
+
+def test_a_state_is_sent_before_a_stream_is_waited_for() -> None:
+    ownership = Ownership(Grid(2, 2), (0, 1), ((1,), (0,)))
+    program = program_of("0: 0F0 0SEND_F0 1STREAM0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1")
+    ended = with_end_of_step(program, ownership, healing={(1, (0, 0))})
+    assert " ".join(map(str, ended[0])).startswith("0F0 0SEND_F0 0HEAL 1STREAM0 0F1 0SEND_F1 0RECV_B0")
 
 
 def _history(order: random.Random) -> list[tuple[str, tuple[Ownership, Healing], Redundancy, int]]:
