@@ -13,7 +13,7 @@ from engine.core.membership_events import Event, Tick
 from engine.core.membership_state import Phase, State
 from engine.core.ownership import Grid, Ownership
 from tests.simulation.case import Fault, Violation
-from tests.simulation.compiled import KINDS, key_of, parts_of
+from tests.simulation.compiled import KINDS, NOTHING, key_of, parts_of
 from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
@@ -73,7 +73,8 @@ class Judge:
         """A worker has run a forward or a backward, and so has made what others may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
             self.made[worker.number] = (worker.step, set())
-        self.made[worker.number][1].add(action[4])
+        if action[4] != NOTHING:
+            self.made[worker.number][1].add(action[4])
 
     def inventoried(self, worker: Process, text: str) -> None:
         """A worker has said what it holds: whole replicas, and at least all that it has made in this step."""
