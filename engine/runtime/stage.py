@@ -116,13 +116,9 @@ class Stage:
         return residual.outputs
 
     def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
-        """Runs a forward that has counted again: its residual is back, buffers, losses and counter are as before.
-
-        It reads the buffers as they were before it, which this replica knows of every forward that it has counted.
-        """
+        """Runs a forward that has counted again, with the buffers of before it; buffers, losses and counter stay."""
         assert microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in"
-        history = self.history()
-        with lending(history.modules, history.copy_before(microbatch)):
+        with lending(self.history().modules, self.history().copy_before(microbatch)):
             return self._forward(step, microbatch, inputs, targets).outputs
 
     def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:

@@ -89,7 +89,7 @@ def _backward(worker: Process, action: Action) -> bool:
     elif microbatch < replica.added or replica.logged is not None:
         worker.world.turns.add("backward is redone")
     else:
-        _keep(worker, key_of(PENDING, *slot, microbatch), (memory, given))
+        _keep(worker, key_of(PENDING, slot[0], slot[1], microbatch), (memory, given))
     _keep(worker, made, provenance.gradient(memory, given))
     return True
 
