@@ -97,6 +97,8 @@ def loss_of(job: Job, events: Iterable[Mapping[str, Any]]) -> Loss:
                         loss.gone.setdefault(worker, _how(worker, owners, log))
                 members = len(event["members"])
                 owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
+            case "heirs":
+                owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
             case "commit":
                 # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.
                 if is_quiet and job.redundancy != "none":

@@ -22,10 +22,9 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class PublishEpoch(Effect):
-    """Everybody learns who is in, who owns each slot, who is out with this epoch, and why it was made."""
+    """Everybody learns who is in, who is out with this epoch, and why it was made. The plan says who owns what."""
 
     members: tuple[int, ...]
-    owners: tuple[int, ...]
     verdict: Verdict
     reason: str
 

@@ -68,7 +68,7 @@ class State(NamedTuple):
     phase: Phase
     epoch: int
     members: tuple[int, ...]
-    owners: tuple[int, ...]  # of each slot
+    owners: tuple[int, ...]  # of each slot; one that is no member has left no replica that was known of
     shadows: tuple[tuple[int, ...], ...]  # of each slot, in the order in which they would take over
     committed: int  # the last committed step, -1 before the first
     last_step: int
@@ -78,6 +78,7 @@ class State(NamedTuple):
     exited: tuple[int, ...]  # whose exit has been seen or needs no care: the others that are out are evicted
     nodes: Mapping[int, str]  # of whoever has joined
     inventories: Mapping[int, str]  # of this epoch
+    copies: Mapping[int, tuple[int, ...]]  # of this epoch: the slots of which each member holds a whole replica
     digests: Mapping[int, str]  # of this epoch's plan
     done: tuple[int, ...]
     leaving: tuple[int, ...]  # who has given notice
@@ -121,6 +122,7 @@ def begin(
         exited=(),
         nodes={},
         inventories={},
+        copies={},
         digests={},
         done=(),
         leaving=(),
@@ -165,5 +167,5 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_frozen(each) for each in value)
     if isinstance(value, dict):
-        return {int(key) if key.isdigit() else key: each for key, each in value.items()}
+        return {int(key) if key.isdigit() else key: _frozen(each) for key, each in value.items()}
     return value

@@ -60,6 +60,8 @@ class RecoveryLog:
                 self.epochs.append(event)
                 for worker, _ in event["verdict"]:
                     self.out_since.setdefault(worker, event["at_ns"])
+            case "heirs" if self.epochs:
+                self.epochs[-1] = {**self.epochs[-1], "owners": event["owners"]}
             case "mark":
                 self.marks.append((event["epoch"], event["phase"], event["at_ns"]))
                 self.adopted |= {(pipeline, stage) for pipeline, stage in event.get("adopted", ())}

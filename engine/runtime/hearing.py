@@ -101,7 +101,7 @@ def _on_failed(agent: Agent, member: Member, message: Message) -> None:
 
 def _on_inventory(agent: Agent, member: Member, message: Message) -> None:
     agent.injector.reached("inventory", message["epoch"])
-    agent.decide(Inventory(now_ns(), member.worker, message["epoch"], message["holds"]))
+    agent.decide(Inventory(now_ns(), member.worker, message["epoch"], message["holds"], tuple(message["whole"])))
 
 
 def _on_planned(agent: Agent, member: Member, message: Message) -> None:

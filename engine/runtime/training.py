@@ -159,7 +159,8 @@ class Training:
         """Says what this worker holds, and makes the plan of what everybody holds."""
         control = self.around.control
         self._mark("fence")
-        control.send("inventory", holds=to_json(self._executor.inventory()))
+        inventory = self._executor.inventory()
+        control.send("inventory", holds=to_json(inventory), whole=self.ownership.grid.places(inventory.whole))
         self._mark("inventory")
         if epoch["regroup"]:
             self._regroup(epoch)

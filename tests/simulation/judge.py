@@ -1,7 +1,8 @@
 """The judge: what may never happen, known from what the world did and from the run without faults.
 
 Rules: every replica of every slot has the state of the fault-free run after every step that it takes; the loss of each
-step is known once; state is lost exactly when no replica of a stage is left; nobody healthy is declared dead.
+step is known once; state is lost exactly when no member has a whole replica of a stage, whoever sent it and however it
+came; nobody healthy is declared dead.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Judge:
         self.holders = self._holders(ownership)
 
     def _holders(self, ownership: Ownership) -> list[set[int]]:
-        """Returns by stage who holds a replica of it as of the last commit."""
+        """Returns by stage who holds a replica of it as of the last commit, and may not let go of it."""
         pipelines = range(ownership.grid.pipelines)
         return [
             {worker for pipeline in pipelines for worker in ownership.replicas(pipeline, stage)}
@@ -116,12 +117,25 @@ class Judge:
                 raise Violation(f"the clock had to rule: {new.reason}")
         if new.epoch == old.epoch and new.phase is old.phase:
             return
-        lost = tuple(stage for stage, who in enumerate(self.holders) if who.isdisjoint(new.members))
+        lost = tuple(stage for stage in range(self.grid.stages) if not self._is_held(stage, new))
         if new.phase is Phase.HALTED:
             if new.exit_code not in (3, 80) or not lost or (new.exit_code == 80 and new.lost_stages != lost):
                 raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
-        elif lost and new.phase is not Phase.FINISHED:
+        elif lost and new.phase is Phase.RUNNING:
             raise Violation(f"nobody holds {lost} any more, and the job goes on")
+
+    def _is_held(self, stage: int, state: State) -> bool:
+        """Says whether a member has a whole replica of a stage: as of the last commit, or with the log to get there.
+
+        Whoever had one at the commit must have it still.
+        """
+        committed = len(self.outcomes)
+        return not self.holders[stage].isdisjoint(state.members) or any(
+            replica.version == committed or (replica.version == committed - 1 and replica.logged is not None)
+            for number in state.members
+            for (_, each), replica in self.world.workers[number].replicas.items()
+            if each == stage
+        )
 
     def end(self) -> None:
         """The history is over: the job has finished with every step, or was lost."""
