@@ -89,14 +89,14 @@ def all_inventoried(state: State) -> State:
     for slot, owner in enumerate(state.owners):
         copies = [worker for worker in state.members if slot in state.copies.get(worker, ()) and worker != owner]
         line = list(dict.fromkeys((*state.shadows[slot], *copies)))
+        candidates = [owner]
         if owner not in state.members:
             others = [worker for worker in state.members if _has_stage(state, worker, slot)]
             staying = [worker for worker in (*line, *others) if worker not in state.leaving]
-            owner = next(iter((*staying, *line, *others)), owner)
-        if owner not in state.members:
-            lost.append(slot)
-        owners.append(owner)
-        shadows.append(tuple(worker for worker in line if worker != owner))
+            candidates = [*staying, *line, *others, owner]
+            lost += [slot] if candidates == [owner] else []
+        owners.append(candidates[0])
+        shadows.append(tuple(worker for worker in line if worker != candidates[0]))
     new = state._replace(owners=tuple(owners), shadows=tuple(shadows))
     return state_lost(new, tuple(lost)) if lost else new
 

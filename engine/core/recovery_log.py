@@ -52,9 +52,7 @@ class RecoveryLog:
             case "action" if event["end_ns"] <= self.out_since.get(event["worker"], event["end_ns"]):
                 entry = (event["worker"], parse_action(event["action"]), event["end_ns"])
                 self.actions.setdefault(event["step"], []).append(entry)
-            case "fault" | "suspicion":
-                self.signs.append(event)
-            case "exit" if not event["expected"]:
+            case "fault" | "suspicion" | "exit" if not event.get("expected", False):
                 self.signs.append(event)
             case "epoch" if self.training:
                 self.epochs.append(event)

@@ -180,7 +180,7 @@ def test_a_lost_stage_ends_the_job() -> None:
 
 
 def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
-    """Worker 1 is out; worker 0 gets replicas of stage 1 and 2 in the next step, and worker 2 dies before its commit."""
+    """Worker 1 is out; worker 0 gets a replica of stage 2 in the next step, and worker 2 dies before its commit."""
     state = committed(recovered(told(running(), ExitSeen(30, 1, -9)), 31), now_ns=32)
     state = told(state, ExitSeen(40, 2, -9))
     assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 2))
