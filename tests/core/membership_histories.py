@@ -153,8 +153,8 @@ def _slander(world: World, worker: Worker) -> None:
 _FAULTS: tuple[Callable[[World, Worker], None], ...] = (
     *(_replace_coordinator, _slander) * 5,
     *(_kill, _notify) * 4,
-    *(_wake, _stop) * 2,
-    *(_sleep, _spin, _stop_job, _lose_node, _break_link),
+    *(_wake, _stop, _stop_job) * 2,
+    *(_sleep, _spin, _lose_node, _break_link),
 )
 
 
