@@ -78,10 +78,12 @@ def _hear_last_words(agent: Agent, member: Member) -> None:
 
 
 def _look_at(server: ForkServer, agent: Agent, known: int) -> int:
-    """Records that the fork server which was known has ended; returns which is there now, 0 for none."""
+    """Records another fork server than was known, and the end of that one; returns which is there now, 0 for none."""
     now = 0 if server.has_ended() else server.pid
     if known not in (0, now):
         agent.recorder.event("fork_server_ended", child=known)
+    if now not in (0, known):
+        agent.recorder.event("fork_server", child=now)
     return now
 
 

@@ -58,7 +58,10 @@ def _trouble(world: World, num_turns: int) -> None:
     for _ in range(num_turns):
         chance = pick()
         if chance > (0.7 if world.state.phase in GATHERING else 0.8):
-            _FAULTS[int(pick() * len(_FAULTS))](world, world.workers[int(pick() * len(world.workers))])
+            fault = _FAULTS[int(pick() * len(_FAULTS))]
+            if world.state.phase is Phase.RECONFIGURING and pick() < 0.4:
+                fault = _stop_job  # which leaves no step to finish
+            fault(world, world.workers[int(pick() * len(world.workers))])
         elif chance < 0.4:
             _deliver_any(world)
         elif chance < 0.65:
@@ -153,8 +156,8 @@ def _slander(world: World, worker: Worker) -> None:
 _FAULTS: tuple[Callable[[World, Worker], None], ...] = (
     *(_replace_coordinator, _slander) * 5,
     *(_kill, _notify) * 4,
-    *(_wake, _stop, _stop_job) * 2,
-    *(_sleep, _spin, _lose_node, _break_link),
+    *(_wake, _stop) * 2,
+    *(_sleep, _spin, _stop_job, _lose_node, _break_link),
 )
 
 
