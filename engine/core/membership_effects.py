@@ -106,6 +106,7 @@ class Halt(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Effect):
-    """The job ends as it should; everybody may leave."""
+    """Every step is committed, and everybody may leave; `cut_short` says why what follows the last one is not whole."""
 
     committed: int
+    cut_short: str = ""

@@ -29,7 +29,8 @@ def orders(state: State) -> tuple[Effect, ...]:
     if state.phase is Phase.HALTED:
         return (Halt(epoch, state.committed, state.exit_code, state.lost_stages, state.reason),)
     if state.phase is Phase.FINISHED:
-        return (Finish(epoch, state.committed),)
+        is_whole = state.members and len(state.done) == len(state.members)
+        return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
     found: list[Effect] = []
     if state.phase is Phase.RECONFIGURING:
         found.append(Commit(epoch - 1, state.committed, "epoch"))  # the last word of the epoch before

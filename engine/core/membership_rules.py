@@ -210,7 +210,10 @@ def looks_at_clock(state: State, event: Tick) -> State:
 
 def _owed(state: State) -> tuple[int, list[int], str]:
     """Returns the patience of the phase, and who is then out for what; nobody where the culprit is not known."""
-    options, members = state.options, state.members
+    options, members = state.patience, state.members
+    unheard = [worker for worker in members if worker not in state.sightings]
+    if state.phase is Phase.FORMING and unheard:
+        return options.hail_ns, unheard, "say a word"
     if state.phase is Phase.FORMING or state.phase in GATHERING:
         if unjoined := [worker for worker in members if worker not in state.nodes]:
             return options.form_ns, unjoined, "join"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvariantError
@@ -41,6 +42,7 @@ class Options:
     stages: int
     redundant: bool
     form_ns: int = 60 * _S  # until every worker has joined
+    hail_ns: int = 60 * _S  # until each has been heard at all, which takes it no more than to be there
     answer_ns: int = 10 * _S  # until every member has said its inventory, and again until it has made the plan
     stall_ns: int = 60 * _S  # all are waiting: longer than that, somebody has been forgotten
     silence_ns: int = 5 * _S  # without a heartbeat
@@ -49,6 +51,15 @@ class Options:
     look_ns: int = _S // 5  # from a suspicion until it is clear that nobody has died
     repeat_ns: int = _S // 2  # without movement until the orders are repeated
     max_repeats: int = 3  # verdicts with nobody out, for one cause and with no step committed in between
+
+
+_USUAL = Options(stages=0, redundant=False)
+
+
+@cache
+def _hurried(options: Options) -> Options:
+    most = {name: min(getattr(options, name), getattr(_USUAL, name)) for name in ("stall_ns", "silence_ns", "hang_ns")}
+    return replace(options, **most)
 
 
 class Sighting(NamedTuple):
@@ -93,6 +104,16 @@ class State(NamedTuple):
     looked_ns: int  # when the look began
     ticked_ns: int
     sightings: Mapping[int, Sighting]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every step is committed: only what follows the last one can still be lost."""
+        return self.committed >= self.last_step
+
+    @property
+    def patience(self) -> Options:
+        """The options as they hold now: when every step is committed, giving up on a worker costs little."""
+        return _hurried(self.options) if self.is_over else self.options
 
     def decided(self) -> tuple[object, ...]:
         """Returns everything but the times."""

@@ -55,7 +55,7 @@ def elsewhere(state: State, slot: int) -> list[int]:
 def new_epoch(
     state: State, now_ns: int, out: Mapping[int, str], reason: str = "", phase: Phase = Phase.FAILING_OVER
 ) -> State:
-    """Returns the next epoch without those who are `out`, who and why in words; halted if a slot is lost with them."""
+    """Returns the next epoch without those who are `out`, who and why in words; the end if a slot is lost with them."""
     finished = {worker: "had finished and left" for worker in state.members if worker in state.exited}
     out = {**finished, **out}
     inherited = heirs(state, out, hand_over=phase is Phase.RECONFIGURING)
@@ -76,7 +76,7 @@ def new_epoch(
         look=(),
         moved_ns=now_ns,
     )
-    may_hold = state.options.redundant and new.members  # beside those that are known of
+    may_hold = state.options.redundant and new.members and not state.is_over  # beside those that are known of
     return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
 
 
@@ -120,7 +120,7 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str
     lost = heirs(state, ()).lost  # already
     victim = next((worker for worker in highest_first if heirs(state, (worker,)).lost == lost), None)
     if victim is None:
-        return halted(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
+        return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
     return new_epoch(state, now_ns, {victim: f"is given up: {told}"})
 
 
@@ -176,7 +176,14 @@ def state_lost(state: State, slots: tuple[int, ...]) -> State:
     stages = tuple(sorted({slot % state.options.stages for slot in slots}))
     where = f"in epoch {state.epoch}; last committed step {state.committed}"
     text = f"the state of {stages_in_words(stages)} is lost {where}; {state.reason}"
-    return halted(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+    return cannot_go_on(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+
+
+def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
+    """Returns the end of a job that is past help: it has finished if every step is committed, and has halted if not."""
+    if state.is_over:
+        return state._replace(phase=Phase.FINISHED, reason=reason, look=())
+    return halted(state, exit_code, reason)
 
 
 def halted(state: State, exit_code: ExitCode, reason: str) -> State:

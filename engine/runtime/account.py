@@ -120,6 +120,13 @@ class Account:
         """Takes in the outcome of a validation pass."""
         self.validations[message["step"]] = (message["loss"], message["metric"])
 
+    def missing(self) -> tuple[str, ...]:
+        """Returns what nobody has told of the last step of a run that has finished, in words."""
+        step = self.committed
+        audited = not is_due(self.job.audit, step, True) or any(row.step == step for row in self.rows[-1:])
+        found = [] if audited else [f"the hashes of step {step}"]
+        return (*found, *([f"the validation after step {step}"] if self.owes_validation(True) else []))
+
     def owes_validation(self, is_last: bool) -> bool:
         """Says whether the last committed step is one to validate, and nobody has told the outcome."""
         every, step = self.job.validate_every, self.committed

@@ -18,7 +18,6 @@ from engine.core.membership_effects import (
     Effect,
     Evict,
     Fence,
-    Finish,
     GatherInventories,
     Look,
     OrderHandOver,
@@ -161,9 +160,6 @@ class Orders:
         if member.exit_code is None:
             member.child.signal(signal.SIGKILL)
 
-    def _finish(self, effect: Finish, state: State) -> None:
-        self.broadcast("bye")
-
     def _need_not(self, effect: Effect, state: State) -> None:
         """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
 
@@ -187,5 +183,4 @@ _CARRY_OUT: dict[type[Effect], Callable[[Orders, Any, State], None]] = {
     Evict: Orders._evict,
     Fence: Orders._fence,
     Look: Orders._need_not,
-    Finish: Orders._finish,
 }

@@ -25,7 +25,7 @@ EVICTED_AFTER = 2  # repeats
 _ONCE = (effects.PublishEpoch, effects.GatherInventories, effects.PublishPlanInput)  # one of a kind in an epoch
 _CODES = {event: code for code, event in enumerate(events.EVENTS)}
 _ANSWERS = (events.Suspicion, events.Inventory, events.PlanAcknowledged, events.Done)
-_TIMES = {"form": 300, "answer": 60, "stall": 120, "silence": 50, "hang": 80, "look": 15, "repeat": 10}
+_TIMES = {"form": 300, "hail": 300, "answer": 60, "stall": 120, "silence": 50, "hang": 80, "look": 15, "repeat": 10}
 
 
 class Violation(Exception):
@@ -195,7 +195,7 @@ class World:
         for slot, owner in enumerate(new.owners):
             if owner in new.members and owner in self.holders_of(slot):
                 self.holders[slot].add(owner)  # whoever holds the stage of another pipeline has adopted the slot
-            elif new.phase is not Phase.HALTED and (not self.redundant or self.holders_of(slot) & {*new.members}):
+            elif not self.has_ended() and (not self.redundant or self.holders_of(slot) & {*new.members}):
                 raise Violation(f"worker {owner} owns what it does not hold")
 
     def check_owners(self, document: effects.PublishPlanInput) -> None:
@@ -239,20 +239,17 @@ class World:
             for number in state.members:
                 if self.workers[number].epoch < state.epoch or self.workers[number].mode < PLANNED:
                     raise Violation(f"training goes on, but worker {number} has not made the plan")
+        copied = {slot % self.stages for member in state.members for slot in self.copies[member]}
+        lost = [each for each in state.lost_stages if self.holders_of(each) <= set(state.out) and each not in copied]
+        is_lost = state.lost_stages and lost == list(state.lost_stages)
         if state.phase is Phase.FINISHED:
             busy = [worker for worker in state.members if self.workers[worker].mode != DONE]
-            if busy or state.committed != state.last_step:
+            if state.committed != state.last_step or (busy and not is_lost and not self.broken):
                 raise Violation(f"finished after step {state.committed} of {state.last_step}, with {busy} not done")
         if state.phase is Phase.HALTED:
-            copied = {slot % self.stages for member in state.members for slot in self.copies[member]}
-            lost = [
-                each for each in state.lost_stages if self.holders_of(each) <= set(state.out) and each not in copied
-            ]
-            legal = {
-                3: self.broken,
-                80: state.lost_stages and lost == list(state.lost_stages),
-                143: state.committed == -1,
-            }
+            legal = {3: self.broken, 80: is_lost, 143: state.committed == -1}
+            if state.committed >= state.last_step:
+                raise Violation(f"halted with {state.exit_code} when every step was committed: {state.reason}")
             if not legal.get(state.exit_code):
                 raise Violation(f"halted with {state.exit_code}: {state.reason}")
 

@@ -37,7 +37,7 @@ from engine.core.membership_events import (
     Tick,
 )
 from engine.core.membership_orders import orders
-from engine.core.membership_state import Phase, State, resume, to_json
+from engine.core.membership_state import Phase, Sighting, State, resume, to_json
 from tests.core.membership_cases import (
     JOINED,
     S,
@@ -51,6 +51,7 @@ from tests.core.membership_cases import (
     told,
 )
 
+BEATS = Heartbeat(1, 2, 0, 0, 0, False)
 PAIRS = [(phase, kind) for phase in Phase for kind in EVENTS]
 IMPOSSIBLE = {
     *((Phase.FORMING, kind) for kind in (Inventory, PlanAcknowledged, StepCommitted, Done)),
@@ -151,11 +152,10 @@ def test_only_the_next_step_is_committed() -> None:
 def test_whoever_ends_before_it_is_done_has_died() -> None:
     state = told(in_phase(Phase.DRAINING), Done(30, 0, 1))
     assert told(state, ExitSeen(31, 0, 0)).phase is Phase.DRAINING
-    state = told(state, ExitSeen(31, 0, 0), ExitSeen(32, 1, 0))
-    state, effects = step(state, Inventory(33, 2, 2, "", (0, 2)))
-    assert state.phase is Phase.HALTED, "worker 0, the shadow of stage 1, has left too"
-    assert "worker 0 had finished and left; worker 1 exited with code 0" in halt(state).reason
-    assert [type(effect) for effect in effects] == [Halt]
+    state, effects = step(told(state, ExitSeen(31, 0, 0)), ExitSeen(32, 1, 0))
+    (finish,) = effects
+    assert isinstance(finish, Finish), "worker 0, the shadow of stage 1, has left too, but every step is committed"
+    assert "worker 0 had finished and left; worker 1 exited with code 0" in finish.cut_short
 
 
 def test_a_death_after_the_last_commit_is_failed_over() -> None:
@@ -165,6 +165,30 @@ def test_a_death_after_the_last_commit_is_failed_over() -> None:
     assert state.phase is Phase.DRAINING
     assert Commit(2, 0, "end") in orders(state)
     assert told(state, Done(40, 0, 2), Done(40, 2, 2)).phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("gathering", [False, True])
+def test_whatever_is_lost_after_the_last_commit_the_job_has_finished(gathering: bool) -> None:
+    """Nobody is waited for who cannot come: what is missing is said, and every step is committed."""
+    state = in_phase(Phase.DRAINING)
+    state = told(state, ExitSeen(30, 1, -9)) if gathering else state._replace(shadows=((), (), ()))
+    state, effects = step(state, ExitSeen(31, 2, -9))
+    lost = "the state of stage 2 is lost in epoch {}; last committed step 0; worker 2 was ended by SIGKILL"
+    assert effects == (Finish(state.epoch, 0, lost.format(state.epoch)),)
+    assert (state.phase, state.exit_code, state.lost_stages) == (Phase.FINISHED, 0, (2,))
+
+
+def test_a_plan_that_lacks_a_stage_after_the_last_commit_ends_nothing() -> None:
+    state = told(in_phase(Phase.DRAINING), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    state = told(state, *(PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)))
+    assert (state.phase, state.lost_stages) == (Phase.FINISHED, (1,))
+
+
+def test_with_nobody_left_the_job_has_finished_too() -> None:
+    state = told(in_phase(Phase.DRAINING), *(ExitSeen(30 + worker, worker, -9) for worker in range(3)))
+    (finish,) = orders(state)
+    assert isinstance(finish, Finish)
+    assert finish.cut_short
 
 
 def test_a_lost_stage_ends_the_job() -> None:
@@ -288,7 +312,8 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (told(forming(), *JOINED[:2]), "did not join within 60.0 s"),
+        (told(forming(), *JOINED[:2], BEATS), "did not join within 60.0 s"),
+        (told(forming(), *JOINED[:2]), "did not say a word within 60.0 s"),
         (told(running(), ExitSeen(5, 1, -9), Inventory(6, 0, 2, "")), "did not say what it holds within 10.0 s"),
         (
             told(
@@ -304,7 +329,8 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
 )
 def test_whoever_owes_an_answer_at_the_deadline_is_out(state: State, why: str) -> None:
     late_ns = 61 * S
-    state = told(state._replace(ticked_ns=late_ns, sightings={}), Tick(late_ns))
+    sightings = {worker: Sighting(late_ns, late_ns) for worker in state.sightings}
+    state = told(state._replace(ticked_ns=late_ns, sightings=sightings), Tick(late_ns))
     assert state.verdict == ((2, why),)
 
 

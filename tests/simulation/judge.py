@@ -2,7 +2,7 @@
 
 Rules: every replica of every slot has the state of the fault-free run after every step that it takes; the loss of each
 step is known once; state is lost exactly when no member has a whole replica of a stage, whoever sent it and however it
-came; nobody healthy is declared dead.
+came; nobody healthy is declared dead; a job of which every step is committed has finished, whoever is lost then.
 """
 
 from __future__ import annotations
@@ -118,7 +118,12 @@ class Judge:
         if new.epoch == old.epoch and new.phase is old.phase:
             return
         lost = tuple(stage for stage in range(self.grid.stages) if not self._is_held(stage, new))
-        if new.phase is Phase.HALTED:
+        if new.phase is Phase.FINISHED:
+            if new.lost_stages and new.lost_stages != lost:
+                raise Violation(f"finished with {new.lost_stages} lost ({lost} indeed): {new.reason}")
+        elif new.phase is Phase.HALTED:
+            if new.committed >= new.last_step:
+                raise Violation(f"halted with {new.exit_code} when every step was committed: {new.reason}")
             if new.exit_code not in (3, 80) or not lost or (new.exit_code == 80 and new.lost_stages != lost):
                 raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
         elif lost and new.phase is Phase.RUNNING:
@@ -144,7 +149,7 @@ class Judge:
             steps = state.last_step + 1
             if len(self.outcomes) != steps or (steps != self.world.case.steps and not self.stopped):
                 raise Violation(f"finished after {len(self.outcomes)} steps")
-            for number in state.members:
+            for number in () if state.lost_stages else state.members:
                 worker = self.world.workers[number]
                 if worker.step != steps:
                     raise Violation(f"worker {number} has finished in step {worker.step}")
