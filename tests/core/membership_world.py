@@ -239,7 +239,8 @@ class World:
             for number in state.members:
                 if self.workers[number].epoch < state.epoch or self.workers[number].mode < PLANNED:
                     raise Violation(f"training goes on, but worker {number} has not made the plan")
-        copied = {slot % self.stages for member in state.members for slot in self.copies[member]}
+        healing = () if state.is_over else state.members  # what was healed in the last step is known with its commit
+        copied = {slot % self.stages for member in healing for slot in self.copies[member]}
         lost = [each for each in state.lost_stages if self.holders_of(each) <= set(state.out) and each not in copied]
         is_lost = state.lost_stages and lost == list(state.lost_stages)
         if state.phase is Phase.FINISHED:
