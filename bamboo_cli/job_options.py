@@ -57,9 +57,13 @@ def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
     from bamboo_cli.offered import named, offered
     from engine.files.job_file import resolve_job
 
-    flags = {name: values[name] for name in FLAG_FIELDS if values[name] is not None}
+    flags = {name: _text(values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = named if program_only else offered
     return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
+
+
+def _text(value: str | bool) -> str:
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
@@ -67,11 +71,7 @@ def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
     file = typer.Argument(metavar="JOB.yaml", help="job file: YAML with the fields below", show_default=False)
     setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
-    parameters += [
-        _parameter(name, Annotated[str | None, _flag(name, defaults[name])])
-        for name in FLAG_FIELDS
-        if name not in without
-    ]
+    parameters += [_parameter(name, _flag(name, defaults[name])) for name in FLAG_FIELDS if name not in without]
     return [*parameters, _parameter("set", Annotated[list[str] | None, setting])]
 
 
@@ -80,11 +80,12 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _flag(name: str, default: object) -> Any:
-    kind = FIELD_TYPES[name]
+    kind, flag = FIELD_TYPES[name], name.replace("_", "-")
+    help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
+    if kind is bool:
+        return Annotated[
+            bool | None,
+            typer.Option(f"--{flag}/--no-{flag}", help=help_text, rich_help_panel="Job", show_default=False),
+        ]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS[kind]
-    return typer.Option(
-        "--" + name.replace("_", "-"),
-        metavar=metavar,
-        help=f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name],
-        rich_help_panel="Job",
-    )
+    return Annotated[str | None, typer.Option(f"--{flag}", metavar=metavar, help=help_text, rich_help_panel="Job")]
