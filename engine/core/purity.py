@@ -13,6 +13,7 @@ from engine.core.errors import Problem, UserError
 
 Marks = Mapping[str, str]  # of what was made, such as "output of microbatch 0": a digest of its bits
 
+INPUT = "input"  # its mark; where it differs, somebody before the layer is to blame
 DATA = "data"  # stands for the source of data where layers are named
 _SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
 
@@ -41,7 +42,7 @@ class PurityBook:
         for name, marks in rows:
             first, known = self._said.setdefault(name, (worker, marks))
             differing = (what for what, mark in marks.items() if known.get(what, mark) != mark)
-            if what := next(differing, ""):
+            if (what := next(differing, INPUT)) != INPUT:
                 problems.append(impure(name, f"its {what} differs between worker {first} and worker {worker}"))
         if problems:
             raise UserError(problems)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.job import Job
+from engine.core.purity import INPUT
 from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
 from engine.models.nests import taken_apart
@@ -58,6 +59,8 @@ class LayerTrial:
         self.inputs = inputs
         self.targets = targets if index == len(model.layers) - 1 else None
         self.marked = Marked(f"layer {index} ({model.layers[index].name})")
+        given = [self._called_with(microbatch) for microbatch in MICROBATCHES]
+        self.marked.note(INPUT, (each for one, also in given for each in (*one, *(also or ()))), "")
         self._drawn: dict[tuple[str, str], object] = {}
         self._befores: Buffers = []  # the buffers before the second forward
 
