@@ -20,6 +20,7 @@ from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
 from engine.models.nests import taken_apart
 from engine.runtime.buffers import Buffers, lending, modules_of
+from engine.runtime.holdings import retains
 from engine.runtime.random_streams import positions
 from engine.runtime.segment import cut_off
 from engine.runtime.stage import Stage
@@ -95,9 +96,9 @@ class LayerTrial:
         with self._watching("constructor"):
             stage = Stage(self.job, self.model, 0, self.index, self.index + 1)
         layer = stage.layers[self.index]
-        self.marked.note("first weights", layer.named_parameters(), when)
-        self.marked.note("first buffers", layer.named_buffers(), when)
-        self._extra = _extra_states(layer)
+        self.marked.note("weight", layer.named_parameters(), when)
+        self.marked.note("buffer", layer.named_buffers(), when)
+        self._forms, self._extra = _forms(layer), _extra_states(layer)
         return stage
 
     def _forward(self, stage: Stage, microbatch: int, when: str) -> Tensors:
@@ -105,7 +106,7 @@ class LayerTrial:
             outputs = stage.forward(0, microbatch, *self._called_with(microbatch))
         self._note_outputs(stage, microbatch, when)
         buffers = stage.layers[self.index].named_buffers()
-        self.marked.note(f"buffers after the forward of microbatch {microbatch}", buffers, when)
+        self.marked.note(f"buffer after the forward of microbatch {microbatch}", buffers, when)
         return cut_off(outputs)
 
     def _redo(self, stage: Stage, microbatch: int, when: str) -> None:
@@ -135,7 +136,10 @@ class LayerTrial:
     def _close(self, stage: Stage, when: str) -> None:
         layer = stage.layers[self.index]
         self.marked.note("weight gradient", stage.gradients()[self.index].items(), when)
-        self.marked.note("first weights", layer.named_parameters(), "after a forward and a backward")
+        self.marked.note("weight", layer.named_parameters(), "after a forward and a backward")
+        if retains(self.job) and (others := _forms(layer) ^ self._forms):
+            name = min(others)[0]
+            self.marked.blame(f"its buffer {name} gets its shape in a forward, and a replica may have run none")
         if _extra_states(layer) != self._extra:
             self.marked.blame("its get_extra_state() differs after a forward and a backward")
 
@@ -174,6 +178,11 @@ def drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros_like(tensor, requires_grad=False)
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def _forms(layer: nn.Module) -> set[tuple[str, str]]:
+    """Returns name and form of each buffer: what is sent to a replica has the form that it has there."""
+    return {(name, f"{list(buffer.shape)} {buffer.dtype}") for name, buffer in layer.named_buffers()}
 
 
 def _extra_states(layer: nn.Module) -> list[tuple[str, str]]:
