@@ -197,6 +197,8 @@ class OfProcess(Linear):
 class Lazy(Linear):
     """Makes its buffer, a running mean that it uses, in its first forward."""
 
+    mean: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "mean"):
             self.register_buffer("mean", torch.zeros(WIDTH))
@@ -226,6 +228,8 @@ IMPURE: dict[str, tuple[type[nn.Module], str]] = {
 class Shared(Linear):
     """Has one buffer under two names, in two modules: it writes by one, and reads by the other."""
 
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(WIDTH))
@@ -233,7 +237,7 @@ class Shared(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.total += x.detach().sum(0)
-        return super().forward(x) + self.linear.sum  # type: ignore[operator]
+        return super().forward(x) + self.linear.get_buffer("sum")
 
 
 class Remembering(Linear):
