@@ -91,9 +91,9 @@ def test_no_built_in_model_is_refused(model: str, fields: dict[str, Any]) -> Non
 
 
 def test_a_stage_that_does_not_take_what_is_drawn_is_tried_with_zeros() -> None:
-    first, _, last, _ = between(Picky).layers
-    relu = replace(first, name="relu", build=nn.ReLU)
-    check = check_of(Model((first, relu, last), default_loss))
+    first, relu, *others = between(Picky).layers
+    check = check_of(Model((first, replace(relu, build=nn.ReLU), *others), default_loss))
+    assert check.starts == (0, 2)
     (found,) = refused(check)
     assert found.startswith("layer 2 (other): its output of microbatch 0 differs when its forward is redone")
     assert check.unchecked == []
@@ -148,5 +148,10 @@ def test_no_trace_is_left() -> None:
     assert positions() == before
 
 
-def test_one_microbatch_is_tried_twice() -> None:
-    assert refused(check_of(between(Counting), microbatches=1))
+def test_where_a_step_has_one_microbatch_it_is_tried_twice() -> None:
+    class Only(VectorData):
+        def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+            assert microbatch == 0
+            return super().microbatch(step, pipeline, microbatch, size)
+
+    assert refused(check_of(between(Counting), Only(0), microbatches=1))
