@@ -85,7 +85,8 @@ class Job:
     seed: int = _field(0, "seed of weights, data and dropout")
     threads: int = _field(1, "compute threads of each worker; another count changes bits")
     check_pure: bool = _field(
-        True, "before training, refuse layers that keep state which is no buffer, or draw from streams of their own"
+        True,
+        "the check before training, which refuses layers whose bits depend on more than weights, buffers and inputs",
     )
     audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
     validate_every: int = _field(20, "validation pass every N steps; 0 = off")
