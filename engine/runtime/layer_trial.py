@@ -21,7 +21,7 @@ from engine.models.layers import Model, Tensors
 from engine.models.nests import taken_apart
 from engine.runtime.buffers import Buffers, lending, modules_of
 from engine.runtime.holdings import retains
-from engine.runtime.random_streams import positions
+from engine.runtime.random_streams import own_generators, positions
 from engine.runtime.segment import cut_off
 from engine.runtime.stage import Stage
 from engine.runtime.state_hash import hash_tensors
@@ -62,6 +62,7 @@ class LayerTrial:
         self.marked = Marked(f"layer {index} ({model.layers[index].name})")
         given = [self._called_with(microbatch) for microbatch in MICROBATCHES]
         self.marked.note(INPUT, (each for one, also in given for each in (*one, *(also or ()))), "")
+        self._own: dict[str, object] = {}  # the generators of the copy that is tried
         self._drawn: dict[tuple[str, str], object] = {}
         self._befores: Buffers = []  # the buffers before the second forward
 
@@ -93,11 +94,13 @@ class LayerTrial:
             self._close(stage, when)
 
     def _built(self, when: str) -> Stage:
+        self._own = {}
         with self._watching("constructor"):
             stage = Stage(self.job, self.model, 0, self.index, self.index + 1)
         layer = stage.layers[self.index]
         self.marked.note("weight", layer.named_parameters(), when)
         self.marked.note("buffer", layer.named_buffers(), when)
+        self._own = own_generators(layer)
         self._forms, self._extra = _forms(layer), _extra_states(layer)
         return stage
 
@@ -145,13 +148,13 @@ class LayerTrial:
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
-        """Refuses draws from a process-wide stream: it ends elsewhere than after the same call before.
+        """Refuses draws from a stream that no replica has: it ends elsewhere than after the same call before.
 
         So a stream may be seeded anew and drawn from, and one that only the first call of all draws from says nothing.
         """
-        before = positions()
+        before = positions(self._own)
         yield
-        for stream, now in positions().items():
+        for stream, now in positions(self._own).items():
             if now != before.get(stream) and self._drawn.setdefault((what, stream), now) != now:
                 self.marked.blame(f"its {what} draws from {stream}")
 
@@ -210,8 +213,6 @@ def _attributes(layer: nn.Module) -> dict[str, str]:
 
 def _text(value: object) -> str:
     """Returns a text that is the same for the same value, without the addresses of objects."""
-    if isinstance(value, torch.Generator):
-        value = value.get_state()
     if isinstance(value, Tensor):
         return hash_tensors([("", value)])
     return _ADDRESS.sub("", repr(value))

@@ -1,29 +1,59 @@
-"""The process-wide streams of random numbers: where each of them stands, so that a draw shows and can be undone."""
+"""Streams of random numbers that nothing replicates: where each stands, so that a draw shows and can be undone."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 PYTHON, NUMPY, TORCH = "Python's random", "numpy's generator", "torch's default generator"
 
 
-def positions() -> dict[str, object]:
-    """Returns where each stream stands; numpy's only once somebody has loaded it."""
-    found: dict[str, object] = {PYTHON: random.getstate(), TORCH: torch.default_generator.get_state().numpy().tobytes()}
+def positions(owned: Mapping[str, object] = {}) -> dict[str, object]:
+    """Returns where the process-wide streams stand, numpy's only once somebody has loaded it, and some others."""
+    found = {PYTHON: random.getstate(), TORCH: _position(torch.default_generator)}
     if numpy_random := sys.modules.get("numpy.random"):
-        _, keys, *others = numpy_random.get_state()
-        found[NUMPY] = (keys.tobytes(), *others)
-    return found
+        found[NUMPY] = _of_numpy(numpy_random)
+    return found | {name: _position(generator) for name, generator in owned.items()}
+
+
+def own_generators(layer: nn.Module) -> dict[str, object]:
+    """Returns the generators that the modules of a layer keep as attributes, by what they are called in messages."""
+    return {
+        f"the generator {path}.{name}".replace(" .", " "): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if _position(value) is not None
+    }
+
+
+def _position(generator: object) -> object:
+    """Returns where a generator stands; None for what is none."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if type(generator).__module__.startswith("numpy.random"):
+        if hasattr(generator, "bit_generator"):
+            return repr(generator.bit_generator.state)
+        if hasattr(generator, "get_state"):  # the older kind
+            return _of_numpy(generator)
+    return None
+
+
+def _of_numpy(holder: Any) -> object:
+    name, keys, *others = holder.get_state()
+    return (name, keys.tobytes(), *others)
 
 
 @contextlib.contextmanager
 def set_back() -> Iterator[None]:
-    """Leaves all streams where they stood before."""
+    """Leaves all process-wide streams where they stood before."""
     of_python, of_torch = random.getstate(), torch.default_generator.get_state()
     numpy_random = sys.modules.get("numpy.random")
     of_numpy = numpy_random.get_state() if numpy_random else None

@@ -43,14 +43,38 @@ class Counting(Linear):
 
 
 class OwnGenerator(Linear):
-    """Draws from a generator of its own, which every copy of it begins with alike."""
+    """Is seldom left out by a generator of its own, which every copy of it begins with alike."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
+        self.linear.stream = torch.Generator().manual_seed(3)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (torch.rand(x.shape, generator=self.generator) > 0.3)
+        drawn = torch.rand((), generator=vars(self.linear)["stream"])
+        return x if drawn < 1e-6 else super().forward(x)
+
+
+class OwnPython(Linear):
+    """The same with one of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = random.Random(3)  # noqa: S311
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.stream.random() < 1e-6 else super().forward(x)
+
+
+class OwnNumpy(Linear):
+    """The same with numpy's, of the newer kind and of the older one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newer, self.older = np.random.default_rng(3), np.random.RandomState(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = self.newer.random() if x.requires_grad else self.older.rand()
+        return x if drawn < 1e-6 else super().forward(x)
 
 
 class FirstSeen(Linear):
@@ -208,7 +232,9 @@ class Lazy(Linear):
 
 IMPURE: dict[str, tuple[type[nn.Module], str]] = {
     "attribute": (Counting, "its output of microbatch 0 differs when its forward is redone: a forward changes calls"),
-    "generator": (OwnGenerator, "differs when its forward is redone: a forward changes generator"),
+    "generator": (OwnGenerator, "its forward of microbatch 0 draws from the generator linear.stream"),
+    "python's": (OwnPython, "its forward of microbatch 0 draws from the generator stream"),
+    "numpy's": (OwnNumpy, "its forward of microbatch 0 draws from the generator newer"),
     "first": (FirstSeen, "differs in a copy that has not run the forwards before it: a forward changes mean"),
     "order": (TellsGradient, "its input gradient of microbatch 1 differs in a second copy, in another order"),
     "random": (SeldomRandom, "its forward of microbatch 0 draws from Python's random"),
@@ -253,12 +279,18 @@ class Remembering(Linear):
 
 
 class Reseeding(Linear):
-    """Draws from streams that it has seeded itself: the same numbers each time."""
+    """Draws from streams that it has seeded itself: the same numbers each time. Another one it only has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.unused = torch.Generator(), np.random.RandomState()
 
     def forward(self, x: Tensor) -> Tensor:
         random.seed(5)
         np.random.seed(5)
-        return super().forward(x) * random.random() * np.random.rand()  # noqa: S311
+        self.own.manual_seed(5)
+        drawn = random.random() * np.random.rand()  # noqa: S311
+        return super().forward(x) * drawn * torch.rand((), generator=self.own)
 
 
 class Logarithm(Linear):
