@@ -84,6 +84,10 @@ class Job:
     backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
     seed: int = _field(0, "seed of weights, data and dropout")
     threads: int = _field(1, "compute threads of each worker; another count changes bits")
+    check_pure: bool = _field(
+        True,
+        "the check before training, which refuses layers whose bits depend on more than weights, buffers and inputs",
+    )
     audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
     validate_every: int = _field(20, "validation pass every N steps; 0 = off")
     validation_microbatches: int = _field(8, "microbatches of one validation pass")

@@ -18,6 +18,7 @@ FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
 ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
 
 _EXPECTED: dict[Any, str] = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",

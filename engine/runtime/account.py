@@ -12,6 +12,7 @@ from engine.core.job import Job
 from engine.core.membership_effects import Verdict
 from engine.core.ownership import Ownership
 from engine.core.planned import is_due, shadowed
+from engine.core.purity import PurityBook
 from engine.core.trajectory import Row
 from engine.runtime.link import Message
 from engine.runtime.roster import Member
@@ -38,6 +39,7 @@ class Account:
     rows: list[Row] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what users are told at once
+    purity: PurityBook = field(default_factory=PurityBook)
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
     _ballot: Ballot | None = None

@@ -26,20 +26,29 @@ def copy_buffers(modules: Sequence[nn.Module]) -> Buffers:
 
 
 def _copies(buffers: Buffers) -> Buffers:
-    return [{name: None if each is None else each.clone() for name, each in named.items()} for named in buffers]
+    made: dict[int, Tensor] = {}  # two modules may share one
+
+    def copy(buffer: Tensor | None) -> Tensor | None:
+        return None if buffer is None else made.setdefault(id(buffer), buffer.clone())
+
+    return [{name: copy(each) for name, each in named.items()} for named in buffers]
 
 
 @contextlib.contextmanager
 def lending(modules: Sequence[nn.Module], buffers: Buffers) -> Iterator[None]:
-    """Has the modules use these buffers in place of their own."""
+    """Has the modules use these buffers in place of their own; one that they make meanwhile goes with them."""
     kept = [dict(module._buffers) for module in modules]
-    for module, lent in zip(modules, buffers, strict=True):
-        module._buffers.update(lent)
+    _give(modules, buffers)
     try:
         yield
     finally:
-        for module, own in zip(modules, kept, strict=True):
-            module._buffers.update(own)
+        _give(modules, kept)
+
+
+def _give(modules: Sequence[nn.Module], buffers: Buffers) -> None:
+    for module, named in zip(modules, buffers, strict=True):
+        module._buffers.clear()
+        module._buffers.update(named)
 
 
 @dataclass(slots=True)
@@ -52,18 +61,21 @@ class BufferHistory:
 
     def note(self, microbatch: int) -> None:
         """Remembers the buffers as they are now, before the forward of `microbatch`."""
+        copies: dict[int, Tensor] = {}  # two modules may share one
         self._before[microbatch] = [
-            {name: self._copy(place, name, buffer) for name, buffer in module._buffers.items()}
+            {name: self._copy(place, name, buffer, copies) for name, buffer in module._buffers.items()}
             for place, module in enumerate(self.modules)
         ]
 
-    def _copy(self, place: int, name: str, buffer: Tensor | None) -> Tensor | None:
+    def _copy(self, place: int, name: str, buffer: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
         if buffer is None:
             return None
-        last = self._last.get((place, name))
-        if last is None or not _same_bits(last, buffer):
-            last = self._last[place, name] = buffer.clone()
-        return last
+        if id(buffer) not in copies:
+            last = self._last.get((place, name))
+            if last is None or not _same_bits(last, buffer):
+                last = self._last[place, name] = buffer.clone()
+            copies[id(buffer)] = last
+        return copies[id(buffer)]
 
     def before(self, microbatch: int) -> Buffers:
         """Returns the buffers as they were before that forward, or as they are if it has not been seen; not copies."""
