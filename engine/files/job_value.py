@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.core.errors import Problem, nearest
-from engine.core.job import Args, Job, Scalar
+from engine.core.job import Job
+from engine.core.scalar import Args, Scalar
 from engine.files.yaml_scalar import plain_value
 
 Path = tuple[str, ...]

@@ -20,7 +20,6 @@ from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
 from engine.models.nests import taken_apart
 from engine.runtime.buffers import Buffers, lending, modules_of
-from engine.runtime.holdings import retains
 from engine.runtime.random_streams import own_generators, positions
 from engine.runtime.segment import cut_off
 from engine.runtime.stage import Stage
@@ -140,7 +139,7 @@ class LayerTrial:
         layer = stage.layers[self.index]
         self.marked.note("weight gradient", stage.gradients()[self.index].items(), when)
         self.marked.note("weight", layer.named_parameters(), "after a forward and a backward")
-        if retains(self.job) and (others := _forms(layer) ^ self._forms):
+        if self.job.retains and (others := _forms(layer) ^ self._forms):
             name = min(others)[0]
             self.marked.blame(f"its buffer {name} gets its shape in a forward, and a replica may have run none")
         if _extra_states(layer) != self._extra:

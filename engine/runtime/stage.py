@@ -23,7 +23,6 @@ from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
 from engine.runtime.buffers import BufferHistory, copy_buffers, lending, modules_of
 from engine.runtime.build_layer import build_layer
-from engine.runtime.holdings import retains
 from engine.runtime.optimizer import LayerOptimizer, trainable
 from engine.runtime.residual import Checkpoint, Pending, Residual
 from engine.runtime.segment import Segment, cut_off
@@ -46,7 +45,7 @@ class Stage:
         self.counted = 0  # forwards that the buffers have seen in this step
         self.added = 0  # backwards that the gradients have seen in this step
         # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
-        self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if retains(job) else ()
+        self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if job.retains else ()
         self.border: Border | None = None
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
@@ -63,7 +62,7 @@ class Stage:
 
     def copy_buffers(self) -> Tensors:
         """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
-        return tuple(buffer.clone() for buffer in self.buffers()) if retains(self.job) else self.buffers()
+        return tuple(buffer.clone() for buffer in self.buffers()) if self.job.retains else self.buffers()
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
@@ -107,7 +106,7 @@ class Stage:
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
         """Runs the layers on the next microbatch and keeps its residual; the last stage also computes the loss."""
         assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
-        if retains(self.job):
+        if self.job.retains:
             self.history().note(microbatch)
         residual = self._forward(step, microbatch, inputs, targets)
         if residual.loss is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import Job, check_job
+from engine.core.job import Job
+from engine.core.job_rules import check_job
 from engine.core.trajectory import Row
 from engine.core.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
 from engine.models.offer import DATA

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from engine.core.errors import Problem, ScheduleError, nearest
 from engine.core.ownership import Grid, fresh
 from engine.core.program import Program, build_program
 from engine.core.schedules.compute import ComputeLists
-from engine.core.schedules.placement import Placement, worker_of
+from engine.core.schedules.placement import Placement, PlacementChoice, worker_of
 from engine.core.schedules.registry import SCHEDULES, Schedule
 from engine.core.schedules.text import cell_of, is_text, lists_from_csv, stages_on
 from engine.core.verify import Violation, verify
 
-PlacementChoice = Literal["auto", "loop", "v"]
 _PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
 _MOST_SHOWN = 5
 
