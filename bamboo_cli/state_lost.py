@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.job import Job
+from engine.core.job_wants import fresh_ownership
 from engine.core.ownership import Slot
-from engine.core.planned import fresh_ownership
 from engine.core.recovery_log import RecoveryLog
 from engine.core.recovery_times import has_left
 

@@ -9,9 +9,9 @@ from engine.core.audit import AuditBook
 from engine.core.commit import Ballot, Commit, Vote
 from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
 from engine.core.job import Job
+from engine.core.job_wants import is_due, shadowed
 from engine.core.membership_effects import Verdict
 from engine.core.ownership import Ownership
-from engine.core.planned import is_due, shadowed
 from engine.core.purity import PurityBook
 from engine.core.trajectory import Row
 from engine.runtime.link import Message

@@ -12,9 +12,9 @@ from pathlib import Path
 from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.fault import Fault, to_plain
 from engine.core.job import Job
+from engine.core.job_wants import fresh_ownership, shadowed
 from engine.core.membership_state import Options, State, begin
 from engine.core.ownership import Ownership
-from engine.core.planned import fresh_ownership, shadowed
 from engine.runtime.account import Account
 from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer

@@ -17,8 +17,8 @@ from typing import Literal
 
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.inventory import to_json
+from engine.core.job_wants import is_due
 from engine.core.ownership import Ownership, Slot
-from engine.core.planned import is_due
 from engine.runtime.control import Fenced
 from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.foresight import Foresight, Planned
