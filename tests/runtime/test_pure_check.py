@@ -56,6 +56,12 @@ def test_a_layer_of_each_kind_is_refused_by_its_name(kind: str) -> None:
     assert changed in one.partition("; a forward changes ")[2]
 
 
+def test_layers_of_a_list_are_tried_as_the_copies_that_they_are() -> None:
+    model = build_model(small_job(model="tests.runtime.impure_layers:listed"), DATA.facts)
+    (found,) = refused(check_of(model))
+    assert found.startswith("layer 1 (1): its forward of microbatch 0 draws from the generator linear.stream")
+
+
 def test_one_copy_is_enough_for_what_shows_when_a_forward_is_redone() -> None:
     with pytest.raises(UserError, match=r"layer 1 \(one\)"):
         check_of(between(Counting)).run({0: False})
