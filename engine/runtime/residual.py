@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.models.layers import Tensors
-from engine.runtime.buffers import Buffers
+from engine.runtime.buffers import Snapshot
 from engine.runtime.segment import Segment
 
 Pending = list[tuple[int, Segment, Tensors]]  # of a backward for the weights: layer, segment, gradients of its outputs
@@ -16,7 +16,7 @@ class Checkpoint:
     """What it takes to redo the forward of a group of layers: its inputs, and its buffers as they were before."""
 
     inputs: Tensors
-    buffers: Buffers
+    buffers: Snapshot
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from engine.core.errors import DivergedError
 from engine.core.job import Job
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.runtime.buffers import BufferHistory, copy_buffers, lending, modules_of
+from engine.runtime.buffers import BufferHistory, copy_buffers, in_use, lending, modules_of
 from engine.runtime.build_layer import build_layer
 from engine.runtime.holdings import retains
 from engine.runtime.optimizer import LayerOptimizer, trainable
@@ -45,6 +45,8 @@ class Stage:
         self.losses: dict[int, float] = {}  # of the microbatches that are counted
         self.counted = 0  # forwards that the buffers have seen in this step
         self.added = 0  # backwards that the gradients have seen in this step
+        self._history: BufferHistory | None = None
+        self._of_groups: dict[int, BufferHistory] = {}  # of layers that are recomputed together, by the first
         # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
         self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if retains(job) else ()
         self.border: Border | None = None
@@ -52,18 +54,18 @@ class Stage:
         self.keys: dict[tuple[int, int, int], int] = {}
         self._first_returned: dict[int, Border] = {}
         self._share: Tensor | None = None
-        self._history: BufferHistory | None = None
         # What is trained, by layer and name. Where weights lie in shards, it is what they are put together in.
         self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
         self._without_accumulator = self.trained()
 
     def buffers(self) -> Tensors:
-        """Returns the buffers of the layers, in order."""
-        return tuple(buffer for layer in self.layers.values() for _, buffer in layer.named_buffers())
+        """Returns the buffers of the layers, in order, each once."""
+        found = (buffer for layer in self.layers.values() for buffer in layer.buffers())
+        return tuple({id(buffer): buffer for buffer in found}.values())
 
     def copy_buffers(self) -> Tensors:
         """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
-        return tuple(buffer.clone() for buffer in self.buffers()) if retains(self.job) else self.buffers()
+        return tuple(self.history().keep().tensors()) if retains(self.job) else self.buffers()
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
@@ -73,7 +75,8 @@ class Stage:
         """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
         self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
         self.counted = self.added = 0
-        self._history = None
+        if self._history is not None:
+            self._history.forget_step()
         self._without_accumulator = self.trained()
         for parameter in self._without_accumulator:
             parameter.grad = None
@@ -126,7 +129,8 @@ class Stage:
         for group in self._groups():
             checkpoint = None
             if self.job.activation_checkpoint:
-                checkpoint = Checkpoint(residual.outputs, copy_buffers(self._modules(group)))
+                history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
+                checkpoint = Checkpoint(residual.outputs, history.keep())
             segments = self._run(group, step, microbatch, residual.outputs)
             residual.outputs = segments[-1].outputs
             residual.groups.append(checkpoint or segments)
@@ -194,15 +198,9 @@ class Stage:
 
     def evaluate(self, inputs: Tensors) -> Tensors:
         """Runs the layers as in use: no dropout, no gradients, buffers unchanged."""
-        modules = [module for layer in self.layers.values() for module in layer.modules() if module.training]
-        for module in modules:
-            module.training = False
-        with torch.no_grad():
+        with in_use(self._modules(self.layers)):
             for index in self.layers:
                 inputs = self._call(index, inputs)
-        # A user may have frozen the statistics of a batch norm: what was not training before is not afterwards.
-        for module in modules:
-            module.training = True
         return inputs
 
     def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
@@ -264,7 +262,7 @@ class Stage:
 
     def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
         """Runs forwards again that have counted already: pure, with the same bits."""
-        with lending(self._modules(group), kept.buffers):
+        with lending(self._modules(group), kept.buffers.copy().buffers()):
             return self._run(group, step, microbatch, kept.inputs)
 
     def _finite(self, loss: float, step: int, microbatch: int) -> float:
@@ -286,7 +284,7 @@ class Stage:
             return torch.autocast("cpu", dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _modules(self, group: Sequence[int]) -> list[nn.Module]:
+    def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)
 
 
