@@ -40,13 +40,15 @@ class Model:
     """A model as layers 0..L-1; each is called with the tensors that the one before it returned, and with its skips.
 
     `loss` maps (outputs, targets) to a scalar: the mean over the microbatch. `metric` does the same for a figure
-    of merit (accuracy), where the model has one.
+    of merit (accuracy), where the model has one. `shared_buffers` names those that several layers hold copies of, as
+    (layer index, buffer name): no forward may change one.
     """
 
     layers: tuple[LayerSpec, ...]
     loss: Callable[[Tensors, Tensors], Tensor]
     ties: tuple[Tie, ...] = ()
     metric: Callable[[Tensors, Tensors], Tensor] | None = None
+    shared_buffers: tuple[tuple[tuple[int, str], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

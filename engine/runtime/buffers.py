@@ -166,7 +166,7 @@ class BufferHistory:
         now = snapshot_of(self.modules)
         known = [*self._last, *[None] * len(now.memory)]
         self._last = tuple(
-            last if last is not None and _same_bits(last, piece) else piece.clone()
+            last if last is not None and same_bits(last, piece) else piece.clone()
             for last, piece in zip(known, now.memory, strict=False)
         )
         return replace(now, memory=self._last)
@@ -194,7 +194,7 @@ class BufferHistory:
         return self.before(microbatch).copy().buffers()
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Compares bytes, all of them: BatchNorm does not count its changes in the version of a tensor."""
     if one.shape != other.shape:
         return False

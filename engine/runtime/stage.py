@@ -21,11 +21,12 @@ from engine.core.errors import DivergedError
 from engine.core.job import Job
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.runtime.buffers import BufferHistory, copy_buffers, in_use, lending, modules_of
+from engine.runtime.buffer_rules import form_of, on_trial, refuse_another_form
+from engine.runtime.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.build_layer import build_layer
 from engine.runtime.holdings import retains
 from engine.runtime.optimizer import LayerOptimizer, trainable
-from engine.runtime.residual import Checkpoint, Pending, Residual
+from engine.runtime.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.segment import Segment, cut_off
 from engine.runtime.tensor_spec import MAX_TENSORS, Border, border_of, check_border, laid_out_as
 
@@ -45,8 +46,10 @@ class Stage:
         self.losses: dict[int, float] = {}  # of the microbatches that are counted
         self.counted = 0  # forwards that the buffers have seen in this step
         self.added = 0  # backwards that the gradients have seen in this step
+        self._groups = groups_of(self.layers, job.activation_checkpoint)
+        self._of_groups: dict[int, BufferHistory] = {}  # by the first layer
         self._history: BufferHistory | None = None
-        self._of_groups: dict[int, BufferHistory] = {}  # of layers that are recomputed together, by the first
+        self._form = form_of(snapshot_of(self._modules(self.layers)))
         # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
         self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if retains(job) else ()
         self.border: Border | None = None
@@ -65,7 +68,11 @@ class Stage:
 
     def copy_buffers(self) -> Tensors:
         """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
-        return tuple(self.history().keep().tensors()) if retains(self.job) else self.buffers()
+        if not retains(self.job):
+            return self.buffers()
+        kept = self.history().keep()
+        refuse_another_form(self.layers, self._form, form_of(kept))  # others have them in the form that they expect
+        return tuple(kept.tensors())
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
@@ -126,7 +133,7 @@ class Stage:
 
     def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:
         residual = Residual([], inputs)
-        for group in self._groups():
+        for group in self._groups:
             checkpoint = None
             if self.job.activation_checkpoint:
                 history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
@@ -180,7 +187,7 @@ class Stage:
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
-        for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
+        for group, kept in zip(reversed(self._groups), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
                 if pending is not None:
@@ -213,8 +220,7 @@ class Stage:
     def probe(self, inputs: Tensors) -> Border:
         """Runs the layers once on `inputs` to learn the border behind them; leaves no trace in buffers or gradients."""
         layers = list(self.layers)
-        modules = self._modules(layers)
-        with lending(modules, copy_buffers(modules)):
+        with on_trial(self.layers, self.model):
             self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
         if len(self.border) > MAX_TENSORS:
             where = self.where(layers[-1])
@@ -224,16 +230,6 @@ class Stage:
     def where(self, index: int) -> str:
         """Returns the name of a layer for messages."""
         return f"layer {index} ({self.model.layers[index].name})"
-
-    def _groups(self) -> list[list[int]]:
-        """Returns the layers in the groups that are recomputed together; a group begins at each multiple of k."""
-        every = self.job.activation_checkpoint
-        if not every:
-            return [list(self.layers)]
-        groups: dict[int, list[int]] = {}
-        for index in self.layers:
-            groups.setdefault(index // every, []).append(index)
-        return list(groups.values())
 
     def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[Segment]:
         segments = []

@@ -16,32 +16,28 @@ FEATURES = 32  # of the synthetic vectors
 LARGE = 300_000  # elements: more than a MiB, from which a tensor travels by itself
 
 
-def _linear() -> nn.Linear:
-    return nn.Linear(FEATURES, FEATURES)
-
-
 class Spectral(nn.Module):
     """Divides its weights by their largest singular value, which each forward estimates better, from two buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = spectral_norm(_linear())
+        self.linear = spectral_norm(nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x))
 
 
 class Centred(nn.Module):
-    """Takes a running mean away from what it returns, and adds another, which is a new tensor after each forward."""
+    """Takes a running mean away from what it returns, and multiplies by another, a new tensor after each forward."""
 
     changed: Tensor
     replaced: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = _linear()
-        self.register_buffer("changed", torch.zeros(FEATURES))
-        self.register_buffer("replaced", torch.ones(FEATURES))
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("changed", torch.zeros(width))
+        self.register_buffer("replaced", torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -57,20 +53,23 @@ class Large(nn.Module):
     table: Tensor
     sums: Tensor
 
-    def __init__(self, size: int = LARGE) -> None:
+    def __init__(self, width: int, size: int = LARGE) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = nn.Linear(width, width)
         self.register_buffer("table", torch.linspace(-1.0, 1.0, size))
         self.register_buffer("sums", torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[1]
         if self.training:
-            self.sums[-FEATURES:] += x.detach().mean(0)
-        return self.linear(x) + self.table[:FEATURES] + 0.1 * torch.tanh(self.sums[-FEATURES:])
+            self.sums[-width:] += x.detach().mean(0)
+        return self.linear(x) + self.table[:width] + 0.1 * torch.tanh(self.sums[-width:])
 
 
 class Holder(nn.Module):
     """Has a buffer that another module has too."""
+
+    same: Tensor
 
     def __init__(self, same: Tensor) -> None:
         super().__init__()
@@ -83,30 +82,30 @@ class Aliased(nn.Module):
     whole: Tensor
     head: Tensor
     turned: Tensor
+    ones: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = _linear()
-        self.register_buffer("whole", torch.zeros(4, FEATURES // 4))
-        self.register_buffer("head", self.whole[:2])
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("whole", torch.zeros(2, width // 2))
+        self.register_buffer("head", self.whole[:1])
         self.register_buffer("turned", self.whole.t())
-        self.register_buffer("ones", torch.ones(1).expand(FEATURES))
+        self.register_buffer("ones", torch.ones(1).expand(width))
         self.inner = Holder(self.whole)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.whole.mul_(0.5).add_(x.detach().mean(0).view(4, -1))
+            self.whole.mul_(0.5).add_(x.detach().mean(0).view(2, -1))
             self.head.add_(1.0)
-        read = self.inner.get_buffer("same").reshape(-1) + self.turned.reshape(-1)
-        return self.linear(x) * self.get_buffer("ones") + read
+        return self.linear(x) * self.ones + self.inner.same.reshape(-1) + self.turned.reshape(-1)
 
 
 class Normed(nn.Module):
     """Has direction and length of its weights as parameters of their own, and no buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = weight_norm(_linear())
+        self.linear = weight_norm(nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + nn.functional.dropout(self.linear(x), 0.2, self.training)
@@ -115,9 +114,9 @@ class Normed(nn.Module):
 class HalfFrozen(nn.Module):
     """Trains its weights, but not its bias."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = nn.Linear(width, width)
         self.linear.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,14 +128,14 @@ class Experts(nn.Module):
 
     calls: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([_linear(), _linear()])
-        self.late = _linear()
+        self.experts = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
+        self.late = nn.Linear(width, width)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = self.experts[int(x.detach().sum() > 0)](x)
+        chosen: Tensor = self.experts[int(x.detach().sum() > 0)](x)
         if self.training:
             self.calls += 1
         return chosen + self.late(x) if self.calls % 3 != 1 else chosen  # none in the very first microbatch
@@ -147,9 +146,9 @@ class Counting(nn.Module):
 
     calls: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = _linear()
+        self.linear = nn.Linear(width, width)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,22 +156,7 @@ class Counting(nn.Module):
         return self.linear(x) + torch.sin(self.calls)
 
 
-class Cached(nn.Module):
-    """Makes its buffer in its first forward."""
-
-    def __init__(self, register: bool = True) -> None:
-        super().__init__()
-        self.linear = _linear()
-        if register:
-            self.register_buffer("seen", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._buffers.get("seen") is None:
-            self.register_buffer("seen", torch.zeros(FEATURES))
-        return self.linear(x) + self.get_buffer("seen")
-
-
-KINDS: dict[str, Callable[[], nn.Module]] = {
+KINDS: dict[str, Callable[[int], nn.Module]] = {
     "spectral": Spectral,
     "centred": Centred,
     "large": Large,
@@ -184,16 +168,11 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def of_kind(kind: str, layers: int = 8) -> list[nn.Module]:
+def of_kind(kind: str) -> list[nn.Module]:
     """Makes a model of one kind of layer, and one more that returns a number."""
-    return [*(KINDS[kind]() for _ in range(layers)), nn.Linear(FEATURES, 1)]
+    return [*(KINDS[kind](FEATURES) for _ in KINDS), nn.Linear(FEATURES, 1)]
 
 
 def all_kinds() -> list[nn.Module]:
     """Makes a model with a layer of each kind."""
-    return [*(make() for make in KINDS.values()), nn.Linear(FEATURES, 1)]
-
-
-def cached(register: bool = True) -> list[nn.Module]:
-    """Makes a model of which a layer makes its buffer in a forward."""
-    return [_linear(), Cached(register), nn.Linear(FEATURES, 1)]
+    return [*(make(FEATURES) for make in KINDS.values()), nn.Linear(FEATURES, 1)]
