@@ -41,6 +41,8 @@ class Model:
 
     `loss` maps (outputs, targets) to a scalar: the mean over the microbatch. `metric` does the same for a figure
     of merit (accuracy), where the model has one. Without `check_pure` its layers are not tried before training.
+    `shared_buffers` names those that several layers hold copies of, as (layer index, buffer name): no forward may
+    change one.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -48,6 +50,7 @@ class Model:
     ties: tuple[Tie, ...] = ()
     metric: Callable[[Tensors, Tensors], Tensor] | None = None
     check_pure: bool = True
+    shared_buffers: tuple[tuple[tuple[int, str], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import InvariantError
+from engine.runtime.buffers import overwrite
 from engine.runtime.parcel import send_parcel, take_parcel
 from engine.runtime.plane import DataPlane, Key
 from engine.runtime.stage import Stage
@@ -61,9 +62,9 @@ def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
         optimizer.state = {name: {} for name in optimizer.state}
     boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
     for (place, _, stride, _), tensor in zip(entries, tensors, strict=True):
-        _fill(
-            stage, tuple(place), torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor), boundary
-        )
+        laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+        overwrite(laid_out, tensor)
+        _fill(stage, tuple(place), laid_out, boundary)
     stage.boundary = tuple(map(tuple, boundary))
     _compare(stage, {tuple(place): digest for place, _, _, digest in entries})
 
@@ -84,7 +85,7 @@ def _fill(stage: Stage, place: Place, tensor: Tensor, boundary: list[list[Tensor
         else:
             boundary[index].append(tensor)
             if index == stage.pipeline:
-                stage.buffers()[int(name)].copy_(tensor)
+                overwrite(stage.buffers()[int(name)], tensor)
 
 
 def _compare(stage: Stage, digests: Mapping[Place, str]) -> None:

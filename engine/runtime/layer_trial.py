@@ -1,7 +1,7 @@
 """A layer on trial: two microbatches through fresh copies of it, in the orders in which training may run them.
 
 The first copy runs both forwards, redoes the first of them as a recovery does, then runs both backwards. The second
-begins as an heir does, with a forward of the second microbatch and the buffers of before, and then takes one microbatch
+begins as an heir may, with a forward of the second microbatch and the buffers of before, and then takes one microbatch
 after the other. All that is made twice must have the same bits; so must all that another process makes.
 """
 
@@ -19,7 +19,7 @@ from engine.core.purity import INPUT
 from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
 from engine.models.nests import taken_apart
-from engine.runtime.buffers import Buffers, lending, modules_of
+from engine.runtime.buffers import lending, modules_of, snapshot_of
 from engine.runtime.random_streams import own_generators, positions
 from engine.runtime.segment import cut_off
 from engine.runtime.stage import Stage
@@ -61,9 +61,9 @@ class LayerTrial:
         self.marked = Marked(f"layer {index} ({model.layers[index].name})")
         given = [self._called_with(microbatch) for microbatch in MICROBATCHES]
         self.marked.note(INPUT, (each for one, also in given for each in (*one, *(also or ()))), "")
+        self._before_second = snapshot_of(())  # the buffers before the second forward
         self._own: dict[str, object] = {}  # the generators of the copy that is tried
         self._drawn: dict[tuple[str, str], object] = {}
-        self._befores: Buffers = []  # the buffers before the second forward
 
     def first(self) -> list[Tensors]:
         """Tries the first copy; returns what it hands on. What a forward or a backward raises is left to training."""
@@ -72,7 +72,7 @@ class LayerTrial:
         for microbatch in MICROBATCHES:
             stage.history().note(microbatch)
             outputs.append(self._forward(stage, microbatch, ""))
-        self._befores = stage.history().before(1)
+        self._before_second = stage.history().before(1)
         with self._refusing("when its forward is redone"):
             self._redo(stage, 0, "when its forward is redone")
         for microbatch in MICROBATCHES:
@@ -85,8 +85,10 @@ class LayerTrial:
         when = "in a second copy, in another order"
         with self._refusing(when):
             stage = self._built("when it is built again")
-            with lending(modules_of(stage.layers.values()), self._befores):
+            stage.counted = len(MICROBATCHES)  # as where it was streamed how far the owner is
+            with lending(modules_of(stage.layers.values()), self._before_second.copy().buffers()):
                 self._redo(stage, 1, "in a copy that has not run the forwards before it")
+            stage.forget_step()
             for microbatch in MICROBATCHES:
                 self._forward(stage, microbatch, when)
                 self._backward(stage, microbatch, when)
@@ -100,7 +102,7 @@ class LayerTrial:
         self.marked.note("weight", layer.named_parameters(), when)
         self.marked.note("buffer", layer.named_buffers(), when)
         self._own = own_generators(layer)
-        self._forms, self._extra = _forms(layer), _extra_states(layer)
+        self._extra = _extra_states(layer)
         return stage
 
     def _forward(self, stage: Stage, microbatch: int, when: str) -> Tensors:
@@ -139,9 +141,6 @@ class LayerTrial:
         layer = stage.layers[self.index]
         self.marked.note("weight gradient", stage.gradients()[self.index].items(), when)
         self.marked.note("weight", layer.named_parameters(), "after a forward and a backward")
-        if self.job.retains and (others := _forms(layer) ^ self._forms):
-            name = min(others)[0]
-            self.marked.blame(f"its buffer {name} gets its shape in a forward, and a replica may have run none")
         if _extra_states(layer) != self._extra:
             self.marked.blame("its get_extra_state() differs after a forward and a backward")
 
@@ -182,11 +181,6 @@ def drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros_like(tensor, requires_grad=False)
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-
-def _forms(layer: nn.Module) -> set[tuple[str, str]]:
-    """Returns name and form of each buffer: what is sent to a replica has the form that it has there."""
-    return {(name, f"{list(buffer.shape)} {buffer.dtype}") for name, buffer in layer.named_buffers()}
 
 
 def _extra_states(layer: nn.Module) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.models.layers import Tensors
+from engine.runtime.buffers import overwrite
 from engine.runtime.parcel import send_parcel, take_parcel
 from engine.runtime.plane import DataPlane, Key
 from engine.runtime.stage import Stage
@@ -90,7 +91,7 @@ def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: 
     with torch.no_grad():
         for buffer, final in zip(stage.buffers(), entry.buffers[stage.pipeline], strict=True):
             if buffer is not final:
-                buffer.copy_(final)
+                overwrite(buffer, final)
     if stage.boundary:
         stage.boundary = entry.buffers
 

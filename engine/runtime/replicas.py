@@ -14,6 +14,7 @@ import torch
 from engine.core.job import Job
 from engine.core.ownership import Slot
 from engine.models.layers import Model
+from engine.runtime.buffers import overwrite
 from engine.runtime.stage import Stage
 from engine.runtime.tensor_spec import Border
 
@@ -61,7 +62,7 @@ class Replicas:
                     for name, named in source.optimizers[index].state.items()
                 }
             for buffer, other in zip(replica.buffers(), source.boundary[slot[0]], strict=True):
-                buffer.copy_(other)
+                overwrite(buffer, other)
         replica.boundary = source.boundary
         self.stages[slot] = replica
         self._unfilled.discard(slot)

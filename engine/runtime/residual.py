@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.models.layers import Tensors
-from engine.runtime.buffers import Buffers
+from engine.runtime.buffers import Snapshot
 from engine.runtime.segment import Segment
 
 Pending = list[tuple[int, Segment, Tensors]]  # of a backward for the weights: layer, segment, gradients of its outputs
+
+
+def groups_of(layers: Iterable[int], every: int) -> list[list[int]]:
+    """Returns layers in the groups that are recomputed together; a group begins at each multiple of `every`."""
+    groups: dict[int, list[int]] = {}
+    for index in layers:
+        groups.setdefault(index // every if every else 0, []).append(index)
+    return list(groups.values())
 
 
 @dataclass(slots=True)
@@ -16,7 +25,7 @@ class Checkpoint:
     """What it takes to redo the forward of a group of layers: its inputs, and its buffers as they were before."""
 
     inputs: Tensors
-    buffers: Buffers
+    buffers: Snapshot
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from engine.core.errors import DivergedError
 from engine.core.job import Job
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.runtime.buffers import BufferHistory, copy_buffers, lending, modules_of
+from engine.runtime.buffer_rules import form_of, on_trial, refuse_another_form
+from engine.runtime.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.build_layer import build_layer
 from engine.runtime.optimizer import LayerOptimizer, trainable
-from engine.runtime.residual import Checkpoint, Pending, Residual
+from engine.runtime.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.segment import Segment, cut_off
 from engine.runtime.tensor_spec import MAX_TENSORS, Border, border_of, check_border, laid_out_as
 
@@ -44,6 +45,10 @@ class Stage:
         self.losses: dict[int, float] = {}  # of the microbatches that are counted
         self.counted = 0  # forwards that the buffers have seen in this step
         self.added = 0  # backwards that the gradients have seen in this step
+        self._groups = groups_of(self.layers, job.activation_checkpoint)
+        self._of_groups: dict[int, BufferHistory] = {}  # by the first layer
+        self._history: BufferHistory | None = None
+        self._form = form_of(snapshot_of(self._modules(self.layers)))
         # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
         self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if job.retains else ()
         self.border: Border | None = None
@@ -51,18 +56,22 @@ class Stage:
         self.keys: dict[tuple[int, int, int], int] = {}
         self._first_returned: dict[int, Border] = {}
         self._share: Tensor | None = None
-        self._history: BufferHistory | None = None
         # What is trained, by layer and name. Where weights lie in shards, it is what they are put together in.
         self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
         self._without_accumulator = self.trained()
 
     def buffers(self) -> Tensors:
-        """Returns the buffers of the layers, in order."""
-        return tuple(buffer for layer in self.layers.values() for _, buffer in layer.named_buffers())
+        """Returns the buffers of the layers, in order, each once."""
+        found = (buffer for layer in self.layers.values() for buffer in layer.buffers())
+        return tuple({id(buffer): buffer for buffer in found}.values())
 
     def copy_buffers(self) -> Tensors:
         """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
-        return tuple(buffer.clone() for buffer in self.buffers()) if self.job.retains else self.buffers()
+        if not self.job.retains:
+            return self.buffers()
+        kept = self.history().keep()
+        refuse_another_form(self.layers, self._form, form_of(kept))  # others have them in the form that they expect
+        return tuple(kept.tensors())
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
@@ -72,7 +81,8 @@ class Stage:
         """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
         self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
         self.counted = self.added = 0
-        self._history = None
+        if self._history is not None:
+            self._history.forget_step()
         self._without_accumulator = self.trained()
         for parameter in self._without_accumulator:
             parameter.grad = None
@@ -122,10 +132,11 @@ class Stage:
 
     def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:
         residual = Residual([], inputs)
-        for group in self._groups():
+        for group in self._groups:
             checkpoint = None
             if self.job.activation_checkpoint:
-                checkpoint = Checkpoint(residual.outputs, copy_buffers(self._modules(group)))
+                history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
+                checkpoint = Checkpoint(residual.outputs, history.keep())
             segments = self._run(group, step, microbatch, residual.outputs)
             residual.outputs = segments[-1].outputs
             residual.groups.append(checkpoint or segments)
@@ -175,7 +186,7 @@ class Stage:
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
-        for group, kept in zip(reversed(self._groups()), reversed(residual.groups), strict=True):
+        for group, kept in zip(reversed(self._groups), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
                 if pending is not None:
@@ -193,15 +204,9 @@ class Stage:
 
     def evaluate(self, inputs: Tensors) -> Tensors:
         """Runs the layers as in use: no dropout, no gradients, buffers unchanged."""
-        modules = [module for layer in self.layers.values() for module in layer.modules() if module.training]
-        for module in modules:
-            module.training = False
-        with torch.no_grad():
+        with in_use(self._modules(self.layers)):
             for index in self.layers:
                 inputs = self._call(index, inputs)
-        # A user may have frozen the statistics of a batch norm: what was not training before is not afterwards.
-        for module in modules:
-            module.training = True
         return inputs
 
     def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
@@ -214,8 +219,7 @@ class Stage:
     def probe(self, inputs: Tensors) -> Border:
         """Runs the layers once on `inputs` to learn the border behind them; leaves no trace in buffers or gradients."""
         layers = list(self.layers)
-        modules = self._modules(layers)
-        with lending(modules, copy_buffers(modules)):
+        with on_trial(self.layers, self.model):
             self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
         if len(self.border) > MAX_TENSORS:
             where = self.where(layers[-1])
@@ -225,16 +229,6 @@ class Stage:
     def where(self, index: int) -> str:
         """Returns the name of a layer for messages."""
         return f"layer {index} ({self.model.layers[index].name})"
-
-    def _groups(self) -> list[list[int]]:
-        """Returns the layers in the groups that are recomputed together; a group begins at each multiple of k."""
-        every = self.job.activation_checkpoint
-        if not every:
-            return [list(self.layers)]
-        groups: dict[int, list[int]] = {}
-        for index in self.layers:
-            groups.setdefault(index // every, []).append(index)
-        return list(groups.values())
 
     def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[Segment]:
         segments = []
@@ -263,7 +257,7 @@ class Stage:
 
     def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
         """Runs forwards again that have counted already: pure, with the same bits."""
-        with lending(self._modules(group), kept.buffers):
+        with lending(self._modules(group), kept.buffers.copy().buffers()):
             return self._run(group, step, microbatch, kept.inputs)
 
     def _finite(self, loss: float, step: int, microbatch: int) -> float:
@@ -285,7 +279,7 @@ class Stage:
             return torch.autocast("cpu", dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _modules(self, group: Sequence[int]) -> list[nn.Module]:
+    def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)
 
 

@@ -21,7 +21,7 @@ from engine.core.job import Job
 from engine.core.ownership import Ownership, Slot
 from engine.core.requires import Kind, Value
 from engine.core.routes import Routes
-from engine.runtime.buffers import Buffers
+from engine.runtime.buffers import Snapshot, overwrite
 from engine.runtime.plane import DataPlane, Key
 from engine.runtime.replicas import Replicas
 from engine.runtime.stage import Stage
@@ -126,7 +126,7 @@ def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
     if stage.is_last:
         parts.append(torch.tensor([stage.losses[each] for each in range(microbatch + 1)], dtype=torch.float64))
     for each in _told_forwards(microbatch, log_every):
-        parts += _tensors_of(stage.history().before(each))
+        parts += stage.history().before(each).tensors()
     specs = specs_of(stage, microbatch, log_every)
     stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8)
     for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
@@ -139,7 +139,7 @@ def specs_of(stage: Stage, microbatch: int, log_every: int) -> list[TensorSpec]:
     """Returns what a stream consists of: the same for the owner and for a shadow."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     losses = [TensorSpec((microbatch + 1,), torch.float64, False)] if stage.is_last else []
-    buffers = [TensorSpec.of(buffer) for buffer in _tensors_of(stage.history().before(microbatch))]
+    buffers = [TensorSpec.of(buffer) for buffer in stage.history().before(microbatch).tensors()]
     return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * log_every, *gradients]
 
 
@@ -156,16 +156,12 @@ def _told_forwards(microbatch: int, log_every: int) -> range:
     return range(microbatch + 2 - log_every, microbatch + 2)
 
 
-def _tensors_of(buffers: Buffers) -> list[Tensor]:
-    return [each for named in buffers for each in named.values() if each is not None]
-
-
-def _filled(template: Buffers, parts: Iterator[Tensor]) -> Buffers:
+def _filled(template: Snapshot, parts: Iterator[Tensor]) -> Snapshot:
     """Returns the next buffers of a stream, laid out in memory as those of the template; copies, for they stay."""
-    return [
-        {name: None if each is None else torch.empty_like(each).copy_(next(parts)) for name, each in named.items()}
-        for named in template
-    ]
+    filled = template.copy()
+    for buffer in filled.tensors():
+        overwrite(buffer, next(parts))
+    return filled
 
 
 def _size(spec: TensorSpec) -> int:

@@ -26,6 +26,7 @@ Event = dict[str, Any]
 _MLP = {"model": "mlp", "model_args": {"width": 16, "depth": 5, "dropout": 0.1}, "stages": 6, "microbatches": 4}
 _TIED = {"model": "gpt", "model_args": {"width": 16, "heads": 2, "tied": True}, "stages": 5, "microbatches": 3}
 _BATCH_NORM = {"model": "resnet18", "model_args": {"width": 8}, "stages": 5, "microbatches": 3}
+_KINDS = {"model": "tests.e2e.state_models:all_kinds", "stages": 5, "microbatches": 4, "validate_every": 4}
 _TWO = {"stages": 3, "pipelines": 2, "microbatches": 3}
 
 # Small jobs, for which a step takes milliseconds; each survives the death of almost everybody, one after the other.
@@ -46,6 +47,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-reroute-x2": {**_TIED, **_TWO, "redundancy": "reroute"},
     "resnet18-eager-x2": {**_BATCH_NORM, **_TWO, "redundancy": "eager"},
     "resnet18-none-x2": {**_BATCH_NORM, **_TWO, "redundancy": "none"},
+    "kinds-lazy": {**_KINDS},
+    "kinds-eager-streamed": {**_KINDS, "redundancy": "eager", "log_every": 1},
+    "kinds-reroute-x2": {**_KINDS, **_TWO, "redundancy": "reroute"},
+    "kinds-none-x2": {**_KINDS, **_TWO, "redundancy": "none"},
 }
 
 

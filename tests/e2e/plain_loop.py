@@ -8,6 +8,7 @@ the whole model, so equality also says that cutting the graph at every layer cha
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import math
 from collections.abc import Iterable
@@ -120,9 +121,9 @@ class PlainLoop:
             for index in range(self.job.validation_microbatches):
                 batch = self.data.validation(index, self.job.microbatch_size)
                 values = batch.inputs
-                for layer in self.pipelines[0]:
+                # A copy, because a rule of the engine is that a validation leaves no trace, in buffers either.
+                for layer in copy.deepcopy(self.pipelines[0]):
                     values = self._call(layer.eval(), values)
-                    layer.train()
                 losses.append(self.model.loss(_in_float32(values), batch.targets).item())
                 if self.model.metric is not None:
                     metrics.append(self.model.metric(_in_float32(values), batch.targets).item())

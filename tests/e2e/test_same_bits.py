@@ -44,6 +44,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "tuples": SMALL | {"model": "tests.e2e.user_models:tuples", "data": "synthetic"},
     "transposing": SMALL | {"model": "tests.e2e.user_models:transposing", "data": "synthetic"},
     "in-place": SMALL | {"model": "tests.e2e.user_models:in_place", "data": "synthetic"},
+    "all-kinds": SMALL | {"model": "tests.e2e.state_models:all_kinds", "data": "synthetic"},
 }
 # Workload, stages, partition, schedule, activation checkpoint.
 CUTS = [
@@ -70,6 +71,10 @@ CUTS = [
     ("transposing", 1, "uniform", "1f1b", 0),
     ("transposing", 4, "uniform", "gpipe", 3),
     ("in-place", 2, "1", "1f1b", 2),
+    ("all-kinds", 1, "uniform", "gpipe", 3),
+    ("all-kinds", 2, "parameters", "1f1b", 2),
+    ("all-kinds", 3, "1,4", "1f1b", 0),
+    ("all-kinds", 4, "uniform", "zb1p", 1),
 ]
 TWO_PIPELINES = Job(**WORKLOADS["gpt-tied"] | {"stages": 2, "pipelines": 2})
 THREE_PIPELINES = Job(**WORKLOADS["resnet18"] | {"stages": 1, "pipelines": 3, "microbatches": 2})
@@ -137,8 +142,9 @@ def test_two_pipelines_are_equal_whichever_worker_has_which_slot_and_rank(
     assert rows_of(ending) == train_plainly(TWO_PIPELINES)
 
 
-def test_parameters_of_several_dtypes_are_added_too(train: Train) -> None:
-    job = Job(**SMALL | {"model": "tests.e2e.user_models:mixed_dtypes", "stages": 2, "pipelines": 2})
+@pytest.mark.parametrize("model", ["user_models:mixed_dtypes", "state_models:all_kinds"])
+def test_parameters_and_buffers_of_all_kinds_are_added_and_handed_round(train: Train, model: str) -> None:
+    job = Job(**SMALL | {"model": f"tests.e2e.{model}", "stages": 2, "pipelines": 2})
     assert rows_of(train(job)) == train_plainly(job)
 
 

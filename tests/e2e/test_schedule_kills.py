@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
     "steps": 4,
     "validate_every": 0,
 }
+ALL_KINDS: dict[str, Any] = {"model": "tests.e2e.state_models:all_kinds", "model_args": {}}
 WORKERS = 4
 SPLIT = tuple(Sort(op, when, place) for op in (Op.I, Op.W) for when in WHENS for place in PLACES)
 OF_PARTS = 5  # of the kills of a schedule
@@ -35,11 +36,11 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
-def job_of(schedule: str, number: int) -> Job:
+def job_of(schedule: str, number: int, model: dict[str, Any] = SMALL) -> Job:
     """Returns a job on four workers; every other is eager, and every third has an odd number of microbatches."""
     stages_per_worker = 2 if SCHEDULES[schedule].takes(2) else 1
     return Job(
-        **SMALL,
+        **SMALL | model,
         stages=WORKERS * stages_per_worker,
         stages_per_worker=stages_per_worker,
         schedule=schedule,
@@ -70,3 +71,10 @@ def test_nothing_comes_of_a_kill_under_any_schedule(runs: Runs, schedule: str) -
     for number in range(KILLS):
         kill = kill_of(schedule, number)
         assert runs.strike(job_of(schedule, number), [kill]) == [], (number, kill.text)
+
+
+@pytest.mark.parametrize("number", [1, 3, 6])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_nothing_comes_of_it_where_layers_have_state_of_all_kinds(runs: Runs, schedule: str, number: int) -> None:
+    kill = kill_of(schedule, number)
+    assert runs.strike(job_of(schedule, number, ALL_KINDS), [kill]) == [], kill.text

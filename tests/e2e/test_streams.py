@@ -17,7 +17,7 @@ from tests.e2e.kill_runs import Runs, actions_of, differences, job_of
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SORTS = tuple(Sort(Op.STREAM, when, place) for when in WHENS for place in PLACES)
-SETTINGS = ("gpt-lazy", "gpt-eager-2", "resnet18-lazy", "resnet18-eager")
+SETTINGS = ("gpt-lazy", "gpt-eager-2", "resnet18-lazy", "resnet18-eager", "kinds-lazy")
 
 
 @pytest.fixture(name="runs", scope="module")

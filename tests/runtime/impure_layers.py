@@ -218,18 +218,6 @@ class OfProcess(Linear):
         return super().forward(x) * os.getpid()
 
 
-class Lazy(Linear):
-    """Makes its buffer, a running mean that it uses, in its first forward."""
-
-    mean: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "mean"):
-            self.register_buffer("mean", torch.zeros(WIDTH))
-        self.mean = self.mean * 0.9 + x.detach().mean(0)
-        return super().forward(x) - self.mean
-
-
 IMPURE: dict[str, tuple[type[nn.Module], str]] = {
     "attribute": (Counting, "its output of microbatch 0 differs when its forward is redone: a forward changes calls"),
     "generator": (OwnGenerator, "its forward of microbatch 0 draws from the generator linear.stream"),
@@ -246,7 +234,6 @@ IMPURE: dict[str, tuple[type[nn.Module], str]] = {
     "raises": (Tired, "it raises OSError when its forward is redone: planted"),
     "extra state": (ExtraState, "its get_extra_state() differs after a forward and a backward"),
     "construction": (Numbered, "differs in a copy that has not run the forwards before it"),
-    "late": (Lazy, "its buffer mean gets its shape in a forward, and a replica may have run none"),
     "parameter": (Averaging, "its weight differs after a forward and a backward"),
 }
 

@@ -86,6 +86,7 @@ def stateful() -> list[nn.Module]:
 
 NORMED = {"model": "tests.runtime.small_run:normed", "data": "synthetic", "microbatch_size": 4}
 STATEFUL = NORMED | {"model": "tests.runtime.small_run:stateful"}
+ALL_KINDS = NORMED | {"model": "tests.e2e.state_models:all_kinds"}
 TIED_GPT = {"model": "gpt", "model_args": {"width": 16, "depth": 2, "heads": 2, "tied": True}, "microbatch_size": 2}
 
 

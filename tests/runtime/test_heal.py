@@ -14,6 +14,7 @@ from engine.core.job import Job
 from engine.core.ownership import Slot
 from engine.models.catalogue import build_model, open_data
 from engine.runtime import heal
+from engine.runtime.buffers import overwrite
 from engine.runtime.control import Control
 from engine.runtime.heal import send_state, state_of, take_state
 from engine.runtime.link import Link
@@ -25,7 +26,7 @@ from engine.runtime.state_hash import hash_tensors
 from engine.runtime.store_server import connect
 from engine.runtime.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer
-from tests.runtime.small_run import NORMED, TIED_GPT, small_job, starts_of
+from tests.runtime.small_run import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
 
 SLOT = (0, 1)
 KEY = 7
@@ -35,6 +36,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "sgd": NORMED | {"optimizer": "sgd"},
     "momentum": NORMED | {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}},
     "two pipelines": NORMED | {"pipelines": 2},
+    "all kinds": ALL_KINDS | {"pipelines": 2},
     "gpt": TIED_GPT,
     "large": {"model": "mlp", "model_args": {"width": 900, "depth": 3}, "stages": 2},
 }
@@ -64,7 +66,7 @@ def trained(job: Job, num_steps: int) -> Replicas:
     generator = torch.Generator().manual_seed(5)
     for step in range(num_steps + 1):
         for buffer in stage.buffers():
-            buffer.copy_(changed(buffer, 1))
+            overwrite(buffer, changed(buffer, 1))
         for named in stage.gradients().values():
             for gradient in named.values():
                 gradient.copy_(torch.randn(gradient.shape, generator=generator))

@@ -21,7 +21,7 @@ from engine.models.offer import MODELS
 from engine.models.synthetic import VectorData
 from engine.runtime.pure_check import PureCheck
 from engine.runtime.random_streams import positions
-from tests.runtime.impure_layers import IMPURE, PURE, Counting, Lazy, OfProcess, Picky, between
+from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
 from tests.runtime.small_run import borders_of, small_job, starts_of
 from tests.runtime.test_models import SMALL_ARGS
 
@@ -65,10 +65,6 @@ def test_layers_of_a_list_are_tried_as_the_copies_that_they_are() -> None:
 def test_one_copy_is_enough_for_what_shows_when_a_forward_is_redone() -> None:
     with pytest.raises(UserError, match=r"layer 1 \(one\)"):
         check_of(between(Counting)).run({0: False})
-
-
-def test_where_nobody_could_take_over_a_buffer_may_come_late() -> None:
-    run(check_of(between(Lazy), redundancy="none"))
 
 
 @pytest.mark.parametrize("kind", PURE)

@@ -19,6 +19,7 @@ from engine.runtime.build_layer import build_layer
 from engine.runtime.log import squared_norm
 from engine.runtime.stage import Stage
 from engine.runtime.tensor_spec import TensorSpec
+from tests.e2e.state_models import KINDS
 from tests.runtime import small_run
 
 M = 3
@@ -125,6 +126,7 @@ MODELS: dict[str, list[Callable[[], nn.Module]]] = {
     "passing": [Block, Passing, Product, Passing, Product],
     "spectral": [parametrized_spectral, hooked_spectral, parametrized_spectral, hooked_spectral],
     "in place": [partial(nn.ReLU, inplace=True), Block, partial(nn.ReLU, inplace=True), Block],
+    "kinds of state": [partial(kind, WIDTH) for kind in KINDS.values()],
 }
 
 

@@ -17,7 +17,7 @@ from engine.models.layers import Tensors
 from engine.runtime.replicas import Replicas
 from engine.runtime.stage import Stage
 from engine.runtime.stream import Streams
-from tests.runtime.small_run import STATEFUL, small_job
+from tests.runtime.small_run import ALL_KINDS, STATEFUL, small_job
 
 STEP, SLOT, NUM_MICROBATCHES = 1, (0, 0), 6
 OWNERSHIP = Ownership(Grid(1, NUM_MICROBATCHES), (0,), ((1,),))
@@ -48,8 +48,8 @@ class Wire:
 class Pair:
     """The owner of a slot and its shadow."""
 
-    def __init__(self, log_every: int):
-        job = small_job(**STATEFUL, stages=1, microbatches=NUM_MICROBATCHES, log_every=log_every)
+    def __init__(self, log_every: int, model_fields: dict[str, Any] = STATEFUL):
+        job = small_job(**model_fields, stages=1, microbatches=NUM_MICROBATCHES, log_every=log_every)
         data = open_data(job)
         model = build_model(job, data.facts)
         self.batches = [data.microbatch(STEP, 0, each, job.microbatch_size) for each in range(NUM_MICROBATCHES)]
@@ -87,9 +87,10 @@ def state(stage: Stage) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("ahead", [0, 2, 5])
 @pytest.mark.parametrize("log_every", [1, 2])
-def test_a_shadow_goes_on_from_what_was_streamed(log_every: int, ahead: int) -> None:
+@pytest.mark.parametrize("model", [STATEFUL, ALL_KINDS], ids=["stateful", "all kinds"])
+def test_a_shadow_goes_on_from_what_was_streamed(model: dict[str, Any], log_every: int, ahead: int) -> None:
     """It may have run forwards itself; one stream it takes in its program, the next when it is asked what it holds."""
-    pair = Pair(log_every)
+    pair = Pair(log_every, model)
     for microbatch in range(ahead):
         pair.forward(pair.shadow, microbatch)
     pair.train(pair.owner, 2 * log_every)

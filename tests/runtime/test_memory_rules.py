@@ -1,0 +1,64 @@
+"""Buffers in the memory of a parameter, or of another layer: found before anything has run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.core.errors import UserError
+from engine.core.job import Job
+from engine.models.catalogue import build_model, open_data
+from engine.models.layers import LayerSpec, Model
+from engine.models.losses import default_loss
+from engine.runtime.build_layer import build_layer
+
+WIDTH = 32
+
+
+class With(nn.Module):
+    """Has a linear map and a buffer; without one given, a view of its weights."""
+
+    def __init__(self, buffer: Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("row", self.linear.weight.detach()[3] if buffer is None else buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.get_buffer("row")
+
+
+def shares_a_table() -> list[nn.Module]:
+    """Two layers have one buffer, which nobody changes."""
+    table = torch.ones(WIDTH)
+    return [With(table), nn.Linear(WIDTH, WIDTH), With(table), nn.Linear(WIDTH, 1)]
+
+
+def row_of_weights() -> list[nn.Module]:
+    """A buffer lies in a parameter of the same layer; another in one of another layer."""
+    first = With()
+    return [first, With(first.linear.bias.detach())]
+
+
+def built(model: str) -> Model:
+    job = Job(model=f"tests.runtime.test_memory_rules:{model}", data="synthetic")
+    return build_model(job, open_data(job).facts)
+
+
+def test_buffers_of_several_layers_are_known() -> None:
+    assert built("shares_a_table").shared_buffers == (((0, "row"), (2, "row")),)
+
+
+def test_buffers_in_parameters_are_refused_by_name() -> None:
+    with pytest.raises(UserError) as refused:
+        built("row_of_weights")
+    assert [each.found for each in refused.value.problems] == [
+        "buffer 'row' of layer 0, which lies in that of parameter 'linear.weight' of layer 0",
+        "buffer 'row' of layer 1, which lies in that of parameter 'linear.bias' of layer 0",
+    ]
+
+
+def test_a_layer_that_is_built_by_a_builder_is_checked_too() -> None:
+    model = Model((LayerSpec("only", "With", With),), default_loss)
+    with pytest.raises(UserError, match=r"'row' of layer 0, .* 'linear\.weight' of layer 0"):
+        build_layer(Job(), model, 0)
