@@ -149,6 +149,21 @@ def redundancy(
 
 
 @bench.command()
+def buffers(
+    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
+) -> None:
+    """Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer."""
+    from engine.runtime.bench_buffers import bench_buffers, buffer_cases
+
+    cases = buffer_cases()
+
+    def measure(name: str, folder: Path) -> list[Row]:
+        return bench_buffers(name, cases[name], *((1, 3) if quick else (5, 12)), folder)
+
+    _run("buffers", _each(case, cases, measure), as_json, results)
+
+
+@bench.command()
 def programs(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time to make and verify a large program, and to plan a large recovery, against limits."""
     from engine.runtime.bench_programs import bench_programs

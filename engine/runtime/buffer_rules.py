@@ -17,6 +17,7 @@ from engine.core.errors import Problem, UserError
 from engine.models.layers import Model
 from engine.runtime.buffers import Snapshot, lending, modules_of, same_bits, snapshot_of
 from engine.runtime.parcel import bytes_of
+from engine.runtime.state_hash import hash_tensors
 
 Form = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
 _KEPT_FORM = "all buffers to be there when a layer is built, and to keep shape, type and the memory that they share"
@@ -50,18 +51,18 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
     """Lends buffers to a forward of layers, which leaves no trace; raises UserError for each that cannot be kept."""
     modules = modules_of(layers.values())
     own = snapshot_of(modules)
-    before, lent = own.copy(), own.copy()
-    with lending(modules, lent.buffers()):
+    marks = [hash_tensors([("", piece)]) for piece in own.memory]  # a second copy would be the peak of a small job
+    with lending(modules, own.copy().buffers()):
         yield
         after = snapshot_of(modules)
-        pairs = zip(before.tensors(), after.tensors(), strict=False)
+        pairs = zip(own.tensors(), after.tensors(), strict=False)
         changed = {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
     refuse_another_form(layers, form_of(own), form_of(after))
-    if problems := [
-        *_written_elsewhere(layers, own, before),
+    problems = list(_written_elsewhere(layers, own, marks)) or [
         *_held_elsewhere(layers, own, changed),
         *_held_by_others(layers, own, changed, model),
-    ]:
+    ]
+    if problems:
         raise UserError([Problem("model", _OWN_MEMORY, found) for found in problems])
 
 
@@ -80,9 +81,9 @@ def _uses(layers: Mapping[int, nn.Module], snapshot: Snapshot) -> Iterator[tuple
         yield from ((index, f"{path}{name}", at) for name, at in named.items() if at is not None)
 
 
-def _written_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, before: Snapshot) -> Iterator[str]:
+def _written_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, marks: list[str]) -> Iterator[str]:
     """Yields buffers that have changed though others were lent."""
-    wrong = {piece for piece, pair in enumerate(zip(own.memory, before.memory, strict=True)) if not same_bits(*pair)}
+    wrong = {number for number, piece in enumerate(own.memory) if hash_tensors([("", piece)]) != marks[number]}
     for index, name, at in _uses(layers, own):
         if own.places[at].piece in wrong:
             yield f"{name!r} of layer {index}, changed by another way than its name"

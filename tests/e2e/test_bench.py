@@ -107,6 +107,15 @@ def test_redundancy_in_memory(launch: Launch) -> None:
         assert 1 < lazy["peer"] < eager["peer"]  # what the model says, which the machine does not change
 
 
+def test_buffers(launch: Launch) -> None:
+    rows = rows_of(launch, "buffers", "--case", "changed 4 KiB")
+    assert [row["metric"] for row in rows] == [
+        f"{metric}, {peer}"
+        for metric in ("step s", "peak memory of all MiB")
+        for peer in ("beside none", "beside lazy without the buffer")
+    ]
+
+
 def test_kv(launch: Launch) -> None:
     rows = rows_of(launch, "kv")
     assert {(row["case"], row["goal"], row["n"]) for row in rows} == {
