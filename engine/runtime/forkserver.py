@@ -106,6 +106,9 @@ def main() -> None:
     launcher_pid = int(sys.argv[2])
     die_with_parent(launcher_pid)
     ignore_ctrl_c()
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # where a standard stream was closed, nothing else may have its number, which a child gives to its log
+    os.close(spare)
     launcher = Link.from_fd(int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)
