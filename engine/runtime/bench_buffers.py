@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.bench_rows import Row, paired_row
-from engine.core.job import Job
+from engine.core.job import Args, Job
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.bench_redundancy import timed_flags
@@ -59,7 +59,7 @@ def buffer_cases() -> dict[str, Job]:
 
 
 def _job(kib: int, is_changed: bool) -> Job:
-    args = {"kib": kib, "is_changed": is_changed}
+    args: Args = {"kib": kib, "is_changed": is_changed}
     return Job(model=f"{__name__}:buffered", model_args=args, stages=2, microbatches=4)
 
 
