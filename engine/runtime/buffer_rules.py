@@ -54,16 +54,20 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
     marks = [hash_tensors([("", piece)]) for piece in own.memory]  # a second copy would be the peak of a small job
     with lending(modules, own.copy().buffers()):
         yield
-        after = snapshot_of(modules)
-        pairs = zip(own.tensors(), after.tensors(), strict=False)
-        changed = {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
-    refuse_another_form(layers, form_of(own), form_of(after))
+        form, changed = form_of(snapshot_of(modules)), _changed(own, snapshot_of(modules))
+    refuse_another_form(layers, form_of(own), form)
     problems = list(_written_elsewhere(layers, own, marks)) or [
         *_held_elsewhere(layers, own, changed),
         *_held_by_others(layers, own, changed, model),
     ]
     if problems:
         raise UserError([Problem("model", _OWN_MEMORY, found) for found in problems])
+
+
+def _changed(own: Snapshot, after: Snapshot) -> set[int]:
+    """Returns the numbers of the buffers that are others after a forward."""
+    pairs = zip(own.tensors(), after.tensors(), strict=False)
+    return {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
