@@ -30,7 +30,7 @@ from engine.models.data import Data
 from engine.models.layers import Batch
 from engine.runtime.control import Control
 from engine.runtime.executor import Executor, Surroundings
-from engine.runtime.kernel import sleep_exactly
+from engine.runtime.kernel import die_with_launcher, sleep_exactly
 from engine.runtime.link import Link, Message
 from engine.runtime.overlap import Call, Handler, register
 from engine.runtime.progress_board import ProgressBoard
@@ -90,7 +90,7 @@ class OurSide:
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the descriptors that the launcher handed to it."""
     sleep_exactly()
-    control = Control(Link.from_fd(control_fd))
+    control = Control(Link.from_fd(control_fd), die_with_launcher)
     welcome = control.take("welcome")
     recorder = Recorder(events_fd, welcome["worker"])
     joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))

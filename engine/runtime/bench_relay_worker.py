@@ -10,7 +10,7 @@ import signal
 import time
 
 from engine.runtime.control import Control, Stopped
-from engine.runtime.kernel import sleep_exactly
+from engine.runtime.kernel import die_with_launcher, sleep_exactly
 from engine.runtime.link import Link
 from engine.runtime.plane import DataPlane
 from engine.runtime.recorder import Recorder, now_ns
@@ -34,7 +34,7 @@ class _Stamped(Control):
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one round."""
     sleep_exactly()
-    control = _Stamped(Link.from_fd(control_fd))
+    control = _Stamped(Link.from_fd(control_fd), die_with_launcher)
     welcome = control.take("welcome")
     control.recorder = recorder = Recorder(events_fd, welcome["worker"])
     store = connect(welcome["store_port"], welcome["prefix"])

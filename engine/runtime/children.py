@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from engine.core.errors import EnvironmentLacksError
@@ -65,11 +65,12 @@ class ForkServer:
             ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
         )
         self._children: list[Child] = []
+        self._is_forking = False
         self._start()
 
     def _start(self) -> None:
         self._link, far = Link.pair()
-        self._has_served = False
+        self._has_served = self._has_begun = False
         command = [sys.executable, "-m", "engine.runtime.forkserver", str(far.fileno()), str(os.getpid())]
         with ctrl_c_held():
             self._process = subprocess.Popen(
@@ -98,37 +99,68 @@ class ForkServer:
         """Says whether it has ended; the next child will bring another."""
         return self._process.poll() is not None
 
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """What is forked within it is forked together, which is quicker; behind it, it is this process's own."""
+        if self._is_forking:
+            yield
+            return
+        self._is_forking = True
+        with adopting():
+            try:
+                yield
+            finally:
+                self._is_forking = False
+                self._settle()
+
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
         """Forks a child into `role`; it writes to `log_fd` and owns copies of `fds`, which stay open here.
 
         Raises EnvironmentLacksError when no server can be had, or no process.
         """
         self._children = [child for child in self._children if not child.is_closed]
-        for _ in range(_MAX_STARTS):
-            reply = self._ask(role, name, [log_fd, *fds])
-            if reply is not None:
-                if reply["kind"] != "forked":
+        with self.forking():
+            for _ in range(_MAX_STARTS):
+                reply = self._ask(role, name, [log_fd, *fds])
+                if reply is None:
+                    self._replace()
+                elif reply["kind"] == "unforked":
                     raise EnvironmentLacksError(f"no process can be started: {reply['error']}")
-                self._children.append(Child(name, reply["pid"], reply["fds"][0]))
-                return self._children[-1]
-            code = self._end()
-            if code >= 0 and not self._has_served:
-                raise EnvironmentLacksError(f"the fork server ended at start with code {code}")
-            self._start()
+                elif reply["kind"] == "forked":
+                    self._children.append(Child(name, reply["pid"], reply["fds"][0]))
+                    return self._children[-1]
         raise EnvironmentLacksError(f"no fork server answers; {_MAX_STARTS} were started one after the other")
 
+    def _replace(self) -> None:
+        code = self._end()
+        if code >= 0 and not self._has_served:
+            raise EnvironmentLacksError(f"the fork server ended at start with code {code}")
+        self._start()
+
     def _ask(self, role: str, name: str, fds: list[int]) -> Message | None:
-        """Has the server fork, and returns its answer, None if it gives none."""
+        """Has a child forked, and returns the answer, None if there is none."""
+        if not self._has_begun:
+            self._link.send("begin")
+            self._has_begun = True
         told, tell = os.pipe()  # a child of which nothing is known here must not begin
-        with adopting():
-            self._link.send("fork", fds=[told, *fds], role=role, name=name)
-            reply = self._reply(_ANSWER_S if self._has_served else _START_S)
+        self._link.send("fork", fds=[told, *fds], role=role, name=name)
+        reply = self._reply(_ANSWER_S if self._has_served else _START_S)
+        self._has_begun = reply is not None and reply["kind"] != "left"
         if reply is not None:
             self._has_served = True
             os.write(tell, b"!")
         os.close(told)
         os.close(tell)
         return reply
+
+    def _settle(self) -> None:
+        """Waits until the process that has forked is gone, or ends it."""
+        if self._has_begun:
+            self._has_begun = False
+            self._link.send("leave")
+            if self._reply(_ANSWER_S) is None:
+                self._process.kill()
+                self._reply(_GONE_S)  # nobody holds the other end any more
 
     def _reply(self, timeout_s: float) -> Message | None:
         return self._link.receive() if _is_readable(self._link.fileno(), timeout_s) else None

@@ -34,10 +34,11 @@ class Fenced(Exception):
 
 
 class Control:
-    """The worker's end of its link to the agent."""
+    """The worker's end of its link to the agent; `on_first` is called in the control thread with the first word."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: Link, on_first: Callable[[], None] = lambda: None):
         self.link = link
+        self._on_first = on_first
         # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: dict[str, list[Message]] = {}
@@ -55,35 +56,41 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def _listen(self) -> None:
+        message = self.link.receive()
+        self._on_first()
         while True:
-            message = self.link.receive()
             if message is None:
                 # The agent is gone, and with it everyone who could tell this worker what to do.
                 os._exit(ExitCode.INTERNAL)
-            if message["kind"] == "ping":
+            self._take_in(message)
+            message = self.link.receive()
+
+    def _take_in(self, message: Message) -> None:
+        match message["kind"]:
+            case "ping":
                 step, index, inside = self.at
                 self.send("heartbeat", step=step, index=index, inside=inside)
-                continue
-            if message["kind"] == "exit":
+                return
+            case "exit":
                 if self.recorder is not None:
                     self.recorder.event("known", of=message["of"])
-                continue
-            if message["kind"] == "prepare":
+                return
+            case "prepare":
                 self.on_prepare(message)
-                continue
-            if message["kind"] == "stop":
+                return
+            case "stop":
                 self._stopped = True
-            elif message["kind"] == "epoch":
+            case "epoch":
                 if message["epoch"] > self._told["epoch"]:
                     self._inbox = {}  # one channel, in order: what follows belongs to this epoch
                     self._told = message
-            elif message["kind"] == "fired":
+            case "fired":
                 self.fired.add(message["fault"])
-            elif message["kind"] in ("arm", "inflict"):
+            case "arm" | "inflict":
                 self._of_faults.append(message)
-            else:
-                self._inbox.setdefault(message["kind"], []).append(message)
-            self.wake()
+            case kind:
+                self._inbox.setdefault(kind, []).append(message)
+        self.wake()
 
     def give_notice_of_sigterm(self) -> None:
         """From now on a SIGTERM is told to the agent at once, whatever the main thread is blocked in.

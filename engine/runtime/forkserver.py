@@ -1,9 +1,10 @@
 """The fork server: a process that has imported torch once and forks workers from there in milliseconds.
 
 Rules: it has one thread, no open channel and no device context, so that what it forks starts clean. It ends when the
-launcher does. What it forks is a child of the launcher, for a process in between forks it and ends: so the launcher
-sees its end, and the kernel ends it with the launcher, whatever becomes of this server. The launcher is told of it by
-a pidfd, and thus never signals a number.
+launcher does. What it forks becomes the launcher's, for a process in between forks it and then ends: so the launcher
+sees its end, and the kernel ends it with the launcher, whatever becomes of this server. A child asks for that with the
+first word that it hears, which comes when the process in between is gone. The launcher is told of it by a pidfd, and
+thus never signals a number.
 
 The standard library's fork server is not used because it pickles, starts a tracker process that unblocks signals,
 and gives its parent a pid instead of a pidfd.
@@ -11,6 +12,7 @@ and gives its parent a pid instead of a pidfd.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -35,43 +37,37 @@ TAKES_NOTICE = ("worker", "bench-recording")  # SIGTERM waits for a thread that 
 PRELOAD = ("engine.runtime.worker", "engine.runtime.store_server")
 
 
-def serve(launcher: Link, launcher_pid: int) -> None:
-    """Forks on request until the launcher is gone."""
-    while (request := launcher.receive()) is not None:
-        try:
-            _fork(request, launcher, launcher_pid)
-        except OSError as error:
-            launcher.send("unforked", error=str(error))
-        for fd in request["fds"]:
-            os.close(fd)
+def serve(launcher: Link) -> None:
+    """Has a process fork what is wanted together, and says when that has ended, until the launcher is gone."""
+    server = os.getpid()
+    while launcher.receive() is not None:
+        with contextlib.suppress(OSError):  # another process may be refused
+            if (between := os.fork()) == 0:
+                die_with_parent(server)
+                _fork_until_told(launcher)
+            os.waitpid(between, 0)
+        launcher.send("left")
 
 
-def _fork(request: Message, launcher: Link, launcher_pid: int) -> None:
-    """Forks a child of the launcher."""
-    (born, bears), server = os.pipe(), os.getpid()
-    between = os.fork()
-    if between == 0:
-        try:
-            die_with_parent(server)
-            if (child := os.fork()) == 0:
-                os.close(born)
-                os.close(bears)
-                _become(request, launcher, launcher_pid)
-            os.write(bears, str(child).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(between, 0)  # from now on the launcher is the parent
-    os.close(bears)
-    with open(born) as pid_file:
-        pid = int(pid_file.read() or -1)
-    if pid < 0:
-        raise OSError("a fork was refused")
-    pidfd = os.pidfd_open(pid)
-    launcher.send("forked", fds=[pidfd], pid=pid)
-    os.close(pidfd)
+def _fork_until_told(launcher: Link) -> NoReturn:
+    """Forks on request until it is told to leave: with its end all that it has forked comes to the launcher."""
+    try:
+        while (request := launcher.receive()) is not None and request["kind"] == "fork":
+            try:
+                if (pid := os.fork()) == 0:
+                    _become(request, launcher)
+                pidfd = os.pidfd_open(pid)
+                launcher.send("forked", fds=[pidfd], pid=pid)
+                os.close(pidfd)
+            except OSError as error:
+                launcher.send("unforked", error=str(error))
+            for fd in request["fds"]:
+                os.close(fd)
+    finally:
+        os._exit(0)
 
 
-def _become(request: Message, launcher: Link, launcher_pid: int) -> NoReturn:
+def _become(request: Message, launcher: Link) -> NoReturn:
     """Turns the forked child into what was asked for, when the launcher knows of it: its first descriptor says so.
 
     Its second descriptor is its standard output and error.
@@ -90,7 +86,6 @@ def _become(request: Message, launcher: Link, launcher_pid: int) -> NoReturn:
         if not os.read(told, 1):
             os._exit(code)
         os.close(told)
-        die_with_parent(launcher_pid)  # also while it is stopped
         module, function = ROLES[request["role"]]
         code = getattr(importlib.import_module(module), function)(*fds)
     except BaseException:
@@ -103,8 +98,7 @@ def _become(request: Message, launcher: Link, launcher_pid: int) -> NoReturn:
 
 def main() -> None:
     """Runs the server over the link whose descriptor is the first argument; the second is the parent's pid."""
-    launcher_pid = int(sys.argv[2])
-    die_with_parent(launcher_pid)
+    die_with_parent(int(sys.argv[2]))
     ignore_ctrl_c()
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # where a standard stream was closed, nothing else may have its number, which a child gives to its log
@@ -115,7 +109,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     name_process("bamboo-fork")
-    serve(launcher, launcher_pid)
+    serve(launcher)
     os._exit(0)  # there is nothing to save, and to take down all that was imported takes its time
 
 

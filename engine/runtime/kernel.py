@@ -29,6 +29,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def die_with_launcher() -> None:
+    """Has this process killed with the launcher, also while it is stopped: in a child, once the launcher has spoken."""
+    die_with_parent(os.getppid())
+
+
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Has a process whose parent ends meanwhile, among all that stem from this one, become a child of this one."""

@@ -52,14 +52,15 @@ def start_members(
 ) -> dict[int, Member]:
     """Forks one process for each worker of an ownership; its output goes to ``logs/worker-N.log``."""
     members = {}
-    for worker in ownership.workers():
-        near, far = Link.pair(blocking=False)
-        log = logs / f"worker-{worker}.log"
-        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        child = server.fork(role, f"bamboo-{worker}", log_fd, [far.fileno(), events_fd, board.fd])
-        os.close(log_fd)
-        far.close()
-        members[worker] = Member(worker, ownership.slots_of(worker), child, near, log)
+    with server.forking():
+        for worker in ownership.workers():
+            near, far = Link.pair(blocking=False)
+            log = logs / f"worker-{worker}.log"
+            log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            child = server.fork(role, f"bamboo-{worker}", log_fd, [far.fileno(), events_fd, board.fd])
+            os.close(log_fd)
+            far.close()
+            members[worker] = Member(worker, ownership.slots_of(worker), child, near, log)
     return members
 
 

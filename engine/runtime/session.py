@@ -105,9 +105,10 @@ def run_session(
         node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
         stack.callback(board.close)
-        store = RendezvousStore(server, logs)
-        stack.callback(store.close)
-        members = start_members(server, ownership, recorder.fd, board, logs)
+        with server.forking():
+            store = RendezvousStore(server, logs)
+            stack.callback(store.close)
+            members = start_members(server, ownership, recorder.fd, board, logs)
         stack.callback(close_members, list(members.values()))
         node.enrol(members.values())
         tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))

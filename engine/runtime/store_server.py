@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 
 from engine.core.errors import WorkerFailedError
+from engine.runtime.kernel import die_with_launcher
 from engine.runtime.link import LOOPBACK, Link
 from engine.runtime.sockets import descriptors_by_inode, shut_down
 
@@ -28,6 +29,7 @@ def main(listener_fd: int, control_fd: int) -> int:
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
     control.send("serving")
     while control.receive() is not None:
+        die_with_launcher()
         control.send("serving")
     del store
     return 0

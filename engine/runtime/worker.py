@@ -24,7 +24,7 @@ from engine.models.layers import Model
 from engine.runtime.control import Control, Stopped
 from engine.runtime.executor import Surroundings
 from engine.runtime.failpoints import Failpoints
-from engine.runtime.kernel import sleep_exactly
+from engine.runtime.kernel import die_with_launcher, sleep_exactly
 from engine.runtime.link import Link, Message
 from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
@@ -55,7 +55,7 @@ class Joined(NamedTuple):
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker over the descriptors that the agent handed to it; returns its exit code."""
     sleep_exactly()
-    control = Control(Link.from_fd(control_fd))
+    control = Control(Link.from_fd(control_fd), die_with_launcher)
     control.give_notice_of_sigterm()
     try:
         _live(control, events_fd, board_fd)

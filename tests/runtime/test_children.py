@@ -210,7 +210,10 @@ from pathlib import Path
 from engine.runtime.children import ForkServer
 from tests.runtime.test_children import start_worker
 server = ForkServer()
-children = [start_worker(server, Path(sys.argv[1]) / str(number))[0] for number in range(2)]
+children, links = zip(*(start_worker(server, Path(sys.argv[1]) / str(number)) for number in range(2)))
+for link in links:
+    link.send("ping")
+    link.receive()
 children[0].signal(signal.SIGSTOP)
 if sys.argv[2] == "before":
     os.kill(server.pid, signal.SIGKILL)
