@@ -46,6 +46,10 @@ _TELLING: dict[str, Callable[[Event], str]] = {
     "rendezvous": lambda event: "the rendezvous store was started again",
     "store_ended": lambda event: "the coordinator's store has ended",
     "store_silent": lambda event: f"the rendezvous store (pid {event['child']}) did not answer and was killed",
+    "fork_server_ended": lambda event: f"the fork server (pid {event['child']}) has ended; training needs it no more",
+    "cut_short": lambda event: f"after the last commit: {event['reason']}",
+    "killed": lambda event: str(event["why"]),
+    "left_behind": lambda event: f"pid {event['child']} does not end by SIGKILL",
     "failed": lambda event: str(event["error"]),
     "ended": lambda event: f"{event['outcome']}, exit code {event['exit_code']}",
 }

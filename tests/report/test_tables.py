@@ -256,3 +256,20 @@ def test_a_rendezvous_store_that_took_the_place_of_another_is_told() -> None:
     told = load([*stores, *events]).history.query("what == 'rendezvous'")
     assert list(told["text"]) == ["the rendezvous store was started again"] * 2
     assert list(told["at_ms"].diff())[1] == pytest.approx(50)
+
+
+def test_what_became_of_whoever_did_not_come_to_the_end_is_told() -> None:
+    ends = [
+        agent("fork_server_ended", 900, child=7),
+        agent("cut_short", 910, reason="the state of stage 1 is lost"),
+        agent("killed", 920, of=1, why="it did not end when it was to"),
+        agent("left_behind", 930, of=1, child=8),
+    ]
+    history = load([*MadeUpRun().events(), *ends]).history
+    told = history[history["what"].isin([event["event"] for event in ends])]
+    assert list(told["text"]) == [
+        "the fork server (pid 7) has ended; training needs it no more",
+        "after the last commit: the state of stage 1 is lost",
+        "it did not end when it was to",
+        "pid 8 does not end by SIGKILL",
+    ]
