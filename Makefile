@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-ends soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -46,6 +46,10 @@ soak-formulas: $(TEST_STAMP)
 SEED ?= 0
 soak: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.kill_soak --kills 1000 --seed $(SEED)
+
+# Runs whose processes are stopped, killed and paused, half of them at their end: some forty minutes on two cores.
+soak-ends: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.end_soak --runs 500 --seed $(SEED)
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -88,9 +88,9 @@ def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> C
     copy = folder.path / "scenario.yaml"
     write_atomically(copy, loaded.path.read_text(encoding="utf-8"))
     _write_facts(folder, loaded)
-    traces = Traces(server.pid)
+    traces = Traces()
     ending = run_shown(job, folder, etcd, faults=loaded.faults, server=server)
-    left = traces.left(folder.logs, folder.path.name, etcd) if scenario.expect.leftovers else None
+    left = traces.left(folder.logs, folder.path.name, etcd, server.pid) if scenario.expect.leftovers else None
     add_event(folder.events, "scenario", **scenario_facts(loaded, copy))
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)

@@ -21,6 +21,7 @@ from engine.files.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.resolved_job import Resolved
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
+_DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -57,21 +58,20 @@ def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
     from bamboo_cli.offered import named, offered
     from engine.files.job_file import resolve_job
 
-    flags = {name: values[name] for name in FLAG_FIELDS if values[name] is not None}
+    flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = named if program_only else offered
     return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
 
 
+def _text(name: str, value: str | bool) -> str:
+    return value if isinstance(value, str) else str(not _DEFAULTS[name]).lower()
+
+
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
-    defaults = {each.name: each.default for each in fields(Job)}
     file = typer.Argument(metavar="JOB.yaml", help="job file: YAML with the fields below", show_default=False)
     setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
-    parameters += [
-        _parameter(name, Annotated[str | None, _flag(name, defaults[name])])
-        for name in FLAG_FIELDS
-        if name not in without
-    ]
+    parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]
     return [*parameters, _parameter("set", Annotated[list[str] | None, setting])]
 
 
@@ -80,11 +80,10 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _flag(name: str, default: object) -> Any:
-    kind = FIELD_TYPES[name]
+    kind, flag = FIELD_TYPES[name], name.replace("_", "-")
+    help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
+    if kind is bool:  # the flag says what the default does not; --set says either
+        option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
+        return Annotated[bool | None, option]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS[kind]
-    return typer.Option(
-        "--" + name.replace("_", "-"),
-        metavar=metavar,
-        help=f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name],
-        rich_help_panel="Job",
-    )
+    return Annotated[str | None, typer.Option(f"--{flag}", metavar=metavar, help=help_text, rich_help_panel="Job")]

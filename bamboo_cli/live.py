@@ -47,7 +47,7 @@ def run_shown(
         BambooError: it could not be started.
     """
     with LivePicture(job, folder.events) as picture:
-        return run_session(
+        ending = run_session(
             job,
             folder.events,
             folder.logs,
@@ -58,6 +58,8 @@ def run_shown(
             grace_s=grace_s,
             server=server,
         )
+        picture.tell_notes(ending.view)
+        return ending
 
 
 class LivePicture:
@@ -97,15 +99,24 @@ class LivePicture:
         self._history.append((now_s, computed, len(view.account.losses)))
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
-        notes = view.account.notes[self._num_notes :]
-        self._num_notes += len(notes)
-        for text in [*notes, *self._recoveries.look(view)]:
+        self._tell_notes(view)
+        for text in self._recoveries.look(view):
             self._say(text)
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
         elif now_s - self._said_s >= _PLAIN_EVERY_S:
             self._said_s = now_s
             typer.echo(self._line(view), err=True)
+
+    def tell_notes(self, view: View) -> None:
+        """Tells what came up after the last picture."""
+        with contextlib.suppress(OSError):
+            self._tell_notes(view)
+
+    def _tell_notes(self, view: View) -> None:
+        for text in view.account.notes[self._num_notes :]:
+            self._say(text)
+        self._num_notes = len(view.account.notes)
 
     def _say(self, text: str) -> None:
         """Says something that stays: above the table, or as a line of its own."""

@@ -158,6 +158,7 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "validation_loss": None if last is None else account.validations[last][0],
         "validation_metric": None if last is None else account.validations[last][1],
         "trajectory": trajectory_hash(account.rows) if account.rows else None,
+        "missing": list(ending.missing),
         "wall_s": round(wall_s, 3),
         "launch_s": round((account.going_at_ns - ending.started_at_ns) / 1e9, 3) if account.going_at_ns else None,
         "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
@@ -202,6 +203,8 @@ def _print_ending(
         parts.append(f"validation {summary['validation_loss']:.4f}")
     if summary["validation_metric"] is not None:
         parts.append(f"accuracy {summary['validation_metric']:.1%}")
+    if summary["missing"]:
+        parts.append(f"missing: {', '.join(summary['missing'])}")
     if summary["trajectory"]:
         parts.append(f"trajectory {summary['trajectory'][:12]}")
     typer.echo("; ".join(parts), err=as_json)

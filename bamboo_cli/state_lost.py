@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.job import Job
+from engine.core.job_wants import fresh_ownership
 from engine.core.ownership import Slot
-from engine.core.planned import fresh_ownership
 from engine.core.recovery_log import RecoveryLog
 from engine.core.recovery_times import has_left
 
@@ -96,6 +96,8 @@ def loss_of(job: Job, events: Iterable[Mapping[str, Any]]) -> Loss:
                     if not has_left(why):
                         loss.gone.setdefault(worker, _how(worker, owners, log))
                 members = len(event["members"])
+                owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
+            case "heirs":
                 owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
             case "commit":
                 # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.

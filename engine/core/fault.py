@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from engine.core.action import Action, parse_action
 from engine.core.duration import duration_text
-from engine.core.job import Scalar
+from engine.core.scalar import Scalar
 
 When = Literal["before", "during", "after"]
 Phase = Literal["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]

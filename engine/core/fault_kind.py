@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.duration import DURATION_FORM, parse_duration
-from engine.core.job import Scalar
+from engine.core.scalar import Scalar
+
+AT_ONCE = frozenset({"kill"})  # kinds that end their victim before it does anything more
 
 ParameterForm = Literal["duration", "count", "number", "text", "choice"]
 

@@ -34,9 +34,9 @@ def foresee(state: State, ownership: Ownership, now_ns: int) -> Foreseen | None:
     new, effects = step(state, commit)
     if new.phase is not Phase.RECONFIGURING:
         return None
+    held = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
     answers = tuple(
-        Inventory(now_ns, worker, new.epoch, to_json(held_at_boundary(worker, new.committed + 1, ownership)))
-        for worker in new.members
+        Inventory(now_ns, each.worker, new.epoch, to_json(each), ownership.grid.places(each.whole)) for each in held
     )
     for answer in answers:
         new, effects = step(new, answer)

@@ -2,9 +2,12 @@
 
 Rules: what a worker holds is not made again, what another holds is sent, and the rest is made by the owner of the slot
 that makes it, from what that needs. Only what the goal needs is done: every microbatch counted in the buffers and
-added to the accumulator of each slot that is not done. A forward that has counted is redone without a trace, a
-backward that has been added for its input gradient only. Nothing goes through a set in the set's order, so that every
-member finds the same.
+added to the accumulator of each slot that is not done. A backward that has been added is redone for its input gradient
+only. Nothing goes through a set in the set's order, so that every member finds the same.
+
+A forward reads the buffers that the forwards before it have left. The owner's replica has the buffers before each
+forward that it has counted: such a forward is redone without a trace. Any other forward counts, one after the other
+from the step boundary on, also where the slot is done: its optimizer step takes the logged buffers.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ def _how_to_make(
     everything = ownership.grid.microbatches
     progress: dict[tuple[Kind, int, int], int] = {}
     for pipeline, stage in done:
-        progress[Kind.COUNTED, pipeline, stage] = progress[Kind.ADDED, pipeline, stage] = everything
+        progress[Kind.ADDED, pipeline, stage] = everything
     for place, (kind, pipeline, stage, index) in held:
         if kind in (Kind.COUNTED, Kind.ADDED) and place == ownership.owner(pipeline, stage):
             progress.setdefault((kind, pipeline, stage), index + 1)

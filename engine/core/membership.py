@@ -46,7 +46,7 @@ from engine.core.membership_rules import (
     loses_node,
     suspects,
 )
-from engine.core.membership_state import Phase, State
+from engine.core.membership_state import GATHERING, Phase, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,20 @@ _ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
     Tick:             (looks_at_clock, looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
 }
 # fmt: on
+
+
+def _in_phase(phase: Phase, cell: Rule | Impossible) -> Rule | Impossible:
+    """Returns a cell as it is in one phase: when every step is committed, a job that is past help has finished."""
+    if isinstance(cell, Impossible) or Phase.HALTED not in cell.leads_to:
+        return cell
+    others = tuple(target for target in cell.leads_to if target is not Phase.HALTED)
+    if phase is Phase.DRAINING:
+        return Rule(cell.decide, (*others, Phase.FINISHED))
+    return Rule(cell.decide, (*others, Phase.FINISHED, Phase.HALTED)) if phase in GATHERING else cell
+
+
 TABLE: dict[tuple[Phase, type[Event]], Rule | Impossible] = {
-    (phase, event): cell
+    (phase, event): _in_phase(phase, cell)
     for event, row in _ROWS.items()
     for phases, cell in zip(_COLUMNS, row, strict=True)
     for phase in phases

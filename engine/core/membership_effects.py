@@ -22,10 +22,9 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class PublishEpoch(Effect):
-    """Everybody learns who is in, who owns each slot, who is out with this epoch, and why it was made."""
+    """Everybody learns who is in, who is out with this epoch, and why it was made. The plan says who owns what."""
 
     members: tuple[int, ...]
-    owners: tuple[int, ...]
     verdict: Verdict
     reason: str
 
@@ -107,6 +106,7 @@ class Halt(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Effect):
-    """The job ends as it should; everybody may leave."""
+    """Every step is committed, and everybody may leave; `cut_short` says why what follows the last one is not whole."""
 
     committed: int
+    cut_short: str = ""

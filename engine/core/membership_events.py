@@ -72,9 +72,13 @@ class LeaseExpired(Event):
 
 @dataclass(frozen=True, slots=True)
 class Inventory(Answer):
-    """What a worker holds, as text or as the digest of a text kept elsewhere; with it the worker freezes."""
+    """What a worker holds, as text or as the digest of a text kept elsewhere; with it the worker freezes.
+
+    `whole` are the slots of which it has a whole replica, that of a shadow which is being healed among them.
+    """
 
     holds: str
+    whole: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,13 @@ def orders(state: State) -> tuple[Effect, ...]:
     if state.phase is Phase.HALTED:
         return (Halt(epoch, state.committed, state.exit_code, state.lost_stages, state.reason),)
     if state.phase is Phase.FINISHED:
-        return (Finish(epoch, state.committed),)
+        is_whole = state.members and len(state.done) == len(state.members)
+        return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
     found: list[Effect] = []
     if state.phase is Phase.RECONFIGURING:
         found.append(Commit(epoch - 1, state.committed, "epoch"))  # the last word of the epoch before
     if epoch:
-        found.append(PublishEpoch(epoch, state.members, state.owners, state.verdict, state.reason))
+        found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason))
     found += (Evict(epoch, worker, why) for worker, why in state.out.items() if worker not in state.exited)
     if state.look:
         found.append(Look(epoch, state.look))

@@ -28,6 +28,7 @@ from engine.core.membership_events import (
 )
 from engine.core.membership_state import GATHERING, Phase, State
 from engine.core.membership_verdicts import (
+    all_inventoried,
     departing,
     halted,
     handed_over,
@@ -115,12 +116,17 @@ def loses_node(state: State, event: LeaseExpired) -> State:
     return new_epoch(new, event.now_ns, out) if out else new
 
 
-@rule()
+@rule(Phase.HALTED)
 def is_inventoried(state: State, event: Inventory) -> State:
-    """The first word counts: the worker has been frozen since."""
+    """The first word counts: the worker has been frozen since. With the last one it is known who holds what."""
     if event.worker in state.inventories:
         return state
-    return state._replace(inventories={**state.inventories, event.worker: event.holds}, moved_ns=event.now_ns)
+    new = state._replace(
+        inventories={**state.inventories, event.worker: event.holds},
+        copies={**state.copies, event.worker: event.whole},
+        moved_ns=event.now_ns,
+    )
+    return all_inventoried(new) if len(new.inventories) == len(new.members) else new
 
 
 @rule(Phase.RUNNING, Phase.DRAINING, Phase.HALTED)
@@ -204,7 +210,10 @@ def looks_at_clock(state: State, event: Tick) -> State:
 
 def _owed(state: State) -> tuple[int, list[int], str]:
     """Returns the patience of the phase, and who is then out for what; nobody where the culprit is not known."""
-    options, members = state.options, state.members
+    options, members = state.patience, state.members
+    unheard = [worker for worker in members if worker not in state.sightings]
+    if state.phase is Phase.FORMING and unheard:
+        return options.hail_ns, unheard, "say a word"
     if state.phase is Phase.FORMING or state.phase in GATHERING:
         if unjoined := [worker for worker in members if worker not in state.nodes]:
             return options.form_ns, unjoined, "join"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvariantError
@@ -41,6 +42,7 @@ class Options:
     stages: int
     redundant: bool
     form_ns: int = 60 * _S  # until every worker has joined
+    hail_ns: int = 60 * _S  # until each has been heard at all, which takes it no more than to be there
     answer_ns: int = 10 * _S  # until every member has said its inventory, and again until it has made the plan
     stall_ns: int = 60 * _S  # all are waiting: longer than that, somebody has been forgotten
     silence_ns: int = 5 * _S  # without a heartbeat
@@ -49,6 +51,15 @@ class Options:
     look_ns: int = _S // 5  # from a suspicion until it is clear that nobody has died
     repeat_ns: int = _S // 2  # without movement until the orders are repeated
     max_repeats: int = 3  # verdicts with nobody out, for one cause and with no step committed in between
+
+
+_USUAL = Options(stages=0, redundant=False)
+
+
+@cache
+def _hurried(options: Options) -> Options:
+    most = {name: min(getattr(options, name), getattr(_USUAL, name)) for name in ("stall_ns", "silence_ns", "hang_ns")}
+    return replace(options, **most)
 
 
 class Sighting(NamedTuple):
@@ -68,7 +79,7 @@ class State(NamedTuple):
     phase: Phase
     epoch: int
     members: tuple[int, ...]
-    owners: tuple[int, ...]  # of each slot
+    owners: tuple[int, ...]  # of each slot; one that is no member has left no replica that was known of
     shadows: tuple[tuple[int, ...], ...]  # of each slot, in the order in which they would take over
     committed: int  # the last committed step, -1 before the first
     last_step: int
@@ -78,6 +89,7 @@ class State(NamedTuple):
     exited: tuple[int, ...]  # whose exit has been seen or needs no care: the others that are out are evicted
     nodes: Mapping[int, str]  # of whoever has joined
     inventories: Mapping[int, str]  # of this epoch
+    copies: Mapping[int, tuple[int, ...]]  # of this epoch: the slots of which each member holds a whole replica
     digests: Mapping[int, str]  # of this epoch's plan
     done: tuple[int, ...]
     leaving: tuple[int, ...]  # who has given notice
@@ -92,6 +104,16 @@ class State(NamedTuple):
     looked_ns: int  # when the look began
     ticked_ns: int
     sightings: Mapping[int, Sighting]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every step is committed: only what follows the last one can still be lost."""
+        return self.committed >= self.last_step
+
+    @property
+    def patience(self) -> Options:
+        """The options as they hold now: when every step is committed, giving up on a worker costs little."""
+        return _hurried(self.options) if self.is_over else self.options
 
     def decided(self) -> tuple[object, ...]:
         """Returns everything but the times."""
@@ -121,6 +143,7 @@ def begin(
         exited=(),
         nodes={},
         inventories={},
+        copies={},
         digests={},
         done=(),
         leaving=(),
@@ -165,5 +188,5 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_frozen(each) for each in value)
     if isinstance(value, dict):
-        return {int(key) if key.isdigit() else key: each for key, each in value.items()}
+        return {int(key) if key.isdigit() else key: _frozen(each) for key, each in value.items()}
     return value

@@ -3,7 +3,8 @@
 Rules: a verdict makes the next epoch, an empty one too, and every epoch begins with nothing gathered. A slot goes to
 the first of its shadows that is in and stays, or else to whoever holds the same stage in another pipeline; only if
 nobody who stays has it, to one who is leaving. What moves with a hand-over moves at a step boundary; what the dead
-leave behind moves at once.
+leave behind moves at once. A shadow that is healed in the open step is not known of before everybody has said what it
+holds; then its replica is a replica like any other. Only then, or where nobody is ever healed, is a slot lost.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
         line = [*live, *(worker for worker in elsewhere(state, slot) if worker not in dead)]
         staying = [worker for worker in line if worker not in state.leaving]
-        heir = owner
-        if owner in dead:
+        heir, is_gone = owner, owner in dead or owner not in state.members
+        if is_gone:
             heir = next(iter(staying + line), owner)
         elif hand_over and owner in state.leaving:
             heir = next(iter(staying), owner)
             live.append(owner)  # it holds the slot still, until it leaves
-        if heir in dead:
+        if is_gone and heir == owner:
             lost.append(slot)
         owners.append(heir)
         shadows.append(tuple(worker for worker in live if worker != heir))
@@ -54,7 +55,7 @@ def elsewhere(state: State, slot: int) -> list[int]:
 def new_epoch(
     state: State, now_ns: int, out: Mapping[int, str], reason: str = "", phase: Phase = Phase.FAILING_OVER
 ) -> State:
-    """Returns the next epoch without those who are `out`, who and why in words; halted if a slot is lost with them."""
+    """Returns the next epoch without those who are `out`, who and why in words; the end if a slot is lost with them."""
     finished = {worker: "had finished and left" for worker in state.members if worker in state.exited}
     out = {**finished, **out}
     inherited = heirs(state, out, hand_over=phase is Phase.RECONFIGURING)
@@ -68,15 +69,41 @@ def new_epoch(
         reason=reason or in_words(out),
         out={**state.out, **out},
         inventories={},
+        copies={},
         digests={},
         done=(),
         excused=tuple(worker for worker in state.leaving if worker not in out),
         look=(),
         moved_ns=now_ns,
     )
-    if not inherited.lost:
-        return new
-    return state_lost(new, tuple(sorted({slot % state.options.stages for slot in inherited.lost})))
+    may_hold = state.options.redundant and new.members and not state.is_over  # beside those that are known of
+    return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
+
+
+def all_inventoried(state: State) -> State:
+    """Returns the state when everybody has said what it holds: a replica that was healed in the open step counts too.
+
+    A slot whose owner is out goes to a worker that holds it, or the same stage of another pipeline.
+    """
+    owners, shadows, lost = [], [], []
+    for slot, owner in enumerate(state.owners):
+        copies = [worker for worker in state.members if slot in state.copies.get(worker, ()) and worker != owner]
+        line = list(dict.fromkeys((*state.shadows[slot], *copies)))
+        candidates = [owner]
+        if owner not in state.members:
+            others = [worker for worker in state.members if _has_stage(state, worker, slot)]
+            staying = [worker for worker in (*line, *others) if worker not in state.leaving]
+            candidates = [*staying, *line, *others, owner]
+            lost += [slot] if candidates == [owner] else []
+        owners.append(candidates[0])
+        shadows.append(tuple(worker for worker in line if worker != candidates[0]))
+    new = state._replace(owners=tuple(owners), shadows=tuple(shadows))
+    return state_lost(new, tuple(lost)) if lost else new
+
+
+def _has_stage(state: State, worker: int, slot: int) -> bool:
+    stages = state.options.stages
+    return any(copy % stages == slot % stages for copy in state.copies.get(worker, ()))
 
 
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str) -> State:
@@ -90,9 +117,10 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str
         return new_epoch(new, now_ns, {}, f"{cause}, but nobody has died")
     told = cause if count == 1 else f"{cause}, {count} times in a row"
     highest_first = sorted(suspects, reverse=True)
-    victim = next((worker for worker in highest_first if not heirs(state, (worker,)).lost), None)
+    lost = heirs(state, ()).lost  # already
+    victim = next((worker for worker in highest_first if heirs(state, (worker,)).lost == lost), None)
     if victim is None:
-        return halted(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
+        return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
     return new_epoch(state, now_ns, {victim: f"is given up: {told}"})
 
 
@@ -120,7 +148,7 @@ def held_back(state: State) -> dict[int, tuple[int, ...]]:
         return {}
     stages: dict[int, set[int]] = {}
     for slot, heir in enumerate(heirs(state, (), hand_over=True).owners):
-        if heir in state.leaving:
+        if heir in state.leaving and heir in state.members:
             stages.setdefault(heir, set()).add(slot % state.options.stages)
     return {worker: tuple(sorted(stages[worker])) for worker in sorted(stages)}
 
@@ -143,11 +171,19 @@ def _is_needed(state: State, worker: int) -> bool:
     return False
 
 
-def state_lost(state: State, stages: tuple[int, ...]) -> State:
-    """Returns the state halted because nobody holds some stages any more."""
+def state_lost(state: State, slots: tuple[int, ...]) -> State:
+    """Returns the state halted because nobody holds the stages of some slots any more."""
+    stages = tuple(sorted({slot % state.options.stages for slot in slots}))
     where = f"in epoch {state.epoch}; last committed step {state.committed}"
     text = f"the state of {stages_in_words(stages)} is lost {where}; {state.reason}"
-    return halted(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+    return cannot_go_on(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+
+
+def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
+    """Returns the end of a job that is past help: it has finished if every step is committed, and has halted if not."""
+    if state.is_over:
+        return state._replace(phase=Phase.FINISHED, reason=reason, look=())
+    return halted(state, exit_code, reason)
 
 
 def halted(state: State, exit_code: ExitCode, reason: str) -> State:

@@ -35,7 +35,7 @@ def heard(state: State, beat: Heartbeat) -> State:
 
 def unresponsive(state: State, now_ns: int) -> dict[int, str]:
     """Returns the members that are silent or hang, and why, in words that follow "worker N"."""
-    options, found = state.options, {}
+    options, found = state.patience, {}
     for worker in state.members:
         seen = state.sightings.get(worker)
         if seen is None or worker in state.done:

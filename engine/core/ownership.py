@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,6 +24,10 @@ class Grid:
     def slots(self) -> tuple[Slot, ...]:
         """Returns every (pipeline, stage), pipeline by pipeline."""
         return tuple((pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages))
+
+    def places(self, slots: Iterable[Slot]) -> tuple[int, ...]:
+        """Returns the numbers of some slots, counted pipeline by pipeline."""
+        return tuple(pipeline * self.stages + stage for pipeline, stage in slots)
 
     def tied_to(self, stage: int) -> tuple[int, ...]:
         """Returns the other stages that share a parameter with `stage`, in order."""

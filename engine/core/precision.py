@@ -12,11 +12,11 @@ from typing import Any
 
 from engine.core.expectations import Check
 from engine.core.fault import At, Fault, slot_owner
+from engine.core.fault_kind import AT_ONCE
 from engine.core.job import Job
 from engine.core.planned import planned
 
 Event = Mapping[str, Any]
-AT_ONCE = frozenset({"kill"})  # kinds of faults that end their victim before it does anything more
 
 
 def precision(job: Job, faults: Sequence[Fault], events: Sequence[Event]) -> Check:

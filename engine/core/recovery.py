@@ -2,8 +2,9 @@
 
 It walks backwards from what is still missing (every slot's gradient at its owner): a value that a live worker holds is
 transferred, one that nobody holds is recomputed, recursively. A backward that has counted already is redone for its
-input gradient only, a forward that has counted already without a trace, so that nothing counts twice. There is no case
-for the first or the last stage, nor for a failure during recovery: that is the same function of new inventories.
+input gradient only, a forward that its owner has counted already without a trace, so that nothing counts twice. There
+is no case for the first or the last stage, nor for a failure during recovery: that is the same function of new
+inventories.
 
 Inventories decide, never the ownership: a replica counts when it is whole. What is logged of a group of tied stages
 counts when the owners of all its slots hold it; else none of it does, and the accumulators go on from where they are.
@@ -129,7 +130,7 @@ def _held(given: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
             if slot in done:
                 reduced = Value(Kind.REDUCED, *slot)
                 yield from ((worker, reduced), (WIRE, reduced), (worker, Value(Kind.LOGGED, *slot)))
-            elif slot in inventory.whole:
+            if slot in inventory.whole:
                 for kind, counts in ((Kind.COUNTED, inventory.counted), (Kind.ADDED, inventory.added)):
                     if counts.get(slot, 0):
                         yield worker, Value(kind, *slot, counts[slot] - 1)

@@ -52,14 +52,14 @@ class RecoveryLog:
             case "action" if event["end_ns"] <= self.out_since.get(event["worker"], event["end_ns"]):
                 entry = (event["worker"], parse_action(event["action"]), event["end_ns"])
                 self.actions.setdefault(event["step"], []).append(entry)
-            case "fault" | "suspicion":
-                self.signs.append(event)
-            case "exit" if not event["expected"]:
+            case "fault" | "suspicion" | "exit" if not event.get("expected", False):
                 self.signs.append(event)
             case "epoch" if self.training:
                 self.epochs.append(event)
                 for worker, _ in event["verdict"]:
                     self.out_since.setdefault(worker, event["at_ns"])
+            case "heirs" if self.epochs:
+                self.epochs[-1] = {**self.epochs[-1], "owners": event["owners"]}
             case "mark":
                 self.marks.append((event["epoch"], event["phase"], event["at_ns"]))
                 self.adopted |= {(pipeline, stage) for pipeline, stage in event.get("adopted", ())}

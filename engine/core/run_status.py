@@ -87,6 +87,8 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
                 entry = (event["epoch"], event["reason"])
                 status = replace(status, phase="running", epoch=event["epoch"], verdicts=(*status.verdicts, entry))
                 workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
+            case "heirs":
+                workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
             case "commit":
                 status = replace(status, committed=event["step"])
             case "exit":

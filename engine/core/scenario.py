@@ -11,7 +11,8 @@ from typing import Literal, get_args
 
 from engine.core.duration import duration_text
 from engine.core.fault import After, At, RoleName
-from engine.core.job import Job, Scalar
+from engine.core.job import Job
+from engine.core.scalar import Scalar
 
 # noticed: the run ends by itself because it sees that its numbers are wrong.
 Outcome = Literal["recovered", "resumable", "state-lost", "noticed"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
 from engine.core.errors import Problem, nearest
 from engine.core.fault import After, At
+from engine.core.fault_kind import AT_ONCE
 from engine.core.job import Job
 from engine.core.ownership import Ownership, Slot
 from engine.core.planned import planned
-from engine.core.precision import AT_ONCE
 from engine.core.program import Program
 from engine.core.scenario import Every, Expect, Scenario, Target, Wanted
 from engine.core.schedules.text import is_text

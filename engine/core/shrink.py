@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from engine.core.action import STAGE_OPS
 from engine.core.fault import After, At
-from engine.core.job import Job, check_job
+from engine.core.job import Job
+from engine.core.job_rules import check_job
 from engine.core.scenario import Scenario, Wanted
 from engine.core.scenario_rules import check_scenario
 

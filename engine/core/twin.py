@@ -35,7 +35,15 @@ class Comparison:
 def twin_of(job: Job) -> Job:
     """Returns the job of the twin: with the same bits, and nothing that a bit does not depend on."""
     return replace(
-        job, redundancy="none", redundancy_level=1, log_every=0, fsdp=0, validate_every=0, name="", results=""
+        job,
+        redundancy="none",
+        redundancy_level=1,
+        log_every=0,
+        fsdp=0,
+        check_pure=False,  # the run itself was checked
+        validate_every=0,
+        name="",
+        results="",
     )
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError
-from engine.core.job import Job, check_job
+from engine.core.job import Job
+from engine.core.job_rules import check_job
 from engine.files.job_layers import Layer, environment_layer, file_layer, flag_layer, set_layer
 from engine.files.job_value import ARGS_FIELDS, FIELD_TYPES, Given
 from engine.files.resolved_job import Resolved

@@ -116,6 +116,7 @@ def flag_layer(flags: Mapping[str, str]) -> Layer:
     """Returns what flags such as ``--microbatch-size 4`` say, given as texts by the name of their field."""
     layer = Layer()
     for name, text in flags.items():
-        flag = "--" + name.replace("_", "-")
+        denial = "no-" if FIELD_TYPES.get(name) is bool and text == "false" else ""
+        flag = f"--{denial}{name.replace('_', '-')}"
         layer.add_text(Given((name,), text, flag, flag))
     return layer

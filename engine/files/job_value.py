@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.core.errors import Problem, nearest
-from engine.core.job import Args, Job, Scalar
+from engine.core.job import Job
+from engine.core.scalar import Args, Scalar
 from engine.files.yaml_scalar import plain_value
 
 Path = tuple[str, ...]
@@ -18,6 +19,7 @@ FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
 ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
 
 _EXPECTED: dict[Any, str] = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",

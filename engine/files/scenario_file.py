@@ -17,7 +17,8 @@ from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 from engine.core.expansion import expand
 from engine.core.fault import After, At, Fault
 from engine.core.fault_kind import FaultKind
-from engine.core.job import Job, Scalar
+from engine.core.job import Job
+from engine.core.scalar import Scalar
 from engine.core.scenario import Every, Expect, Limits, Scenario, Target, Trigger, Wanted
 from engine.core.scenario_rules import Found, check_found
 from engine.files.form import Reading, in_order

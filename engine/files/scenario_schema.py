@@ -152,7 +152,7 @@ def _job_field(name: str) -> dict[str, Any]:
         return {"enum": list(get_args(kind))}
     if name == "partition":
         return {"type": ["string", "array"], "items": {"type": "integer"}}
-    return {"type": {int: "integer", float: "number", str: "string"}[kind]}
+    return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}
 
 
 def constant(value: int) -> Scalar:

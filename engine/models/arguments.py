@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError, nearest
-from engine.core.job import MOST_FLOAT, Args, Scalar
+from engine.core.scalar import MOST_FLOAT, Args, Scalar
 
 Factory = Callable[..., Any]
 

@@ -40,14 +40,16 @@ class Model:
     """A model as layers 0..L-1; each is called with the tensors that the one before it returned, and with its skips.
 
     `loss` maps (outputs, targets) to a scalar: the mean over the microbatch. `metric` does the same for a figure
-    of merit (accuracy), where the model has one. `shared_buffers` names those that several layers hold copies of, as
-    (layer index, buffer name): no forward may change one.
+    of merit (accuracy), where the model has one. Without `check_pure` its layers are not tried before training.
+    `shared_buffers` names those that several layers hold copies of, as (layer index, buffer name): no forward may
+    change one.
     """
 
     layers: tuple[LayerSpec, ...]
     loss: Callable[[Tensors, Tensors], Tensor]
     ties: tuple[Tie, ...] = ()
     metric: Callable[[Tensors, Tensors], Tensor] | None = None
+    check_pure: bool = True
     shared_buffers: tuple[tuple[tuple[int, str], ...], ...] = ()
 
 

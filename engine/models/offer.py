@@ -15,8 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import Problem, nearest
-from engine.core.job import FACTORY, Args, Job
+from engine.core.job import FACTORY, Job
 from engine.core.partition import MOST_LAYERS, cutting_problems
+from engine.core.scalar import Args
 from engine.models.arguments import argument_problems, builtin_arguments
 
 if TYPE_CHECKING:

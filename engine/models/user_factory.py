@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from engine.core.errors import Problem, UserError, nearest
-from engine.core.job import Args, Job
+from engine.core.job import Job
 from engine.core.random_key import random_key
+from engine.core.scalar import Args
 from engine.models.arguments import Factory, check_user_args
 from engine.models.data import Data, DataFacts
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tie

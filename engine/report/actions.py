@@ -86,8 +86,9 @@ def _epochs_and_owners(events: Sequence[Event], table: pd.DataFrame, stages: int
             for pipeline, stage in event["slots"]:
                 if pipeline * stages + stage < width:
                     owners[0, pipeline * stages + stage] = event["of"]
+    heirs = {event["epoch"]: event["owners"] for event in events if event["event"] == "heirs"}
     for row, event in enumerate(epochs, start=1):
-        owners[row, : len(event["owners"])] = event["owners"]
+        owners[row, : len(event["owners"])] = heirs.get(event["epoch"], event["owners"])
     return numbers[index], owners[index, places]
 
 

@@ -9,9 +9,10 @@ from engine.core.audit import AuditBook
 from engine.core.commit import Ballot, Commit, Vote
 from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
 from engine.core.job import Job
+from engine.core.job_wants import is_due, shadowed
 from engine.core.membership_effects import Verdict
 from engine.core.ownership import Ownership
-from engine.core.planned import is_due, shadowed
+from engine.core.purity import PurityBook
 from engine.core.trajectory import Row
 from engine.runtime.link import Message
 from engine.runtime.roster import Member
@@ -38,6 +39,7 @@ class Account:
     rows: list[Row] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what users are told at once
+    purity: PurityBook = field(default_factory=PurityBook)
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
     _ballot: Ballot | None = None
@@ -119,6 +121,13 @@ class Account:
     def validated(self, message: Message) -> None:
         """Takes in the outcome of a validation pass."""
         self.validations[message["step"]] = (message["loss"], message["metric"])
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns what nobody has told of the last step of a run that has finished, in words."""
+        step = self.committed
+        audited = not is_due(self.job.audit, step, True) or any(row.step == step for row in self.rows[-1:])
+        found = [] if audited else [f"the hashes of step {step}"]
+        return (*found, *([f"the validation after step {step}"] if self.owes_validation(True) else []))
 
     def owes_validation(self, is_last: bool) -> bool:
         """Says whether the last committed step is one to validate, and nobody has told the outcome."""

@@ -2,7 +2,9 @@
 
 A worker that ends before it may is dead by its pidfd's word; what another worker says of it is only a suspicion. A
 failure that the others cannot make good is the run's: its first cause is kept, then everyone is told to stop, and
-killed if they do not in time. `hearing.py` takes in what workers say, `supervisor.py` is the loop that calls both.
+killed if they do not in time. The end of a run that has finished has the same deadlines; a process that not even
+SIGKILL ends is named and left behind. `hearing.py` takes in what workers say, `supervisor.py` is the loop that calls
+both.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from engine.core.errors import (
 )
 from engine.core.fault import Fault
 from engine.core.job import Job
-from engine.core.membership_effects import Effect, Halt, PublishEpoch
+from engine.core.membership_effects import Effect, Finish, Halt, PublishEpoch
 from engine.core.membership_events import Event, ExitSeen, Notice, Tick
+from engine.core.membership_state import Phase
 from engine.core.membership_verdicts import in_words
 from engine.runtime.account import Account
 from engine.runtime.injector import Injector
@@ -35,6 +38,9 @@ from engine.runtime.recorder import Recorder, now_ns
 from engine.runtime.roster import Member, RendezvousStore
 
 _STOP_GRACE_S = 3.0
+_LEAVE_GRACE_S = 2.0  # after everybody was let go
+_LAST_WORDS_S = 1.0  # where somebody is missing after the last commit: for what the others still know of that step
+_KILL_GRACE_S = 5.0  # until a process that was killed is left behind
 _START_GRACE_S = 0.3
 _INTERRUPT_GRACE_S = 10.0
 
@@ -76,11 +82,17 @@ class Agent:
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
         self.is_stopping = False
+        self._is_let_go = False
+        self._has_killed = False
+
+    @property
+    def _has_finished(self) -> bool:
+        return self.node.state.phase is Phase.FINISHED
 
     def sees_end(self, member: Member) -> None:
         """Notes when a worker was seen to have ended, and tells the others that much before anything else is done.
 
-        How it ended the fork server says, which has seen it too; what comes of it the coordinator decides.
+        What comes of it the coordinator decides.
         """
         if member.worker not in self._seen_ns:
             self._seen_ns[member.worker] = now_ns()
@@ -89,7 +101,7 @@ class Agent:
 
     def _may_end(self, member: Member) -> bool:
         is_out = member.worker in self.node.state.out
-        return is_out or member.state in ("finished", "failed") or self.is_stopping
+        return is_out or member.state in ("finished", "failed") or self.is_stopping or self._has_finished
 
     def exited(self, member: Member, code: int) -> None:
         """Takes in how a worker's process has ended."""
@@ -100,7 +112,7 @@ class Agent:
         self.recorder.event("exit", of=member.worker, code=code, expected=expected, seen_ns=seen_ns)
         if not expected or (is_out and code < 0):
             member.state = "dead"
-        elif is_out or member.state == "finished":
+        elif is_out or member.state == "finished" or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
         self.decide(ExitSeen(now_ns(), member.worker, code))
@@ -118,11 +130,8 @@ class Agent:
                     f"again; if that happens twice, see {self.store.log} and `bamboo doctor`"
                 )
             if not self.is_stopping:
-                try:
-                    self.store.start_again()
-                    return True
-                except EnvironmentLacksError:
-                    pass  # the fork server has ended too, as the loop is about to find
+                self.store.start_again()
+                return True
         return False
 
     def decide(self, *events: Event) -> None:
@@ -139,12 +148,27 @@ class Agent:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Halt):
             self._halt(effect)
+        elif isinstance(effect, Finish):
+            self._finish(effect)
         elif isinstance(effect, PublishEpoch) and effect.verdict and not self.account.going_at_ns:
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(dict(effect.verdict))))  # nobody can take over yet
         elif not self.is_stopping:
             self.injector.begins(effect)
             self.orders.carry_out(effect, self.node.state)
             self.injector.has_begun(effect)
+
+    def _finish(self, effect: Finish) -> None:
+        """Lets everybody go at once, or, where somebody is missing, when the others have said what they know."""
+        if not effect.cut_short:
+            self.orders.broadcast("bye")
+        if self._is_let_go:
+            return
+        self._is_let_go = True
+        if effect.cut_short:
+            self.recorder.event("cut_short", reason=effect.cut_short)
+            self.account.note(f"every step is committed; what follows the last one ends early: {effect.cut_short}")
+        grace_s = _LAST_WORDS_S if effect.cut_short else _LEAVE_GRACE_S
+        self.deadline_s = min(self.deadline_s, time.monotonic() + grace_s)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -159,11 +183,12 @@ class Agent:
         self.tick(self)
         if self.store.look():
             self.recorder.event("store_silent", child=self.store.child.pid)
-        with self.failing():
-            while self._to_strike_off:
-                self.node.strike_off(self._to_strike_off.pop())
-            self.node.renew(now_ns())
-            self.node.report(now_ns())
+        if not self._has_finished:  # there is nothing left that anybody need know, or the store could spoil
+            with self.failing():
+                while self._to_strike_off:
+                    self.node.strike_off(self._to_strike_off.pop())
+                self.node.renew(now_ns())
+                self.node.report(now_ns())
         self.decide(Tick(now_ns()))
         self.orders.broadcast("ping")
 
@@ -190,14 +215,23 @@ class Agent:
             self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.account.going_at_ns else _START_GRACE_S)
 
     def overdue(self) -> None:
-        """The grace has passed: to stop, or to end a step that was interrupted."""
-        if self.is_stopping:
-            for member in self.members.values():
-                if member.exit_code is None:
-                    member.child.signal(signal.SIGKILL)
-            self.deadline_s = float("inf")
-        else:
+        """The grace has passed: to end a step that was interrupted, or to leave; to stop; or to be gone."""
+        if not self.is_stopping:
             self._stop()
+            return
+        for member in self.members.values():
+            if member.exit_code is None and self._has_killed:
+                self._leaves_behind(member)
+            elif member.exit_code is None:
+                self.recorder.event("killed", of=member.worker, why="it did not end when it was to")
+                member.child.signal(signal.SIGKILL)
+        self.deadline_s = float("inf") if self._has_killed else time.monotonic() + _KILL_GRACE_S
+        self._has_killed = True
+
+    def _leaves_behind(self, member: Member) -> None:
+        member.is_left_behind = True
+        self.recorder.event("left_behind", of=member.worker, child=member.child.pid)
+        self.account.note(f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind")
 
     def interrupt(self, number: signal.Signals) -> None:
         """The first signal lets the step end; a second one, or one before the first step, stops at once."""
@@ -208,7 +242,7 @@ class Agent:
             self._stop()
         elif not self.is_stopping:
             self.decide(Notice(now_ns(), None, round(_INTERRUPT_GRACE_S * 1e9)))
-            self.deadline_s = time.monotonic() + _INTERRUPT_GRACE_S
+            self.deadline_s = min(self.deadline_s, time.monotonic() + _INTERRUPT_GRACE_S)
 
     def _ended_by(self, text: str) -> WorkerFailedError:
         """Returns the error that ends the run, with where to read on about everyone who is out."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.bench_rows import Row, paired_row
-from engine.core.job import Args, Job
+from engine.core.job import Job
+from engine.core.scalar import Args
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.bench_redundancy import timed_flags

@@ -17,8 +17,9 @@ from engine.core.bench_costs import Done, Iteration, lasting, predicted_seconds
 from engine.core.bench_rows import Row, Stamps, pipeline_rows, schedule_rows, seconds_taken
 from engine.core.bench_schedules import peer_name, predicted_by_sleeps, timed_job, timed_program
 from engine.core.errors import WorkerFailedError
-from engine.core.job import Args, Job
-from engine.core.planned import fresh_ownership
+from engine.core.job import Job
+from engine.core.job_wants import fresh_ownership
+from engine.core.scalar import Args
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.children import ForkServer
 from engine.runtime.link import Message

@@ -1,47 +1,83 @@
-"""The launcher's side of the fork server: starts it, forks children through it, signals them by pidfd only."""
+"""The launcher's side of the fork server: starts it, forks children through it, signals them by pidfd only.
+
+Rules: what the server forks are children of this process, which sees how they end; they live on without the server.
+A server that has ended, or does not answer, is replaced when the next child is wanted. No wait here is without end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 from engine.core.errors import EnvironmentLacksError
 from engine.runtime.interrupts import ctrl_c_held
+from engine.runtime.kernel import adopting
 from engine.runtime.link import Link, Message
 
+_START_S = 60.0  # until a server has imported all that it forks, and answers
+_ANSWER_S = 10.0  # of one that has answered before
+_GONE_S = 2.0  # from SIGKILL until the process is gone; one that the kernel does not let go is left behind
+_MAX_STARTS = 3  # of servers for one child
 
-@dataclass(frozen=True, slots=True)
+
 class Child:
     """A process that this launcher started; `pidfd` becomes readable when it has ended."""
 
-    name: str
-    pid: int
-    pidfd: int
+    def __init__(self, name: str, pid: int, pidfd: int):
+        self.name = name
+        self.pid = pid
+        self.pidfd = pidfd
+        self.is_closed = False
+        self._code: int | None = None
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal; nothing happens if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
+    def wait(self, timeout_s: float = 0.0) -> int | None:
+        """Returns how it ended, its exit code or a signal's number as a negative; None if it does not end in time."""
+        if self._code is None and _is_readable(self.pidfd, timeout_s):
+            self._code = _reap(self.pidfd)
+        return self._code
+
+    def close(self) -> None:
+        """Ends it if it has not ended, and gives its descriptor back."""
+        if not self.is_closed:
+            self.signal(signal.SIGKILL)
+            self.wait(_GONE_S)
+            os.close(self.pidfd)
+            self.is_closed = True
+
 
 class ForkServer:
-    """A running fork server, as a context. `exited` messages arrive on `link` and are taken with `next_exit`."""
+    """A running fork server, as a context."""
 
     def __init__(self) -> None:
-        self.link, far = Link.pair()
-        self._exits: list[Message] = []
         # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
-        environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._environment = os.environ | dict.fromkeys(
+            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+        )
+        self._children: list[Child] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._link, far = Link.pair()
+        self._has_served = False
         command = [sys.executable, "-m", "engine.runtime.forkserver", str(far.fileno()), str(os.getpid())]
         with ctrl_c_held():
             self._process = subprocess.Popen(
-                command, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                command,
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
             )
         far.close()
 
@@ -55,29 +91,76 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Its process, which may be another one after the next child."""
         return self._process.pid
 
+    def has_ended(self) -> bool:
+        """Says whether it has ended; the next child will bring another."""
+        return self._process.poll() is not None
+
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
-        """Forks a child into `role`; it writes to `log_fd` and owns copies of `fds`, which stay open here."""
-        self.link.send("fork", fds=[log_fd, *fds], role=role, name=name)
-        while True:
-            reply = self.link.receive()
-            if reply is None:
-                raise EnvironmentLacksError(f"the fork server ended at start with code {self._process.wait()}")
-            if reply["kind"] == "forked":
-                return Child(name, reply["pid"], reply["fds"][0])
-            self._exits.append(reply)
+        """Forks a child into `role`; it writes to `log_fd` and owns copies of `fds`, which stay open here.
 
-    def has_early_exits(self) -> bool:
-        """Returns whether children ended while others were being forked: `link` will not become readable for them."""
-        return bool(self._exits)
+        Raises EnvironmentLacksError when no server can be had, or no process.
+        """
+        self._children = [child for child in self._children if not child.is_closed]
+        for _ in range(_MAX_STARTS):
+            reply = self._ask(role, name, [log_fd, *fds])
+            if reply is not None:
+                if reply["kind"] != "forked":
+                    raise EnvironmentLacksError(f"no process can be started: {reply['error']}")
+                self._children.append(Child(name, reply["pid"], reply["fds"][0]))
+                return self._children[-1]
+            code = self._end()
+            if code >= 0 and not self._has_served:
+                raise EnvironmentLacksError(f"the fork server ended at start with code {code}")
+            self._start()
+        raise EnvironmentLacksError(f"no fork server answers; {_MAX_STARTS} were started one after the other")
 
-    def next_exit(self) -> Message | None:
-        """Returns the next ``exited`` message (pid; code, negative for a signal), or None if the server is gone."""
-        return self._exits.pop(0) if self._exits else self.link.receive()
+    def _ask(self, role: str, name: str, fds: list[int]) -> Message | None:
+        """Has the server fork, and returns its answer, None if it gives none."""
+        told, tell = os.pipe()  # a child of which nothing is known here must not begin
+        with adopting():
+            self._link.send("fork", fds=[told, *fds], role=role, name=name)
+            reply = self._reply(_ANSWER_S if self._has_served else _START_S)
+        if reply is not None:
+            self._has_served = True
+            os.write(tell, b"!")
+        os.close(told)
+        os.close(tell)
+        return reply
+
+    def _reply(self, timeout_s: float) -> Message | None:
+        return self._link.receive() if _is_readable(self._link.fileno(), timeout_s) else None
+
+    def _end(self) -> int:
+        """Ends the server, and returns its exit code, or the number of a signal as a negative."""
+        self._link.close()
+        try:
+            return self._process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GONE_S)
+        return -signal.SIGKILL
 
     def close(self) -> None:
-        """Ends the server and every child it still has."""
-        self.link.close()
-        self._process.wait()
+        """Ends the server, and every child that nobody has closed."""
+        self._end()
+        for child in self._children:
+            child.close()
+
+
+def _is_readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _reap(pidfd: int) -> int:
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    except ChildProcessError:  # whoever embeds this waits for all children there are: how it ended is not known
+        return -signal.SIGKILL
+    assert result is not None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status

@@ -130,7 +130,8 @@ class EmbeddedEtcd:
 
     def _reap(self) -> None:
         if self._process is not None:
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be beyond SIGKILL
+                self._process.wait(_STOP_GRACE_S)
             os.close(self.pidfd)
             self._process = None
 

@@ -21,7 +21,7 @@ from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
 from engine.runtime.control import Control, Fenced
 from engine.runtime.failpoints import Failpoints
-from engine.runtime.holdings import Holdings, retains
+from engine.runtime.holdings import Holdings
 from engine.runtime.link import Message
 from engine.runtime.overlap import run_in_order
 from engine.runtime.plane import DataPlane
@@ -60,7 +60,7 @@ class Executor:
         self.around = around
         self.step = 0
         self.num_computed = 0
-        self.holdings = Holdings(retains(around.job))
+        self.holdings = Holdings(around.job.retains)
         self.end = StepEnd(around.job, around.worker, around.starts, around.replicas, around.control)
         self.streams = Streams(around.job, around.worker, around.replicas)
         self._batches: dict[Action, Batch] = {}

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from engine.core.errors import InvariantError
 from engine.core.inventory import from_json
+from engine.core.job_wants import shadowed
 from engine.core.ownership import Grid, Ownership, Slot
-from engine.core.planned import shadowed
 from engine.core.program import build_program
 from engine.core.recovery import Plan, PlanInput, make_plan
 from engine.runtime.control import Control

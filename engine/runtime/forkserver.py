@@ -1,8 +1,9 @@
 """The fork server: a process that has imported torch once and forks workers from there in milliseconds.
 
-Rules: it has one thread, no open channel and no device context, so that its children start clean. It ends when its
-parent does, and its children end when it does. It opens each child's pidfd before the child can be reaped, and
-sends it to the parent, who thus never signals a number.
+Rules: it has one thread, no open channel and no device context, so that what it forks starts clean. It ends when the
+launcher does. What it forks is a child of the launcher, for a process in between forks it and ends: so the launcher
+sees its end, and the kernel ends it with the launcher, whatever becomes of this server. The launcher is told of it by
+a pidfd, and thus never signals a number.
 
 The standard library's fork server is not used because it pickles, starts a tracker process that unblocks signals,
 and gives its parent a pid instead of a pidfd.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import selectors
 import signal
 import sys
 import traceback
@@ -35,70 +35,62 @@ TAKES_NOTICE = ("worker", "bench-recording")  # SIGTERM waits for a thread that 
 PRELOAD = ("engine.runtime.worker", "engine.runtime.store_server")
 
 
-def serve(parent: Link) -> None:
-    """Forks on request and reports how children end, until the parent is gone."""
-    selector = selectors.DefaultSelector()
-    selector.register(parent, selectors.EVENT_READ, None)
-    while True:
-        for key, _ in selector.select():
-            if key.data is not None:
-                selector.unregister(key.fileobj)
-                _report_exit(parent, *key.data)
-                continue
-            request = parent.receive()
-            if request is None:
-                _end_children(selector)
-                return
-            pid, pidfd = _fork(request, parent, selector)
-            selector.register(pidfd, selectors.EVENT_READ, (pid, pidfd))
-            parent.send("forked", fds=[pidfd], pid=pid)
+def serve(launcher: Link, launcher_pid: int) -> None:
+    """Forks on request until the launcher is gone."""
+    while (request := launcher.receive()) is not None:
+        try:
+            _fork(request, launcher, launcher_pid)
+        except OSError as error:
+            launcher.send("unforked", error=str(error))
+        for fd in request["fds"]:
+            os.close(fd)
 
 
-def _report_exit(parent: Link, pid: int, pidfd: int) -> None:
-    result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-    assert result is not None
+def _fork(request: Message, launcher: Link, launcher_pid: int) -> None:
+    """Forks a child of the launcher."""
+    (born, bears), server = os.pipe(), os.getpid()
+    between = os.fork()
+    if between == 0:
+        try:
+            die_with_parent(server)
+            if (child := os.fork()) == 0:
+                os.close(born)
+                os.close(bears)
+                _become(request, launcher, launcher_pid)
+            os.write(bears, str(child).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(between, 0)  # from now on the launcher is the parent
+    os.close(bears)
+    with open(born) as pid_file:
+        pid = int(pid_file.read() or -1)
+    if pid < 0:
+        raise OSError("a fork was refused")
+    pidfd = os.pidfd_open(pid)
+    launcher.send("forked", fds=[pidfd], pid=pid)
     os.close(pidfd)
-    by_signal = result.si_code != os.CLD_EXITED
-    parent.send("exited", pid=pid, code=-result.si_status if by_signal else result.si_status)
 
 
-def _end_children(selector: selectors.BaseSelector) -> None:
-    """Kills the children that are left and reaps them, so that nobody else has to."""
-    for key in list(selector.get_map().values()):
-        if key.data is not None:
-            _, pidfd = key.data
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+def _become(request: Message, launcher: Link, launcher_pid: int) -> NoReturn:
+    """Turns the forked child into what was asked for, when the launcher knows of it: its first descriptor says so.
 
-
-def _fork(request: Message, parent: Link, selector: selectors.BaseSelector) -> tuple[int, int]:
-    server = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _become(request, parent, selector, server)
-    for fd in request["fds"]:
-        os.close(fd)
-    return pid, os.pidfd_open(pid)
-
-
-def _become(request: Message, parent: Link, selector: selectors.BaseSelector, server: int) -> NoReturn:
-    """Turns the forked child into what was asked for. Its first descriptor is its standard output and error."""
+    Its second descriptor is its standard output and error.
+    """
     code = 1
     try:
         if request["role"] in TAKES_NOTICE:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is any other thread
         os.setsid()
-        die_with_parent(server)
-        for key in list(selector.get_map().values()):
-            if key.data is not None:
-                os.close(key.data[1])
-        selector.close()
-        parent.close()
-        log, *fds = request["fds"]
+        launcher.close()
+        told, log, *fds = request["fds"]
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         name_process(request["name"])
+        if not os.read(told, 1):
+            os._exit(code)
+        os.close(told)
+        die_with_parent(launcher_pid)  # also while it is stopped
         module, function = ROLES[request["role"]]
         code = getattr(importlib.import_module(module), function)(*fds)
     except BaseException:
@@ -111,15 +103,20 @@ def _become(request: Message, parent: Link, selector: selectors.BaseSelector, se
 
 def main() -> None:
     """Runs the server over the link whose descriptor is the first argument; the second is the parent's pid."""
-    die_with_parent(int(sys.argv[2]))
+    launcher_pid = int(sys.argv[2])
+    die_with_parent(launcher_pid)
     ignore_ctrl_c()
-    parent = Link.from_fd(int(sys.argv[1]))
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # where a standard stream was closed, nothing else may have its number, which a child gives to its log
+    os.close(spare)
+    launcher = Link.from_fd(int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
     name_process("bamboo-fork")
-    serve(parent)
+    serve(launcher, launcher_pid)
+    os._exit(0)  # there is nothing to save, and to take down all that was imported takes its time
 
 
 if __name__ == "__main__":

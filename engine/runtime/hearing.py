@@ -43,6 +43,10 @@ def _on_border(agent: Agent, member: Member, message: Message) -> None:
     agent.orders.broadcast("border", stage=message["stage"], specs=message["specs"])
 
 
+def _on_pure(agent: Agent, member: Member, message: Message) -> None:
+    agent.account.purity.add(member.worker, message["rows"])
+
+
 def _on_ready(agent: Agent, member: Member, message: Message) -> None:
     member.state = "ready"
     agent.decide(Joined(now_ns(), member.worker, agent.node.name))
@@ -101,7 +105,7 @@ def _on_failed(agent: Agent, member: Member, message: Message) -> None:
 
 def _on_inventory(agent: Agent, member: Member, message: Message) -> None:
     agent.injector.reached("inventory", message["epoch"])
-    agent.decide(Inventory(now_ns(), member.worker, message["epoch"], message["holds"]))
+    agent.decide(Inventory(now_ns(), member.worker, message["epoch"], message["holds"], tuple(message["whole"])))
 
 
 def _on_planned(agent: Agent, member: Member, message: Message) -> None:
@@ -133,6 +137,7 @@ def _on_fault(agent: Agent, member: Member, message: Message) -> None:
 _HANDLERS: dict[str, Callable[[Agent, Member, Message], None]] = {
     "partition": _on_partition,
     "border": _on_border,
+    "pure": _on_pure,
     "ready": _on_ready,
     "vote": _on_vote,
     "audit": _on_audit,

@@ -6,15 +6,9 @@ one use; what was received leaves when it is used up. Nothing that is held is ev
 
 from __future__ import annotations
 
-from engine.core.job import Job
 from engine.core.requires import Value
 from engine.models.layers import Tensors
 from engine.runtime.segment import cut_off
-
-
-def retains(job: Job) -> bool:
-    """Says whether somebody could take over a slot, so that what is made must stay until the commit."""
-    return job.redundancy != "none" or (job.pipelines > 1 and not job.fsdp)
 
 
 class Holdings:

@@ -13,11 +13,12 @@ from typing import Any
 
 from engine.core.catch_up import catch_up_points
 from engine.core.fault import After, At, Fault, Owner, Phase, Victim, Worker, to_plain
-from engine.core.job import Job, Scalar
+from engine.core.job import Job
 from engine.core.membership_effects import Commit, Effect, PublishEpoch, PublishPlanInput, StartTraining
 from engine.core.membership_state import State
 from engine.core.membership_verdicts import heirs
 from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.scalar import Scalar
 from engine.runtime.faults.registry import Blow, Registered, Sign, registered
 from engine.runtime.link import Message
 from engine.runtime.process_state import process_state

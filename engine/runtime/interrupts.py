@@ -40,6 +40,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         for number in _TAKEN:
             self._before[number] = signal.signal(number, self._note)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel would forget how a child has ended
+            self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(

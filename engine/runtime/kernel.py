@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -23,6 +27,18 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Has a process whose parent ends meanwhile, among all that stem from this one, become a child of this one."""
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
 
 
 def sleep_exactly() -> None:

@@ -55,7 +55,9 @@ class Lane:
             return self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be beyond SIGKILL
+            self._process.wait(_GRACE_S)
+        return -signal.SIGKILL
 
     def interrupt(self) -> None:
         """Asks it to end whatever it does; the case that it runs may clean up."""

@@ -27,41 +27,41 @@ _PROC = Path("/proc")
 class Traces:
     """Made before a run that this process starts; `left` looks for what is there beyond, after its end.
 
-    Processes count that were started after `mark_processes`, but for the fork server, whose pid is `server`: it
-    serves the next run too.
+    Processes count that were started after `mark_processes`.
     """
 
-    def __init__(self, server: int) -> None:
-        self._server = server
+    def __init__(self) -> None:
         self._mark = os.environ[_VARIABLE]
         self._shared_memory = _shared_memory()
         self._ports = _own_ports()
 
-    def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None) -> list[str]:
+    def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
         """Returns what is left two seconds after the end of a run, in words; waits no longer than it must.
+
+        The fork server, whose pid is `server` by now, serves the next run too.
 
         Raises:
             CoordinatorUnavailableError: the kept store gives no answer.
         """
         until_s = time.monotonic() + _GONE_WITHIN_S
-        while (found := self._found(logs)) and time.monotonic() < until_s:
+        while (found := self._found(logs, server)) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
         return found + (_keys(run_id, etcd) if etcd is not None else [])
 
-    def _found(self, logs: Path) -> list[str]:
-        found = [f"process {pid} ({name})" for pid, name in self._processes()]
+    def _found(self, logs: Path, server: int) -> list[str]:
+        found = [f"process {pid} ({name})" for pid, name in self._processes(server)]
         found += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
         new = _shared_memory() - self._shared_memory
         found += [f"shared memory {name}" for name in sorted(new - _held(new))]
         return found + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
 
-    def _processes(self) -> Iterator[tuple[int, str]]:
+    def _processes(self, server: int) -> Iterator[tuple[int, str]]:
         wanted = f"{_VARIABLE}={self._mark}".encode()
         for entry in _PROC.iterdir():
             with contextlib.suppress(OSError):
                 if (
                     entry.name.isdigit()
-                    and int(entry.name) != self._server
+                    and int(entry.name) != server
                     and wanted in (entry / "environ").read_bytes().split(b"\0")
                 ):
                     yield int(entry.name), (entry / "comm").read_text().strip()

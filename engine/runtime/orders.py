@@ -18,7 +18,6 @@ from engine.core.membership_effects import (
     Effect,
     Evict,
     Fence,
-    Finish,
     GatherInventories,
     Look,
     OrderHandOver,
@@ -52,6 +51,7 @@ class Orders:
         self._planned, self._started = 0, 0  # the epochs in which plan and go were told
         self._leaving: tuple[int, ...] = ()  # as the workers know them
         self._told: Message | None = None  # the last commit
+        self._owners: tuple[int, ...] = ()  # as recorded
 
     def carry_out(self, effect: Effect, state: State) -> None:
         """Does what an order says; `state` is the one that it was read off."""
@@ -76,13 +76,17 @@ class Orders:
             "go": self._go(state) if state.phase in _TRAINING else None,  # nothing is left to wait for
         }
         at_ns = now_ns()
-        ownership = self._ownership(state)
-        for worker in effect.members:
-            self.members[worker].slots = ownership.slots_of(worker)
+        self._note_owners(state)
         self.broadcast(**self._epoch_message())
         self.account.freeze()
-        self.recorder.event("epoch", **asdict(effect), shadows=state.shadows, at_ns=at_ns)
+        self.recorder.event("epoch", **asdict(effect), owners=state.owners, shadows=state.shadows, at_ns=at_ns)
         self.account.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
+
+    def _note_owners(self, state: State) -> None:
+        self._owners = state.owners
+        ownership = self._ownership(state)
+        for worker in state.members:
+            self.members[worker].slots = ownership.slots_of(worker)
 
     def _epoch_message(self) -> Message:
         return {"kind": "epoch", **self._epoch}
@@ -101,6 +105,9 @@ class Orders:
         self._planned = effect.epoch
         self._leaving = effect.leaving
         at_ns = now_ns()
+        if effect.owners != self._owners:  # an heir that was not known of before it said what it holds
+            self._note_owners(state)
+            self.recorder.event("heirs", epoch=effect.epoch, owners=effect.owners, shadows=effect.shadows, at_ns=at_ns)
         is_prepared = state.phase not in GATHERING
         if not is_prepared:
             self.broadcast("plan", **_document(effect))
@@ -153,9 +160,6 @@ class Orders:
         if member.exit_code is None:
             member.child.signal(signal.SIGKILL)
 
-    def _finish(self, effect: Finish, state: State) -> None:
-        self.broadcast("bye")
-
     def _need_not(self, effect: Effect, state: State) -> None:
         """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
 
@@ -179,5 +183,4 @@ _CARRY_OUT: dict[type[Effect], Callable[[Orders, Any, State], None]] = {
     Evict: Orders._evict,
     Fence: Orders._fence,
     Look: Orders._need_not,
-    Finish: Orders._finish,
 }

@@ -34,14 +34,12 @@ class Member:
     exit_code: int | None = None
     peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
     peak_memory_kib: int = 0
-    is_released: bool = False
+    is_left_behind: bool = False  # not even SIGKILL has ended it
 
     def release(self) -> None:
-        """Gives back what this process holds of a worker that has ended."""
-        if not self.is_released:
-            self.is_released = True
-            self.link.close()
-            os.close(self.child.pidfd)
+        """Gives back what this process holds of a worker; one that has not ended is ended."""
+        self.link.close()
+        self.child.close()
 
 
 def start_members(
@@ -106,22 +104,20 @@ class RendezvousStore:
     def start_again(self) -> None:
         """Starts another one, on another port, in place of one that has ended.
 
-        Raises InvariantError when one after the other ends before it serves, EnvironmentLacksError when the fork server
-        has ended.
+        Raises InvariantError when one after the other ends before it serves, EnvironmentLacksError when no
+        process can be had.
         """
         self._hear()
         self._num_mute = 0 if self._has_served else self._num_mute + 1
         if self._num_mute == _MAX_MUTE:
             raise InvariantError(f"no rendezvous store gets to serve; the last one wrote {self.log}")
-        ended_link, ended = self.link, self.child
+        self.close()
         self._start()
-        ended_link.close()
-        os.close(ended.pidfd)
 
     def close(self) -> None:
-        """Lets the store end."""
+        """Ends the store."""
         self.link.close()
-        os.close(self.child.pidfd)
+        self.child.close()
 
 
 def tell_all(members: Iterable[Member], /, kind: str, **fields: Any) -> None:
@@ -133,6 +129,6 @@ def tell_all(members: Iterable[Member], /, kind: str, **fields: Any) -> None:
 
 
 def close_members(members: Sequence[Member]) -> None:
-    """Releases what this process still holds of workers."""
+    """Releases what this process still holds of workers, and ends those that have not ended."""
     for member in members:
         member.release()

@@ -12,9 +12,9 @@ from pathlib import Path
 from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.fault import Fault, to_plain
 from engine.core.job import Job
+from engine.core.job_wants import fresh_ownership, shadowed
 from engine.core.membership_state import Options, State, begin
 from engine.core.ownership import Ownership
-from engine.core.planned import fresh_ownership, shadowed
 from engine.runtime.account import Account
 from engine.runtime.agent import AGENT, Agent
 from engine.runtime.children import ForkServer
@@ -55,7 +55,10 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a session ended: outcome in a word, the error if there was one, and all that was learned until then."""
+    """How a session ended: outcome in a word, the error if there was one, and all that was learned until then.
+
+    `missing` is what a run that has finished lacks of its last step, in words: its last witness went after that commit.
+    """
 
     outcome: str
     exit_code: int
@@ -63,6 +66,7 @@ class Ending:
     view: View
     started_at_ns: int
     ended_at_ns: int
+    missing: tuple[str, ...] = ()
 
 
 def run_session(
@@ -251,4 +255,5 @@ def _ending(agent: Agent, view: View, started_at_ns: int) -> Ending:
         outcome, code = "failed", int(agent.cause.exit_code)
     elif agent.interrupted is not None and len(agent.account.losses) < agent.account.job.steps:
         outcome, code = "interrupted", 128 + agent.interrupted
-    return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns())
+    missing = agent.account.missing() if outcome == "finished" else ()
+    return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns(), missing)

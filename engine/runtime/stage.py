@@ -24,7 +24,6 @@ from engine.models.layers import Model, Tensors, as_tensors
 from engine.runtime.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.build_layer import build_layer
-from engine.runtime.holdings import retains
 from engine.runtime.optimizer import LayerOptimizer, trainable
 from engine.runtime.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.segment import Segment, cut_off
@@ -51,7 +50,7 @@ class Stage:
         self._history: BufferHistory | None = None
         self._form = form_of(snapshot_of(self._modules(self.layers)))
         # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
-        self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if retains(job) else ()
+        self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if job.retains else ()
         self.border: Border | None = None
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
@@ -68,7 +67,7 @@ class Stage:
 
     def copy_buffers(self) -> Tensors:
         """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
-        if not retains(self.job):
+        if not self.job.retains:
             return self.buffers()
         kept = self.history().keep()
         refuse_another_form(self.layers, self._form, form_of(kept))  # others have them in the form that they expect
@@ -117,7 +116,7 @@ class Stage:
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
         """Runs the layers on the next microbatch and keeps its residual; the last stage also computes the loss."""
         assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
-        if retains(self.job):
+        if self.job.retains:
             self.history().note(microbatch)
         residual = self._forward(step, microbatch, inputs, targets)
         if residual.loss is not None:
@@ -126,9 +125,9 @@ class Stage:
         return residual.outputs
 
     def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
-        """Runs a forward that has counted again: its residual is back, buffers, losses and counter are as before."""
-        history = self._history or BufferHistory(modules_of(self.layers.values()))
-        with lending(history.modules, history.copy_before(microbatch)):
+        """Runs a forward that has counted again, with the buffers of before it; buffers, losses and counter stay."""
+        assert microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in"
+        with lending(self.history().modules, self.history().copy_before(microbatch)):
             return self._forward(step, microbatch, inputs, targets).outputs
 
     def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:

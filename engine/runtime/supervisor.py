@@ -1,13 +1,11 @@
-"""The launcher's loop: waits on the workers' links, their pidfds, the fork server, signals and the clock at once."""
+"""The launcher's loop: waits on the workers' links, their pidfds, the store's, signals and the clock at once."""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import time
 
-from engine.core.errors import InvariantError
 from engine.runtime.agent import Agent
 from engine.runtime.children import ForkServer
 from engine.runtime.hearing import hear
@@ -18,23 +16,21 @@ _TICK_S = 0.25
 
 
 def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
-    """Serves until every worker has ended; afterwards the agent says how it went."""
+    """Serves until every worker has ended, or is left behind; afterwards the agent says how it went."""
     members = list(agent.members.values())
+    server_pid = _look_at(server, agent, 0)
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
-        selector.register(server.link, selectors.EVENT_READ, lambda: _note_exit(selector, agent, server))
         _watch_store(selector, agent)
         for member in members:
             _watch(selector, agent, member)
         ticked_s = 0.0
-        while any(member.exit_code is None for member in members):
-            while server.has_early_exits():
-                _note_exit(selector, agent, server)
+        while any(member.exit_code is None and not member.is_left_behind for member in members):
             due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
             wait_s = min(_TICK_S, due_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
                 # What was ready may have been dealt with by what came before it in this round.
-                if key.fd in selector.get_map():
+                if selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()
             agent.injector.look_at_clock()
@@ -44,14 +40,21 @@ def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
             if now_s - ticked_s >= _TICK_S:
                 ticked_s = now_s
                 agent.look_at_clock()
+                server_pid = _look_at(server, agent, server_pid)
     agent.close()
 
 
 def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> None:
     def ended() -> None:
-        selector.unregister(member.child.pidfd)
         agent.sees_end(member)
         _hear_last_words(agent, member)
+        code = member.child.wait()
+        assert code is not None
+        agent.exited(member, code)
+        for end in (member.link, member.child.pidfd):
+            if end in selector.get_map():
+                selector.unregister(end)
+        member.release()
 
     def spoken() -> None:
         message = member.link.receive()
@@ -74,6 +77,16 @@ def _hear_last_words(agent: Agent, member: Member) -> None:
             hear(agent, member, message)
 
 
+def _look_at(server: ForkServer, agent: Agent, known: int) -> int:
+    """Records another fork server than was known, and the end of that one; returns which is there now, 0 for none."""
+    now = 0 if server.has_ended() else server.pid
+    if known not in (0, now):
+        agent.recorder.event("fork_server_ended", child=known)
+    if now not in (0, known):
+        agent.recorder.event("fork_server", child=now)
+    return now
+
+
 def _watch_store(selector: selectors.BaseSelector, agent: Agent) -> None:
     def ended() -> None:
         selector.unregister(child.pidfd)
@@ -83,21 +96,3 @@ def _watch_store(selector: selectors.BaseSelector, agent: Agent) -> None:
     child = agent.store.child
     agent.recorder.event("rendezvous", child=child.pid, port=agent.store.port)
     selector.register(child.pidfd, selectors.EVENT_READ, ended)
-
-
-def _note_exit(selector: selectors.BaseSelector, agent: Agent, server: ForkServer) -> None:
-    """The fork server reports how a child ended."""
-    message = server.next_exit()
-    if message is None:
-        for member in agent.members.values():
-            member.exit_code = -signal.SIGKILL if member.exit_code is None else member.exit_code
-        agent.fail(InvariantError("the fork server has ended, and with it every worker"))
-        return
-    for member in agent.members.values():
-        if member.child.pid == message["pid"] and member.exit_code is None:
-            _hear_last_words(agent, member)
-            agent.exited(member, message["code"])
-            for end in (member.link, member.child.pidfd):
-                if end in selector.get_map():
-                    selector.unregister(end)
-            member.release()

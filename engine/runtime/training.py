@@ -17,8 +17,8 @@ from typing import Literal
 
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.inventory import to_json
+from engine.core.job_wants import is_due
 from engine.core.ownership import Ownership, Slot
-from engine.core.planned import is_due
 from engine.runtime.control import Fenced
 from engine.runtime.executor import Executor, Surroundings
 from engine.runtime.foresight import Foresight, Planned
@@ -159,7 +159,8 @@ class Training:
         """Says what this worker holds, and makes the plan of what everybody holds."""
         control = self.around.control
         self._mark("fence")
-        control.send("inventory", holds=to_json(self._executor.inventory()))
+        inventory = self._executor.inventory()
+        control.send("inventory", holds=to_json(inventory), whole=self.ownership.grid.places(inventory.whole))
         self._mark("inventory")
         if epoch["regroup"]:
             self._regroup(epoch)

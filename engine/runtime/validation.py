@@ -52,8 +52,16 @@ class Validation:
                 for target in self.routes.targets[carried(action)]:
                     self.plane.send(target, carrier_key(self.grid, action, validation=True), tensors)
             else:
+                self._tell(inside=True)
                 self._forward(action, made, results)
+                self._tell(inside=False)
         return merge(results, Mark.MEAN) if results else None
+
+    def _tell(self, *, inside: bool) -> None:
+        """Has the next heartbeat say that this worker moves on, as it does after each action of a step."""
+        control = self.around.control
+        step, index, _ = control.at
+        control.at = (step, index + inside, inside)
 
     def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[Validated]) -> None:
         around, stage = self.around, self.around.replicas.stages[0, action.stage]

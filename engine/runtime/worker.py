@@ -28,6 +28,7 @@ from engine.runtime.kernel import sleep_exactly
 from engine.runtime.link import Link, Message
 from engine.runtime.plane import DataPlane
 from engine.runtime.progress_board import ProgressBoard
+from engine.runtime.pure_check import check_pure
 from engine.runtime.recorder import Recorder
 from engine.runtime.replicas import Replicas
 from engine.runtime.sharded_stages import Shards
@@ -88,6 +89,8 @@ def _live(control: Control, events_fd: int, board_fd: int) -> None:
     model = build_model(job, data.facts)
     control.recorder = Recorder(events_fd, welcome["worker"])
     joined = join(control, welcome, job, data, model, control.recorder, board)
+    if job.check_pure and model.check_pure:
+        check_pure(joined.around, joined.ownership)
     training = Training(*joined)
     control.send("ready")
     training.run()

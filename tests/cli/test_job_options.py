@@ -78,11 +78,22 @@ def test_mistakes_of_flags_are_user_errors_all_at_once() -> None:
     assert [str(problem).split(":")[0] for problem in caught.value.problems] == ["none.yaml", "--lr", "--stages"]
 
 
+def test_what_is_true_has_a_flag_that_denies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAMBOO_CHECK_PURE", "false")
+    resolved, _ = invoke("run")
+    assert (resolved.job.check_pure, resolved.origins["check_pure"]) == (False, "BAMBOO_CHECK_PURE")
+    assert invoke("run", "--set", "check_pure=true")[0].job.check_pure is True
+    resolved, _ = invoke("run", "--set", "check_pure=true", "--no-check-pure")
+    assert (resolved.job.check_pure, resolved.origins["check_pure"]) == (False, "--no-check-pure")
+    with pytest.raises(UserError, match="expected true or false, found 1"):
+        invoke("run", "--set", "check_pure=1")
+
+
 @pytest.mark.parametrize("name", FLAG_FIELDS)
 def test_every_plain_field_is_a_flag_with_its_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     text = CliRunner().invoke(app, ["show", "--help"], catch_exceptions=False).output
-    assert f"--{name.replace('_', '-')} " in text
+    assert f"--{'no-' if name == 'check_pure' else ''}{name.replace('_', '-')} " in text
     assert FIELD_HELP[name] in text
 
 

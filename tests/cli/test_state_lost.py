@@ -10,7 +10,7 @@ import pytest
 
 from bamboo_cli.state_lost import Loss, fewest_holders, loss_of, state_lost_lines
 from engine.core.job import Job
-from engine.core.planned import fresh_ownership
+from engine.core.job_wants import fresh_ownership
 
 LAZY = Job(stages=3, steps=9)
 SHARDED = replace(LAZY, redundancy="none", pipelines=2, fsdp=1)

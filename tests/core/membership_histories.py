@@ -58,7 +58,10 @@ def _trouble(world: World, num_turns: int) -> None:
     for _ in range(num_turns):
         chance = pick()
         if chance > (0.7 if world.state.phase in GATHERING else 0.8):
-            _FAULTS[int(pick() * len(_FAULTS))](world, world.workers[int(pick() * len(world.workers))])
+            fault = _FAULTS[int(pick() * len(_FAULTS))]
+            if world.state.phase is Phase.RECONFIGURING and pick() < 0.4:
+                fault = _stop_job  # which leaves no step to finish
+            fault(world, world.workers[int(pick() * len(world.workers))])
         elif chance < 0.4:
             _deliver_any(world)
         elif chance < 0.65:

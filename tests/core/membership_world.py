@@ -25,7 +25,7 @@ EVICTED_AFTER = 2  # repeats
 _ONCE = (effects.PublishEpoch, effects.GatherInventories, effects.PublishPlanInput)  # one of a kind in an epoch
 _CODES = {event: code for code, event in enumerate(events.EVENTS)}
 _ANSWERS = (events.Suspicion, events.Inventory, events.PlanAcknowledged, events.Done)
-_TIMES = {"form": 300, "answer": 60, "stall": 120, "silence": 50, "hang": 80, "look": 15, "repeat": 10}
+_TIMES = {"form": 300, "hail": 300, "answer": 60, "stall": 120, "silence": 50, "hang": 80, "look": 15, "repeat": 10}
 
 
 class Violation(Exception):
@@ -81,6 +81,8 @@ class World:
         self.noticed: set[int] = set()
         self.complaints: list[set[int]] = [set() for _ in self.workers]  # the epochs in which a transfer failed at each
         self.holders = [{slot, *line} for slot, line in enumerate(shadows)]
+        self.copies: list[set[int]] = [set() for _ in self.workers]  # slots whose new replica came in the open step
+        self.owners: dict[int, tuple[int, ...]] = {}  # of each epoch, as its workers know them
         self.published: dict[tuple[type, int], Effect] = {}
         self.arrows: set[tuple[Phase, type, Phase]] = set()
         for worker in self.workers:
@@ -125,6 +127,8 @@ class World:
         """Tells everybody, once or as it happens."""
         for effect in found:
             kind = type(effect)
+            if isinstance(effect, effects.PublishPlanInput) and effect.epoch not in self.owners:
+                self.check_owners(effect)
             if kind in _ONCE and self.published.setdefault((kind, effect.epoch), effect) != effect:
                 raise Violation(f"two different {kind.__name__} in epoch {effect.epoch}")
         chance = 1.0 if self.calm else self.pick()
@@ -189,9 +193,28 @@ class World:
             if not guilty:
                 raise Violation(f"worker {worker} {why}, but nothing was done to it")
         for slot, owner in enumerate(new.owners):
-            if new.phase is not Phase.HALTED and (owner not in new.members or owner not in self.holders_of(slot)):
+            if owner in new.members and owner in self.holders_of(slot):
+                self.holders[slot].add(owner)  # whoever holds the stage of another pipeline has adopted the slot
+            elif not self.has_ended() and (not self.redundant or self.holders_of(slot) & {*new.members}):
                 raise Violation(f"worker {owner} owns what it does not hold")
-            self.holders[slot].add(owner)  # whoever holds the stage of another pipeline has adopted the slot
+
+    def check_owners(self, document: effects.PublishPlanInput) -> None:
+        """When everybody has said what it holds, every slot has an owner that holds it, and its new replicas count."""
+        self.owners[document.epoch] = document.owners
+        for slot, (owner, shadows) in enumerate(zip(document.owners, document.shadows, strict=True)):
+            copies = {worker for worker in document.members if slot in self.copies[worker]}
+            known = self.holders_of(slot) | {
+                worker for worker in document.members if any(self.is_of(slot, each) for each in self.copies[worker])
+            }
+            if owner not in document.members or owner not in known:
+                raise Violation(f"worker {owner} is to own what it does not hold")
+            if not copies <= {owner, *shadows} or not {*shadows} <= self.holders[slot] | copies:
+                raise Violation(f"{copies} have new replicas of slot {slot}, and {shadows} are its shadows")
+            self.holders[slot] |= {owner, *copies}
+
+    def is_of(self, slot: int, other: int) -> bool:
+        """Whether two slots have the same stage."""
+        return slot % self.stages == other % self.stages
 
     def holders_of(self, slot: int) -> set[int]:
         """Returns who holds the stage of a slot, in whatever pipeline."""
@@ -216,17 +239,18 @@ class World:
             for number in state.members:
                 if self.workers[number].epoch < state.epoch or self.workers[number].mode < PLANNED:
                     raise Violation(f"training goes on, but worker {number} has not made the plan")
+        healing = () if state.is_over else state.members  # what was healed in the last step is known with its commit
+        copied = {slot % self.stages for member in healing for slot in self.copies[member]}
+        lost = [each for each in state.lost_stages if self.holders_of(each) <= set(state.out) and each not in copied]
+        is_lost = state.lost_stages and lost == list(state.lost_stages)
         if state.phase is Phase.FINISHED:
             busy = [worker for worker in state.members if self.workers[worker].mode != DONE]
-            if busy or state.committed != state.last_step:
+            if state.committed != state.last_step or (busy and not is_lost and not self.broken):
                 raise Violation(f"finished after step {state.committed} of {state.last_step}, with {busy} not done")
         if state.phase is Phase.HALTED:
-            lost = [stage for stage in state.lost_stages if self.holders_of(stage) <= set(state.out)]
-            legal = {
-                3: self.broken,
-                80: state.lost_stages and lost == list(state.lost_stages),
-                143: state.committed == -1,
-            }
+            legal = {3: self.broken, 80: is_lost, 143: state.committed == -1}
+            if state.committed >= state.last_step:
+                raise Violation(f"halted with {state.exit_code} when every step was committed: {state.reason}")
             if not legal.get(state.exit_code):
                 raise Violation(f"halted with {state.exit_code}: {state.reason}")
 
@@ -256,7 +280,9 @@ class World:
         votes = self.votes[key] = self.votes.get(key, 0) | 1 << worker.number
         published = self.published.get((effects.PublishEpoch, worker.epoch))
         assert isinstance(published, effects.PublishEpoch)
-        if all(votes >> owner & 1 for owner in published.owners):
+        if self.redundant and self.pick() < 0.1:
+            self.copies[worker.number].add(int(self.pick() * len(self.holders)))
+        if all(votes >> owner & 1 for owner in self.owners_in(worker.epoch)):
             heals = self.redundant and (self.calm or self.pick() < 0.7)
             waits = not self.calm and self.pick() < 0.2
             self.say(events.StepCommitted, *key, self.healed(published) if heals else (), waits)
@@ -264,11 +290,15 @@ class World:
     def healed(self, published: effects.PublishEpoch) -> tuple[tuple[int, ...], ...]:
         """Returns one shadow for each slot, which stays if anybody does."""
         found = []
-        for owner in published.owners:
+        for owner in self.owners_in(published.epoch):
             others = [each for each in published.members if each != owner]
             staying = [each for each in others if each not in self.noticed]
             found.append(tuple((staying or others)[:1]))
         return tuple(found)
+
+    def owners_in(self, epoch: int) -> tuple[int, ...]:
+        """Returns the owners of an epoch: at first each worker owns a slot."""
+        return self.owners.get(epoch, tuple(range(len(self.holders))))
 
     def complain(self, worker: Worker, peer: int | None) -> None:
         """A transfer failed."""
@@ -287,7 +317,7 @@ class World:
         """Freezes, and says so as often as it is asked."""
         if worker.mode <= FROZEN:
             worker.mode = FROZEN
-            self.say(events.Inventory, worker.number, worker.epoch, "")
+            self.say(events.Inventory, worker.number, worker.epoch, "", tuple(sorted(self.copies[worker.number])))
 
     def obey_plan(self, worker: Worker, effect: effects.PublishPlanInput) -> None:
         """Makes the plan."""
@@ -311,6 +341,7 @@ class World:
             raise Violation(f"commit of step {effect.step} after step {worker.committed}")
         if effect.step >= worker.committed:
             worker.committed = effect.step
+            self.copies[worker.number].clear()
             if effect.then == "end":
                 worker.mode = DONE
                 self.say(events.Done, worker.number, worker.epoch)

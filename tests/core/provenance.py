@@ -1,8 +1,8 @@
 """A machine that runs programs on provenance: what an action makes is the hash of the action and its inputs, in order.
 
-So two runs with the same hashes have added the same numbers in the same order. It knows nothing of the engine's rule of
-what needs what; it asserts what each action finds. Workers can be killed between any two actions, and the survivors
-say what they hold.
+So two runs with the same hashes have added the same numbers in the same order. Every forward reads the buffers that the
+forwards before it have changed. The machine knows nothing of the engine's rule of what needs what; it asserts what each
+action finds. Workers can be killed between any two actions, and the survivors say what they hold.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ class Machine:
     def _forward(self, worker: int, action: Action) -> None:
         values, replica = self.bodies[worker].values, self._replica(worker, action)
         fed = values[_own(Kind.ACTIVATION, action, -1)] if action.stage else "data"
-        seen = hashed(replica.weights, fed, action.microbatch)
+        read = replica.buffers if action.op is Op.F else replica.befores[action.microbatch]
+        seen = hashed(replica.weights, read, fed, action.microbatch)
         values[_own(Kind.ACTIVATION, action)] = hashed("A", seen, action.pipeline, action.stage)
         values[_own(Kind.RESIDUAL, action)] = hashed("R", seen, action.pipeline, action.stage)
         if action.op is Op.F:

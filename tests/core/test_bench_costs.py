@@ -8,8 +8,8 @@ from engine.core.action import RECEIVE_OPS, Action, Op
 from engine.core.bench_costs import Done, Iteration, lasting, predicted_seconds
 from engine.core.bench_schedules import schedule_jobs, timed_program
 from engine.core.dry_run import DryRun, dry_run
+from engine.core.job_wants import fresh_ownership
 from engine.core.ownership import Ownership
-from engine.core.planned import fresh_ownership
 from engine.core.program import Program
 from tests.core.drawing import program_of
 

@@ -7,8 +7,9 @@ import pytest
 from engine.core.action import Op
 from engine.core.bench_rows import Stamps, ideal_seconds
 from engine.core.bench_schedules import TORCH_NAMES, peer_name, predicted_by_sleeps, schedule_jobs, timed_program
-from engine.core.job import Job, check_job
-from engine.core.planned import fresh_ownership
+from engine.core.job import Job
+from engine.core.job_rules import check_job
+from engine.core.job_wants import fresh_ownership
 from engine.core.schedules.registry import SCHEDULES
 
 MS = 1_000_000

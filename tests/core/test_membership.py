@@ -37,7 +37,7 @@ from engine.core.membership_events import (
     Tick,
 )
 from engine.core.membership_orders import orders
-from engine.core.membership_state import Phase, State
+from engine.core.membership_state import Phase, Sighting, State, resume, to_json
 from tests.core.membership_cases import (
     JOINED,
     S,
@@ -51,6 +51,7 @@ from tests.core.membership_cases import (
     told,
 )
 
+BEATS = Heartbeat(1, 2, 0, 0, 0, False)
 PAIRS = [(phase, kind) for phase in Phase for kind in EVENTS]
 IMPOSSIBLE = {
     *((Phase.FORMING, kind) for kind in (Inventory, PlanAcknowledged, StepCommitted, Done)),
@@ -97,7 +98,7 @@ def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event]) -
 def test_the_last_to_join_starts_the_first_epoch() -> None:
     assert heard(forming(), *JOINED[:2]) == ()
     assert heard(forming(), *JOINED) == (
-        PublishEpoch(1, (0, 1, 2), (0, 1, 2), (), "every worker has joined"),
+        PublishEpoch(1, (0, 1, 2), (), "every worker has joined"),
         StartTraining(1),
     )
 
@@ -116,7 +117,7 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = committed(told(running(), Heartbeat(3, 1, 1, 1, 7, inside=True)))
     state, effects = step(state, ExitSeen(30, 1, -9))
     why = "was ended by SIGKILL, inside action 7 of step 1"
-    assert effects == (PublishEpoch(2, (0, 2), (0, 0, 2), ((1, why),), f"worker 1 {why}"), GatherInventories(2))
+    assert effects == (PublishEpoch(2, (0, 2), ((1, why),), f"worker 1 {why}"), GatherInventories(2))
     assert heard(state, Inventory(31, 2, 2, "two")) == ()
     state = told(state, Inventory(31, 2, 2, "two"))
     state, effects = step(state, Inventory(32, 0, 2, "none"))
@@ -152,9 +153,9 @@ def test_whoever_ends_before_it_is_done_has_died() -> None:
     state = told(in_phase(Phase.DRAINING), Done(30, 0, 1))
     assert told(state, ExitSeen(31, 0, 0)).phase is Phase.DRAINING
     state, effects = step(told(state, ExitSeen(31, 0, 0)), ExitSeen(32, 1, 0))
-    assert state.phase is Phase.HALTED, "worker 0, the shadow of stage 1, has left too"
-    assert "worker 0 had finished and left; worker 1 exited with code 0" in halt(state).reason
-    assert [type(effect) for effect in effects] == [Halt]
+    (finish,) = effects
+    assert isinstance(finish, Finish), "worker 0, the shadow of stage 1, has left too, but every step is committed"
+    assert "worker 0 had finished and left; worker 1 exited with code 0" in finish.cut_short
 
 
 def test_a_death_after_the_last_commit_is_failed_over() -> None:
@@ -166,15 +167,70 @@ def test_a_death_after_the_last_commit_is_failed_over() -> None:
     assert told(state, Done(40, 0, 2), Done(40, 2, 2)).phase is Phase.FINISHED
 
 
+@pytest.mark.parametrize("gathering", [False, True])
+def test_whatever_is_lost_after_the_last_commit_the_job_has_finished(gathering: bool) -> None:
+    """Nobody is waited for who cannot come: what is missing is said, and every step is committed."""
+    state = in_phase(Phase.DRAINING)
+    state = told(state, ExitSeen(30, 1, -9)) if gathering else state._replace(shadows=((), (), ()))
+    state, effects = step(state, ExitSeen(31, 2, -9))
+    lost = "the state of stage 2 is lost in epoch {}; last committed step 0; worker 2 was ended by SIGKILL"
+    assert effects == (Finish(state.epoch, 0, lost.format(state.epoch)),)
+    assert (state.phase, state.exit_code, state.lost_stages) == (Phase.FINISHED, 0, (2,))
+
+
+def test_a_plan_that_lacks_a_stage_after_the_last_commit_ends_nothing() -> None:
+    state = told(in_phase(Phase.DRAINING), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    state = told(state, *(PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)))
+    assert (state.phase, state.lost_stages) == (Phase.FINISHED, (1,))
+
+
+def test_with_nobody_left_the_job_has_finished_too() -> None:
+    state = told(in_phase(Phase.DRAINING), *(ExitSeen(30 + worker, worker, -9) for worker in range(3)))
+    (finish,) = orders(state)
+    assert isinstance(finish, Finish)
+    assert finish.cut_short
+
+
 def test_a_lost_stage_ends_the_job() -> None:
     state = told(committed(running()), ExitSeen(30, 1, -9), ExitSeen(31, 2, -9))
-    assert halt(state) == Halt(
+    assert state.phase is Phase.FAILING_OVER, "worker 0 has not said yet what it holds"
+    assert halt(told(state, Inventory(32, 0, 3, "", (0, 1)))) == Halt(
         3,
         0,
         ExitCode.STATE_LOST,
         (2,),
         "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was ended by SIGKILL",
     )
+
+
+def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
+    """Worker 1 is out; worker 0 gets a replica of stage 2 in the next step, and worker 2 dies before its commit."""
+    state = committed(recovered(told(running(), ExitSeen(30, 1, -9)), 31), now_ns=32)
+    state = told(state, ExitSeen(40, 2, -9))
+    assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 2))
+    assert told(state, Inventory(41, 0, 3, "", (0, 1))).phase is Phase.HALTED, "what it has got was not whole"
+    state, effects = step(state, Inventory(41, 0, 3, "held", (0, 1, 2)))
+    document = effects[0]
+    assert isinstance(document, PublishPlanInput)
+    assert (document.owners, document.shadows) == ((0, 0, 0), ((), (), ()))
+
+
+def test_a_replica_that_was_healed_in_the_open_step_is_a_shadow_in_the_plan() -> None:
+    """Nobody throws a live replica away: the owner may be the next to die."""
+    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, "", (0, 1, 2)), Inventory(31, 2, 2, "", (0, 2)))
+    assert (state.owners, state.shadows) == ((0, 0, 2), ((2,), (), (0,)))
+    assert resume(to_json(state), 0).decided() == state.decided()
+
+
+def test_whoever_stays_takes_over_before_one_who_is_leaving() -> None:
+    state = told(running()._replace(shadows=((), (), ())), Notice(5, 0, S), ExitSeen(30, 1, -9))
+    state = told(state, Inventory(31, 0, 2, "", (0, 1)), Inventory(31, 2, 2, "", (1, 2)))
+    assert (state.owners, state.shadows) == ((0, 2, 2), ((), (0,), ()))
+
+
+def test_when_nobody_is_left_nobody_is_waited_for() -> None:
+    state = told(running(), *(ExitSeen(30, worker, -9) for worker in range(3)))
+    assert (halt(state).exit_code, halt(state).lost_stages) == (ExitCode.STATE_LOST, (0, 1, 2))
 
 
 def test_without_redundancy_every_death_ends_the_job() -> None:
@@ -256,7 +312,8 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (told(forming(), *JOINED[:2]), "did not join within 60.0 s"),
+        (told(forming(), *JOINED[:2], BEATS), "did not join within 60.0 s"),
+        (told(forming(), *JOINED[:2]), "did not say a word within 60.0 s"),
         (told(running(), ExitSeen(5, 1, -9), Inventory(6, 0, 2, "")), "did not say what it holds within 10.0 s"),
         (
             told(
@@ -272,7 +329,8 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
 )
 def test_whoever_owes_an_answer_at_the_deadline_is_out(state: State, why: str) -> None:
     late_ns = 61 * S
-    state = told(state._replace(ticked_ns=late_ns, sightings={}), Tick(late_ns))
+    sightings = {worker: Sighting(late_ns, late_ns) for worker in state.sightings}
+    state = told(state._replace(ticked_ns=late_ns, sightings=sightings), Tick(late_ns))
     assert state.verdict == ((2, why),)
 
 
@@ -315,7 +373,7 @@ def test_a_hand_over_is_made_before_the_break() -> None:
     state, effects = step(state, StepCommitted(6, 1, 0))
     assert effects == (
         Commit(1, 0, "epoch"),
-        PublishEpoch(2, (0, 1, 2), (0, 1, 1), (), "worker 2 handed over after step 0"),
+        PublishEpoch(2, (0, 1, 2), (), "worker 2 handed over after step 0"),
         GatherInventories(2),
     )
     state = recovered(state)
@@ -324,7 +382,7 @@ def test_a_hand_over_is_made_before_the_break() -> None:
     state, effects = step(state, StepCommitted(7, 2, 2, shadows=((1,), (0,), (0,))))
     assert effects == (
         Commit(2, 2, "epoch"),
-        PublishEpoch(3, (0, 1), (0, 1, 1), ((2, "has left after step 2"),), "worker 2 has left after step 2"),
+        PublishEpoch(3, (0, 1), ((2, "has left after step 2"),), "worker 2 has left after step 2"),
         GatherInventories(3),
     )
     assert recovered(state).phase is Phase.RUNNING

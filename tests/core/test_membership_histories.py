@@ -20,6 +20,7 @@ from engine.core import (
     membership_watch,
 )
 from engine.core import membership_events as events
+from engine.core.errors import ExitCode
 from engine.core.membership import TABLE
 from engine.core.membership_rules import Rule
 from engine.core.membership_state import GATHERING, Phase, State
@@ -250,6 +251,19 @@ def a_broken_pair_is_not_repeated(patch: Patch) -> None:
 @planted("not done")
 def the_first_who_is_done_ends_the_job(patch: Patch) -> None:
     patch_rule(patch, events.Done, lambda state, event: state._replace(phase=Phase.FINISHED))
+
+
+@planted("when every step was committed")
+def the_end_must_be_whole(patch: Patch) -> None:
+    patch.setattr(membership_verdicts, "cannot_go_on", membership_verdicts.halted)
+
+
+@planted("finished after step")
+def whoever_is_past_help_has_finished(patch: Patch) -> None:
+    def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
+        return state._replace(phase=Phase.FINISHED, reason=reason)
+
+    patch.setattr(membership_verdicts, "cannot_go_on", cannot_go_on)
 
 
 @planted("finished after step -1")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.core.membership_events import Done, Heartbeat, Tick
-from engine.core.membership_state import State
+from engine.core.membership_state import Options, Phase, State
 from engine.core.membership_watch import unresponsive, where
-from tests.core.membership_cases import S, committed, running, told
+from tests.core.membership_cases import S, committed, forming, running, told
 
 
 def beating(state: State, until_s: int, *still: Heartbeat) -> State:
@@ -61,6 +61,26 @@ def test_a_silent_worker_is_out() -> None:
 def test_whoever_is_done_may_be_silent() -> None:
     state = told(committed(running(last_step=0)), Done(30, 1, 1))
     assert set(unresponsive(state, 60 * S)) == {0, 2}
+
+
+def test_when_every_step_is_committed_nobody_waits_as_long_as_for_a_step() -> None:
+    """Without redundancy a job waits long for its workers, of which it cannot lose one; after the end it can."""
+    patient = Options(stages=3, redundant=False, silence_ns=60 * S, hang_ns=600 * S, stall_ns=600 * S)
+    state = running(redundant=False, last_step=0)._replace(options=patient)
+    assert unresponsive(state, 59 * S) == {}
+    assert set(unresponsive(committed(state), 6 * S)) == {0, 1, 2}
+    inside = told(state, *(Heartbeat(20, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)))
+    for now_s in range(1, 41):
+        beats = [Heartbeat(now_s * S, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)]
+        inside = told(inside, *beats, Tick(now_s * S))
+    assert unresponsive(inside, 40 * S) == {}
+    assert set(unresponsive(committed(inside), 40 * S)) == {1}
+
+
+def test_nobody_is_silent_for_ever_before_it_says_a_word() -> None:
+    state = told(forming(), *(Tick(now_s * S) for now_s in range(1, 60)))
+    assert state.phase is Phase.FORMING
+    assert told(state, Tick(61 * S)).phase is Phase.HALTED
 
 
 def test_whoever_is_done_moves_nothing() -> None:

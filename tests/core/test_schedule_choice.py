@@ -10,8 +10,9 @@ from engine.core.ownership import Grid, fresh
 from engine.core.program import build_program
 from engine.core.redundant import overhead_floor
 from engine.core.schedule_table import compare
-from engine.core.schedules.choice import check_schedule, placement_of
+from engine.core.schedules.choice import check_schedule
 from engine.core.schedules.placement import Placement, stages_of, worker_of
+from engine.core.schedules.placement_choice import placement_of
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.schedules.text import lists_from_csv, rows_to_csv
 from tests.core.drawing import drawn, plain

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import Job, check_job
+from engine.core.job import Job
+from engine.core.job_rules import check_job
 from engine.core.trajectory import Row
 from engine.core.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
 from engine.models.offer import DATA
@@ -25,14 +26,14 @@ FACTS: dict[str, object] = {
 
 def test_the_twin_has_no_redundancy_and_the_same_bits() -> None:
     job = Job(redundancy="eager", redundancy_level=2, log_every=2, validate_every=7, seed=3, threads=2)
-    assert twin_of(job) == Job(redundancy="none", validate_every=0, seed=3, threads=2, results="")
+    assert twin_of(job) == Job(redundancy="none", check_pure=False, validate_every=0, seed=3, threads=2, results="")
     assert check_job(twin_of(job)) == []
 
 
 def test_runs_that_differ_in_no_bit_have_one_twin() -> None:
     name = fingerprint(Job(), FACTS, "s")
     assert name is not None
-    for same in (Job(redundancy="eager"), Job(name="x", results="y", validate_every=0)):
+    for same in (Job(redundancy="eager"), Job(name="x", results="y", validate_every=0), Job(check_pure=False)):
         assert fingerprint(same, FACTS, "s") == name
     assert fingerprint(Job(), FACTS | {"host": "other"}, "s") == name
 

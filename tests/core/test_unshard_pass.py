@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import COMPUTE_OPS, Action, Op
-from engine.core.job import Job, check_job
+from engine.core.job import Job
+from engine.core.job_rules import check_job
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program import Program, build_program
 from engine.core.schedules.registry import SCHEDULES

@@ -84,11 +84,17 @@ class Launcher:
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes():
-                    pid = int(entry.name)
+                if entry.name.isdigit() and self.owns(pid := int(entry.name)):
                     name = "launcher" if pid == self.process.pid else (entry / "comm").read_text().strip()
                     found[name if name.startswith(("bamboo-", "launcher")) else f"{name}-{pid}"] = pid
         return found
+
+    def owns(self, pid: int) -> bool:
+        """Returns whether a live process belongs to this launch."""
+        try:
+            return self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
 
     def listeners(self) -> set[Listener]:
         """Returns the sockets that this launch's processes listen on."""

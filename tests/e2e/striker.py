@@ -15,12 +15,14 @@ Event = dict[str, Any]
 Moment = Callable[[Event], bool]
 
 STORE = -2  # stands for the rendezvous store, the one that serves at that moment
+SERVER = -3  # stands for the fork server
+_OTHERS = {"rendezvous": STORE, "fork_server": SERVER}
 
 _POLL_S = 0.001
 
 
 class Strike(NamedTuple):
-    """One signal to one worker or the STORE, at the first event after the strike before it for which `moment` holds."""
+    """One signal to a worker, STORE or SERVER, when `moment` holds for an event after that of the strike before it."""
 
     moment: Moment
     worker: int
@@ -76,8 +78,8 @@ class Striker:
 
     def _strike(self) -> None:
         for event in self._follow():
-            if event["event"] in ("started", "rendezvous"):
-                who = event.get("of", STORE)
+            if event["event"] in ("started", *_OTHERS):
+                who = event.get("of", _OTHERS.get(event["event"], -1))
                 if who in self._pidfds:
                     os.close(self._pidfds[who])
                 self._pidfds[who] = os.pidfd_open(event["child"])

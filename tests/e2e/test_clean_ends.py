@@ -142,15 +142,6 @@ def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
     assert f"{culprit(launcher, 2)} wrote " in done.stderr
 
 
-def test_the_death_of_the_fork_server_ends_the_run(launch: Launch) -> None:
-    launcher = long_run(launch)
-    os.kill(launcher.processes()["bamboo-fork"], signal.SIGKILL)
-    done = launcher.wait()
-    assert launcher.leftovers() == []
-    assert done.code == 70
-    assert "fork server" in done.stderr
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code: int) -> None:
     launcher = long_run(launch)

@@ -140,3 +140,19 @@ def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, beside: int,
     ran = runs.run(job, [parse_kill(text, job) for text in texts])
     check(runs, job, ran, kill.worker, shadow)
     assert len(list(actions_of(ran[1], shadow, step))) == at + max(beside, 0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"redundancy": "eager"}, {"log_every": 1}], ids=["lazy", "eager", "streams"])
+def test_a_replica_that_was_healed_in_the_open_step_is_a_live_copy(runs: Runs, fields: dict[str, Any]) -> None:
+    """Worker 1 dies in step 2. In step 3 worker 0 gets a replica of stage 2, whose owner dies before the commit.
+
+    Step 3 lacks votes, so the replica is in no committed set of shadows; but it is whole, and the only one.
+    """
+    job = Job(**{**SMALL, "stages": 3}, model="mlp", **fields)
+    ran = runs.run(job, [parse_kill(text, job) for text in ("2:1:F:1", "3:2:COMMIT:before")])
+    check(runs, job, ran, 1, 2)
+    _, events = ran
+    healed = [event["action"] for event in events if event["event"] == "action" and event["action"] == "2HEAL"]
+    assert healed, "no replica of stage 2 was healed"
+    heirs = [event["owners"] for event in events if event["event"] == "heirs"]
+    assert heirs == [[0, 0, 0]]

@@ -69,7 +69,7 @@ class PeerServer:
         for peer in self.peers:
             peer.child.signal(signal.SIGKILL)
             peer.link.close()
-            os.close(peer.child.pidfd)
+            peer.child.close()
         self.peers = []
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from engine.core.errors import EnvironmentLacksError, ExitCode
 from engine.runtime.children import Child, ForkServer
 from engine.runtime.link import Link
-from tests.runtime.peers import PeerServer
+from tests.runtime.peers import ROOT, PeerServer
 
 
 def has_ended(child: Child, timeout_s: float = 5.0) -> bool:
@@ -25,21 +26,11 @@ def has_ended(child: Child, timeout_s: float = 5.0) -> bool:
     return bool(select.select([child.pidfd], [], [], timeout_s)[0])
 
 
-def code_of(server: ForkServer, child: Child) -> int:
-    """Takes messages of ended children until that of `child` comes."""
-    return codes_of(server, [child])[0]
-
-
-def codes_of(server: ForkServer, children: list[Child]) -> list[int]:
-    """Takes messages of ended children until those of all `children` have come, in whatever order."""
-    codes: dict[int, int] = {}
-    while not all(child.pid in codes for child in children):
-        message = server.next_exit()
-        assert message is not None
-        assert message["kind"] == "exited"
-        assert message["pid"] not in codes
-        codes[message["pid"]] = message["code"]
-    return [codes[child.pid] for child in children]
+def code_of(child: Child) -> int:
+    """Waits for the end of a child, and returns how it ended."""
+    code = child.wait(5.0)
+    assert code is not None, f"{child.name} does not end"
+    return code
 
 
 def exits(code: int) -> None:
@@ -59,13 +50,13 @@ def sleeps() -> None:
 def test_exit_codes_are_told(peers: PeerServer, code: int) -> None:
     peer = peers.start(exits, code)
     assert has_ended(peer.child)
-    assert code_of(peers.server, peer.child) == code
+    assert code_of(peer.child) == code
     assert peer.link.receive() is None
 
 
 def test_an_exception_is_code_1_and_its_traceback_is_in_the_log(peers: PeerServer) -> None:
     peer = peers.start(raises)
-    assert code_of(peers.server, peer.child) == 1
+    assert code_of(peer.child) == 1
     log = peer.log.read_text()
     assert log.startswith("on stdout\nTraceback (most recent call last):\n")
     assert log.endswith("ValueError: planted\n")
@@ -76,7 +67,7 @@ def test_signals_go_to_the_pidfd_and_their_numbers_are_told(peers: PeerServer, n
     peer, other = peers.start(sleeps), peers.start(sleeps)
     peer.child.signal(number)
     assert has_ended(peer.child)
-    assert code_of(peers.server, peer.child) == -number
+    assert code_of(peer.child) == -number
     assert not has_ended(other.child, 0.05)
     other.child.signal(signal.SIGKILL)
     assert has_ended(other.child)
@@ -87,22 +78,21 @@ def test_ctrl_c_is_the_launchers_to_handle(peers: PeerServer) -> None:
     peer.child.signal(signal.SIGINT)
     assert not has_ended(peer.child, 0.1)
     peer.child.signal(signal.SIGTERM)
-    assert code_of(peers.server, peer.child) == -signal.SIGTERM
+    assert code_of(peer.child) == -signal.SIGTERM
 
 
 def test_a_signal_to_a_child_that_has_ended_reaches_nobody(peers: PeerServer) -> None:
     peer = peers.start(exits, 0)
-    assert code_of(peers.server, peer.child) == 0
+    assert code_of(peer.child) == 0
     peer.child.signal(signal.SIGKILL)
-    assert not Path(f"/proc/{peer.child.pid}").exists(), "it was told before it was reaped"
+    assert not Path(f"/proc/{peer.child.pid}").exists(), "it is there still"
 
 
-def test_children_that_end_at_once_are_told_one_by_one(peers: PeerServer) -> None:
+def test_children_that_end_at_once_are_all_seen(peers: PeerServer) -> None:
     started = [peers.start(exits, code) for code in range(40)]
     assert all(has_ended(peer.child) for peer in started)
     assert len({peer.child.pidfd for peer in started}) == 40
-    # Some of these messages came while others were being forked.
-    assert codes_of(peers.server, [peer.child for peer in started]) == list(range(40))
+    assert [code_of(peer.child) for peer in started] == list(range(40))
 
 
 def describes_itself(*fds: int) -> dict[str, Any]:
@@ -136,7 +126,7 @@ def test_a_child_starts_clean(peers: PeerServer, tmp_path: Path) -> None:
     neighbour.child.signal(signal.SIGKILL)
     assert found["name"] == peer.child.name
     assert found["pid"] == found["session"] == peer.child.pid
-    assert found["parent"] == peers.server._process.pid
+    assert found["parent"] == os.getpid()
     assert found["threads"] == 1
     assert len(found["given"]) == 1
     assert found["files"] == sorted(["/dev/null", str(tmp_path / "given"), str(peer.log), str(peer.log)])
@@ -162,35 +152,88 @@ def start_worker(server: ForkServer, log: Path) -> tuple[Child, Link]:
     return child, near
 
 
-def test_workers_end_by_themselves_or_with_the_server(server: ForkServer, tmp_path: Path) -> None:
+def test_workers_end_by_themselves_and_not_with_the_server(server: ForkServer, tmp_path: Path) -> None:
     """One server, whose start takes a second, for all that needs its death."""
     (told, told_link), (orphan, orphan_link), *rest = (start_worker(server, tmp_path / str(n)) for n in range(4))
     told_link.send("stop")
-    assert code_of(server, told) == ExitCode.OK
+    assert code_of(told) == ExitCode.OK
+    told_link.close()
     # A worker without an agent has nobody who could tell it what to do.
     orphan_link.close()
-    assert code_of(server, orphan) == ExitCode.INTERNAL
-    assert not any(has_ended(child, 0.02) for child, _ in rest)
-    server._process.kill()
-    assert all(has_ended(child, 2.0) for child, _ in rest)
-    assert all(link.receive() is None for _, link in rest)
-    assert server.next_exit() is None
-    for child, link in ((told, told_link), *rest):
-        os.close(child.pidfd)
+    assert code_of(orphan) == ExitCode.INTERNAL
+    before = server.pid
+    os.kill(before, signal.SIGKILL)
+    assert not any(has_ended(child, 0.1) for child, _ in rest)
+    assert server.has_ended()
+    # The next child has another server started.
+    late, late_link = start_worker(server, tmp_path / "late")
+    assert server.pid != before
+    for child, link in (*rest, (late, late_link)):
+        link.send("stop")
+        assert code_of(child) == ExitCode.OK
         link.close()
-    os.close(orphan.pidfd)
+
+
+def test_a_server_that_stands_still_is_replaced(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = [start_worker(server, tmp_path / "first")]
+    before = server.pid
+    os.kill(before, signal.SIGSTOP)
+    monkeypatch.setattr("engine.runtime.children._ANSWER_S", 0.2)
+    children.append(start_worker(server, tmp_path / "second"))
+    assert server.pid != before
+    assert not Path(f"/proc/{before}").exists()
+    for child, link in children:
+        link.send("stop")
+        assert code_of(child) == ExitCode.OK
+        link.close()
 
 
 def test_closing_the_server_ends_what_is_left(tmp_path: Path) -> None:
     server = ForkServer()
     children = [start_worker(server, tmp_path / str(number)) for number in range(3)]
+    children[1][0].signal(signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGSTOP)
     server.close()
     for child, link in children:
-        assert has_ended(child, 0)
+        assert child.is_closed
+        assert not Path(f"/proc/{child.pid}").exists()
         assert link.receive() is None
         link.close()
-        os.close(child.pidfd)
-    assert server._process.returncode == 0
+    assert server.has_ended()
+
+
+STARTS_AND_WAITS = """
+import os, signal, sys
+from pathlib import Path
+from engine.runtime.children import ForkServer
+from tests.runtime.test_children import start_worker
+server = ForkServer()
+children = [start_worker(server, Path(sys.argv[1]) / str(number))[0] for number in range(2)]
+children[0].signal(signal.SIGSTOP)
+if sys.argv[2] == "before":
+    os.kill(server.pid, signal.SIGKILL)
+print(server.pid, *(child.pid for child in children), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "at once"])
+def test_nothing_outlives_the_launcher_and_its_server(tmp_path: Path, when: str) -> None:
+    """A worker that is stopped neither; the server was ended long before, or is with its launcher."""
+    command = [sys.executable, "-c", STARTS_AND_WAITS, str(tmp_path), when]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+        assert launcher.stdout is not None
+        pids = [int(each) for each in launcher.stdout.readline().split()]
+        assert len(pids) == 3
+        if when == "at once":
+            os.kill(pids[0], signal.SIGKILL)
+        launcher.kill()
+    until_s = time.monotonic() + 5
+    while left := [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]:
+        assert time.monotonic() < until_s, left
+        time.sleep(0.01)
 
 
 def test_a_server_that_cannot_start_is_a_lack_of_the_environment(

@@ -212,7 +212,7 @@ def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
 def effect(kind: type[Effect], epoch: int) -> Effect:
     """Returns what the agent does at the beginning of a phase."""
     if kind is PublishEpoch:
-        return PublishEpoch(epoch, (0, 2), (0, 0, 2), ((1, "died"),), "died")
+        return PublishEpoch(epoch, (0, 2), ((1, "died"),), "died")
     if kind is Commit:
         return Commit(epoch, 1 + epoch, "step")
     return kind(epoch)

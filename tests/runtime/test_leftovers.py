@@ -29,14 +29,14 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def left(traces: Traces, folder: Path) -> list[str]:
-    return traces.left(folder, "run", None)
+    return traces.left(folder, "run", None, NO_SERVER)
 
 
 def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
     nap = [sys.executable, "-c", "import time; time.sleep(60)"]
     other = subprocess.Popen(nap)  # started before, by somebody else
     mark_processes()
-    traces = Traces(NO_SERVER)
+    traces = Traces()
     subprocess.run([sys.executable, "-c", ""], check=True)
     assert left(traces, tmp_path) == []
     other.kill()
@@ -44,7 +44,7 @@ def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
 
 
 def test_a_process_is_found_though_its_parent_is_gone(tmp_path: Path) -> None:
-    traces = Traces(NO_SERVER)
+    traces = Traces()
     code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid = int(done.stdout)
@@ -56,21 +56,21 @@ def test_a_process_is_found_though_its_parent_is_gone(tmp_path: Path) -> None:
 
 def test_a_port_of_this_process_is_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)):
-        traces = Traces(NO_SERVER)
+        traces = Traces()
         with socket.create_server(("127.0.0.1", 0)) as later:
             port = later.getsockname()[1]
             assert left(traces, tmp_path) == [f"this process listens on port {port}"]
-        assert left(Traces(NO_SERVER), tmp_path) == []
+        assert left(Traces(), tmp_path) == []
 
 
 def test_shared_memory_is_found_once_nobody_holds_it(tmp_path: Path) -> None:
-    traces = Traces(NO_SERVER)
+    traces = Traces()
     with SHARED.open("w"):
         assert left(traces, tmp_path) == []
     assert left(traces, tmp_path) == [f"shared memory {SHARED.name}"]
 
 
 def test_files_of_the_store_are_found(tmp_path: Path) -> None:
-    traces = Traces(NO_SERVER)
+    traces = Traces()
     (tmp_path / "etcd").mkdir()
     assert left(traces, tmp_path) == [f"files of the store in {tmp_path / 'etcd'}"]

@@ -22,13 +22,13 @@ def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
 
 
 def test_the_server_is_no_leftover(server: ForkServer, tmp_path: Path) -> None:
-    assert Traces(server.pid).left(tmp_path, "run", None) == []
+    assert Traces().left(tmp_path, "run", None, server.pid) == []
 
 
 def test_a_process_that_stays_is_found_in_every_case(server: ForkServer, tmp_path: Path) -> None:
     for _ in range(2):
-        traces = Traces(server.pid)
+        traces = Traces()
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-            (found,) = traces.left(tmp_path, "run", None)
+            (found,) = traces.left(tmp_path, "run", None, server.pid)
             assert found.startswith(f"process {child.pid} (")
             child.kill()

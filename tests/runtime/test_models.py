@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.errors import UserError
-from engine.core.job import Args, Job
+from engine.core.job import Job
 from engine.core.random_key import weights_key
+from engine.core.scalar import Args
 from engine.models import timed
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.errors import UserError
-from engine.core.job import Args, Job
+from engine.core.job import Job
+from engine.core.scalar import Args
 from engine.runtime.optimizer import LayerOptimizer, trainable
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}

@@ -11,7 +11,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program import build_program
-from engine.core.schedules.choice import check_schedule, placement_of
+from engine.core.schedules.choice import check_schedule
+from engine.core.schedules.placement_choice import placement_of
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.schedules.text import lists_from_csv, rows_to_csv
 from engine.core.verify import verify

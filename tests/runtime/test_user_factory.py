@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.core.errors import Problem, UserError
-from engine.core.job import Job, Scalar
+from engine.core.job import Job
+from engine.core.scalar import Scalar
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts
 from engine.models.layers import FunctionLayer, Tie

@@ -15,6 +15,7 @@ from tests.simulation.compiled import (
     FORWARD,
     NOTHING,
     PART,
+    PENDING,
     REDO,
     REDUCED,
     TAKE_STREAM,
@@ -45,12 +46,12 @@ def _use(worker: Process, key: int) -> int:
     """Returns a value that an action reads; what others have made is dropped with its use."""
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(key)}")
-    if worker.retains and key in worker.made:
-        return worker.values[key]
-    return worker.values.pop(key)
+    kept = worker.retains and key in worker.made
+    value: int = worker.values[key] if kept else worker.values.pop(key)
+    return value
 
 
-def _keep(worker: Process, key: int, value: int) -> None:
+def _keep(worker: Process, key: int, value: Any) -> None:
     worker.values[key] = value
     worker.made.add(key)
 
@@ -59,17 +60,20 @@ def _forward(worker: Process, action: Action) -> bool:
     code, slot, microbatch, source, made, kept = action
     replica = _replica(worker, slot)
     given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
-    output = provenance.activation(replica.weights, given)
+    before = replica.buffers_before(microbatch)
+    output = provenance.activation(replica.weights, before, given)
     if code == FORWARD:
+        if replica.logged is not None:
+            worker.world.turns.add("forward of a logged slot counts")
         replica.count_forward(microbatch, given)
         if slot[1] == worker.case.stages - 1:
             replica.losses = provenance.lost(replica.losses, output)
     else:
         worker.world.turns.add("forward is redone")
-    if code == REDO and microbatch >= replica.counted and replica.logged is None:
-        raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
+        if microbatch >= replica.counted:
+            raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
     _keep(worker, made, output)
-    _keep(worker, kept, provenance.residual(replica.weights, given))
+    _keep(worker, kept, provenance.residual(replica.weights, before, given))
     return True
 
 
@@ -82,9 +86,20 @@ def _backward(worker: Process, action: Action) -> bool:
     given = 0 if source == NOTHING else _use(worker, source)
     if code == BACKWARD:
         replica.add_backward(microbatch, memory, given)
-    else:
+    elif microbatch < replica.added or replica.logged is not None:
         worker.world.turns.add("backward is redone")
+    else:
+        _keep(worker, key_of(PENDING, slot[0], slot[1], microbatch), (memory, given))
     _keep(worker, made, provenance.gradient(memory, given))
+    return True
+
+
+def _weights(worker: Process, action: Action) -> bool:
+    """The part of a backward for the weights: it adds what the whole one would."""
+    _, slot, microbatch, _, _, pending = action
+    if pending not in worker.values:
+        raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(pending)}")
+    _replica(worker, slot).add_backward(microbatch, *worker.values.pop(pending))
     return True
 
 
@@ -256,7 +271,7 @@ def _vote(worker: Process, action: Action) -> bool:
 
 
 _DO: tuple[Callable[[Process, Action], bool], ...] = (
-    *(_forward, _forward, _backward, _backward),
+    *(_forward, _forward, _backward, _backward, _weights),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
 )
 assert REDO == 1, "the table stands in the order of the codes"

@@ -17,7 +17,8 @@ from engine.core.commit import Commit as Outcome
 from engine.core.foreseen import Foreseen, foresee
 from engine.core.membership import step
 from engine.core.membership_state import Options, Phase, State, begin
-from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
+from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import Case, Violation
 from tests.simulation.plans import Document, next_program, planned
 from tests.simulation.provenance import CLIP_NORM
@@ -32,10 +33,12 @@ def shadows_in(ownership: Ownership) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def first_ownership(grid: Grid, redundancy: Redundancy, level: int) -> Ownership:
+def first_ownership(
+    grid: Grid, redundancy: Redundancy, level: int, stages_per_worker: int = 1, schedule: str = "1f1b"
+) -> Ownership:
     """Returns the ownership of a fresh job with its shadows."""
-    fresh = one_slot_each(grid)
-    return with_shadows(fresh, redundancy, level, fresh.owners)
+    whole = fresh(grid, stages_per_worker, SCHEDULES[schedule].placement)
+    return with_shadows(whole, redundancy, level, whole.owners)
 
 
 @cache
@@ -55,7 +58,8 @@ class Agent:
     def __init__(self, world: World, case: Case, grid: Grid):
         self.world = world
         self.case = case
-        self.ownership = first_ownership(grid, case.redundancy, case.level)
+        how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
+        self.ownership = first_ownership(grid, *how)
         self.state = first_state(self.ownership, case.steps)
         self.ballot = Ballot(1, 0, self.ownership, CLIP_NORM)
         self.last: Outcome | None = None

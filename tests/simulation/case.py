@@ -17,7 +17,7 @@ from engine.core.ownership import Redundancy
 POINTS = (
     *("moment", "fence", "inventory", "inventoried", "plan", "planned", "go", "replayed"),
     *("commit", "stepped", "decided"),
-    *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "STREAM"),
+    *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "W", "STREAM"),
 )
 KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
 
@@ -46,6 +46,7 @@ class Case:
     redundancy: Redundancy = "lazy"
     level: int = 1
     schedule: str = "1f1b"
+    stages_per_worker: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
     steps: int = 3

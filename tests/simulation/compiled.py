@@ -14,7 +14,7 @@ from engine.core.program import Program
 from engine.core.requires import Kind
 from tests.simulation.case import Violation
 
-ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED = range(8)
+ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING = range(9)
 KINDS = {
     Kind.ACTIVATION: ACTIVATION,
     Kind.GRADIENT: GRADIENT,
@@ -23,19 +23,20 @@ KINDS = {
     Kind.REDUCED: REDUCED,
     Kind.LOGGED: LOGGED,
     Kind.STREAMED: STREAMED,
+    Kind.PENDING: PENDING,
 }
 NOTHING = -1
 # What a worker does for an action; compute first, because that takes time.
-FORWARD, REDO, BACKWARD, INPUT, SEND, RECEIVE, GIVE, HEAL, REDUCE, MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM = (
-    range(14)
-)
-COMPUTE = INPUT
-POINT_OF = ("F", "f", "B", "I", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT", "STREAM", "STREAM")
+FORWARD, REDO, BACKWARD, INPUT, WEIGHTS, SEND, RECEIVE, GIVE, HEAL, REDUCE = range(10)
+MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM = range(10, 15)
+COMPUTE = WEIGHTS
+POINT_OF = ("F", "f", "B", "I", "W", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT", "STREAM", "STREAM")
 NAMES = (
     "F",
     "f",
     "B",
     "I",
+    "W",
     "SEND",
     "RECV",
     "HEAL (gives)",
@@ -47,8 +48,11 @@ NAMES = (
     "STREAM",
     "STREAM (takes)",
 )
-VALUES = ("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream")
-_COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT}
+VALUES = (
+    *("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream"),
+    "pending",
+)
+_COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT, Op.W: WEIGHTS}
 
 
 def key_of(kind: int, pipeline: int, stage: int, index: int = 0) -> int:
@@ -165,6 +169,8 @@ def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes
 def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
     stage, op, microbatch, pipeline = action
     code = _COMPUTE[op]
+    if code == WEIGHTS:
+        return code, (pipeline, stage), microbatch, NOTHING, NOTHING, key_of(PENDING, pipeline, stage, microbatch)
     made = key_of(ACTIVATION if code <= REDO else GRADIENT, pipeline, stage, microbatch)
     kept = key_of(RESIDUAL, pipeline, stage, microbatch)
     given = NOTHING

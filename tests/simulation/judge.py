@@ -1,7 +1,8 @@
 """The judge: what may never happen, known from what the world did and from the run without faults.
 
 Rules: every replica of every slot has the state of the fault-free run after every step that it takes; the loss of each
-step is known once; state is lost exactly when no replica of a stage is left; nobody healthy is declared dead.
+step is known once; state is lost exactly when no member has a whole replica of a stage, whoever sent it and however it
+came; nobody healthy is declared dead; a job of which every step is committed has finished, whoever is lost then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from engine.core.membership_events import Event, Tick
 from engine.core.membership_state import Phase, State
 from engine.core.ownership import Grid, Ownership
 from tests.simulation.case import Fault, Violation
-from tests.simulation.compiled import KINDS, key_of, parts_of
+from tests.simulation.compiled import KINDS, NOTHING, key_of, parts_of
 from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
@@ -73,7 +74,8 @@ class Judge:
         """A worker has run a forward or a backward, and so has made what others may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
             self.made[worker.number] = (worker.step, set())
-        self.made[worker.number][1].add(action[4])
+        if action[4] != NOTHING:
+            self.made[worker.number][1].add(action[4])
 
     def inventoried(self, worker: Process, text: str) -> None:
         """A worker has said what it holds: whole replicas, and at least all that it has made in this step."""
@@ -97,7 +99,7 @@ class Judge:
         self.holders = self._holders(ownership)
 
     def _holders(self, ownership: Ownership) -> list[set[int]]:
-        """Returns by stage who holds a replica of it as of the last commit."""
+        """Returns by stage who holds a replica of it as of the last commit, and may not let go of it."""
         pipelines = range(ownership.grid.pipelines)
         return [
             {worker for pipeline in pipelines for worker in ownership.replicas(pipeline, stage)}
@@ -115,12 +117,30 @@ class Judge:
                 raise Violation(f"the clock had to rule: {new.reason}")
         if new.epoch == old.epoch and new.phase is old.phase:
             return
-        lost = tuple(stage for stage, who in enumerate(self.holders) if who.isdisjoint(new.members))
-        if new.phase is Phase.HALTED:
+        lost = tuple(stage for stage in range(self.grid.stages) if not self._is_held(stage, new))
+        if new.phase is Phase.FINISHED:
+            if new.lost_stages and new.lost_stages != lost:
+                raise Violation(f"finished with {new.lost_stages} lost ({lost} indeed): {new.reason}")
+        elif new.phase is Phase.HALTED:
+            if new.committed >= new.last_step:
+                raise Violation(f"halted with {new.exit_code} when every step was committed: {new.reason}")
             if new.exit_code not in (3, 80) or not lost or (new.exit_code == 80 and new.lost_stages != lost):
                 raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
-        elif lost and new.phase is not Phase.FINISHED:
+        elif lost and new.phase is Phase.RUNNING:
             raise Violation(f"nobody holds {lost} any more, and the job goes on")
+
+    def _is_held(self, stage: int, state: State) -> bool:
+        """Says whether a member has a whole replica of a stage: as of the last commit, or with the log to get there.
+
+        Whoever had one at the commit must have it still.
+        """
+        committed = len(self.outcomes)
+        return not self.holders[stage].isdisjoint(state.members) or any(
+            replica.version == committed or (replica.version == committed - 1 and replica.logged is not None)
+            for number in state.members
+            for (_, each), replica in self.world.workers[number].replicas.items()
+            if each == stage
+        )
 
     def end(self) -> None:
         """The history is over: the job has finished with every step, or was lost."""
@@ -129,7 +149,7 @@ class Judge:
             steps = state.last_step + 1
             if len(self.outcomes) != steps or (steps != self.world.case.steps and not self.stopped):
                 raise Violation(f"finished after {len(self.outcomes)} steps")
-            for number in state.members:
+            for number in () if state.lost_stages else state.members:
                 worker = self.world.workers[number]
                 if worker.step != steps:
                     raise Violation(f"worker {number} has finished in step {worker.step}")

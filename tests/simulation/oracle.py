@@ -82,27 +82,37 @@ class _Need:
                 continue
             counted, added = self._counters(slot)
             for microbatch in range(counted, self.grid.microbatches):
-                self._forward(Op.F, slot, microbatch)
+                self._forward(slot, microbatch)
             for microbatch in range(added, self.grid.microbatches):
-                self._backward(Op.B, slot, microbatch)
+                if self._is_pending(slot, microbatch):
+                    self.found.add((Op.W, *slot, microbatch))
+                else:
+                    self._backward(Op.B, slot, microbatch)
         return sorted(self.found)
 
-    def _counters(self, slot: Slot) -> tuple[int, int]:
-        """Returns how many forwards and backwards of a slot need not be counted again."""
+    def _is_pending(self, slot: Slot, microbatch: int) -> bool:
+        """Says whether a backward for the input has been run, and that for the weights has not."""
         held = self.held.get(self.ownership.owner(*slot))
-        if slot in self.done:
-            return self.grid.microbatches, self.grid.microbatches
-        return (held.counted.get(slot, 0), held.added.get(slot, 0)) if held else (0, 0)
+        return held is not None and Value(Kind.PENDING, *slot, microbatch) in held.values
 
-    def _forward(self, op: Op, slot: Slot, microbatch: int) -> None:
-        task = (op, *slot, microbatch)
+    def _counters(self, slot: Slot) -> tuple[int, int]:
+        """Returns how many forwards the owner's buffers have seen, and how many backwards need not be added again."""
+        held = self.held.get(self.ownership.owner(*slot))
+        counted, added = (held.counted.get(slot, 0), held.added.get(slot, 0)) if held else (0, 0)
+        return counted, self.grid.microbatches if slot in self.done else added
+
+    def _forward(self, slot: Slot, microbatch: int) -> None:
+        """It reads the buffers that the one before it has left, so all that have not counted come before it."""
+        pipeline, stage = slot
+        counted, _ = self._counters(slot)
+        task = (Op.REDO_F if microbatch < counted else Op.F, *slot, microbatch)
         if task in self.found:
             return
         self.found.add(task)
-        pipeline, stage = slot
-        before = Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch)
-        if stage > 0 and before not in self.anywhere and microbatch < self._counters((pipeline, stage - 1))[0]:
-            self._forward(Op.REDO_F, (pipeline, stage - 1), microbatch)
+        if microbatch > counted:
+            self._forward(slot, microbatch - 1)
+        if stage > 0 and Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch) not in self.anywhere:
+            self._forward((pipeline, stage - 1), microbatch)
 
     def _backward(self, op: Op, slot: Slot, microbatch: int) -> None:
         task = (op, *slot, microbatch)
@@ -112,12 +122,13 @@ class _Need:
         pipeline, stage = slot
         held = self.held.get(self.ownership.owner(*slot))
         kept = held is not None and Value(Kind.RESIDUAL, pipeline, stage, microbatch) in held.values
-        if not kept and microbatch < self._counters(slot)[0]:
-            self._forward(Op.REDO_F, slot, microbatch)
+        if not kept:
+            self._forward(slot, microbatch)
         after = Value(Kind.GRADIENT, pipeline, stage + 1, microbatch)
         there = stage + 1 == self.grid.stages or after in self.anywhere
-        if not there and microbatch < self._counters((pipeline, stage + 1))[1]:
-            self._backward(Op.I, (pipeline, stage + 1), microbatch)
+        following = (pipeline, stage + 1)
+        if not there and (microbatch < self._counters(following)[1] or self._is_pending(following, microbatch)):
+            self._backward(Op.I, following, microbatch)
 
 
 def _words(tasks: Counter[Task]) -> str:

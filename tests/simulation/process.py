@@ -39,7 +39,7 @@ class Process:
         self.mode = RUNNING
         self.step = 0
         self.replicas: dict[Slot, Replica] = {}
-        self.values: dict[int, int] = {}
+        self.values: dict[int, Any] = {}
         self.made: set[int] = set()
         self.reduced: dict[int, Any] = {}
         self.queue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []

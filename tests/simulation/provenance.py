@@ -35,12 +35,12 @@ def data(step: int, pipeline: int, microbatch: int) -> int:
     return hash((_DATA, step, pipeline, microbatch))
 
 
-def activation(weights: int, given: int) -> int:
-    return hash((_ACTIVATION, weights, given))
+def activation(weights: int, buffers: int, given: int) -> int:
+    return hash((_ACTIVATION, weights, buffers, given))
 
 
-def residual(weights: int, given: int) -> int:
-    return hash((_RESIDUAL, weights, given))
+def residual(weights: int, buffers: int, given: int) -> int:
+    return hash((_RESIDUAL, weights, buffers, given))
 
 
 def counted(buffers: int, given: int) -> int:
@@ -136,10 +136,10 @@ def _pipeline(grid: Grid, state: list[State], step: int, pipeline: int) -> tuple
         kept = []
         given = data(step, pipeline, microbatch)
         for stage in range(grid.stages):
-            weights = state[stage][0]
-            kept.append(residual(weights, given))
-            buffers[stage] = counted(buffers[stage], given)
-            given = activation(weights, given)
+            weights, before = state[stage][0], buffers[stage]
+            kept.append(residual(weights, before, given))
+            buffers[stage] = counted(before, given)
+            given = activation(weights, before, given)
         losses = lost(losses, given)
         given = 0
         for stage in reversed(range(grid.stages)):

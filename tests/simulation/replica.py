@@ -59,6 +59,12 @@ class Replica:
         self.version += 1
         self.begin()
 
+    def buffers_before(self, microbatch: int) -> int:
+        """Returns the buffers that a forward reads: those of the forwards before it, whatever has counted since."""
+        if microbatch > self.counted:
+            raise Violation(f"forward {microbatch} of slot {self.slot} where {self.counted} have been counted")
+        return self.running if microbatch == self.counted else self.befores[microbatch][0]
+
     def count_forward(self, microbatch: int, given: int) -> None:
         """Counts a forward in the buffers, where the counter fits."""
         if microbatch != self.counted:

@@ -97,13 +97,15 @@ def random_case(number: int) -> Case:
         seed=number,
         spread=rng.choice((0, 1, 3, 10)),
     )
+    if stages % 2 == 0 and rng.random() < 0.25:
+        case = replace(case, stages_per_worker=2, schedule=rng.choice(("interleaved", "zbv")))
     faults = _faults(case, rng)
     streams = case.redundancy in ("lazy", "eager") and rng.random() < 0.4
     return replace(case, faults=faults, log_every=rng.choice((1, 1, 2)) if streams else 0)
 
 
 def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:
-    workers = list(range(case.stages * case.pipelines))
+    workers = list(range(case.stages // case.stages_per_worker * case.pipelines))
     rng.shuffle(workers)
     until_the_last = rng.random() < 0.2
     count = len(workers) - 1 if until_the_last else min(len(workers), rng.choice((1, 2, 2, 3)))

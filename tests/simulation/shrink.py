@@ -34,8 +34,10 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, faults=faults[:place] + faults[place + 1 :])
     if case.pipelines > 1:
         yield replace(case, pipelines=case.pipelines - 1)
-    if case.stages > 1:
-        yield replace(case, stages=case.stages - 1, ties=())
+    if case.stages > case.stages_per_worker:
+        yield replace(case, stages=case.stages - case.stages_per_worker, ties=())
+    if case.stages_per_worker > 1:
+        yield replace(case, stages_per_worker=1, schedule="gpipe")
     for field in ("microbatches", "steps", "level"):
         value = getattr(case, field)
         if value > 1:

@@ -13,8 +13,8 @@ from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from tests.simulation import actions, plans, provenance
 from tests.simulation import replica as replicas
-from tests.simulation.case import Case, Violation
-from tests.simulation.compiled import BACKWARD, FORWARD, INPUT, REDO
+from tests.simulation.case import Case, Fault, Violation
+from tests.simulation.compiled import BACKWARD, FORWARD, HEAL, INPUT, REDO, REDUCE
 from tests.simulation.planting import GROWN, SMALL, caught, kills, redone, troubled
 from tests.simulation.replica import Replica
 from tests.simulation.run import run
@@ -76,6 +76,29 @@ def test_redone_forward_updates_buffers(monkeypatch: pytest.MonkeyPatch) -> None
     caught(redone(), "forward . of slot .* after . have been counted")
 
 
+def test_redone_forward_reads_the_buffers_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replica, "buffers_before", lambda replica, microbatch: replica.running)
+    caught(redone(), "worker .: weights .* of slot .* differ|the loss or the clip factor of step . differs|another")
+
+
+def test_planner_redoes_forwards_that_an_heir_has_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heir of a stage that is logged has not run its forwards: it has the buffers of the boundary alone."""
+    left = lineage.tasks_left
+
+    def tasks_left(ownership: Ownership, held: Any, done: Any) -> Any:
+        def redone(task: Action) -> bool:
+            return task.op is Op.F and (task.pipeline, task.stage) in done
+
+        tasks = left(ownership, held, done)
+        return {task._replace(op=Op.REDO_F) if redone(task) else task: given for task, given in tasks.items()}
+
+    monkeypatch.setattr(recovery, "tasks_left", tasks_left)
+    monkeypatch.setattr(plans, "check_plan", lambda given, plan: None)
+    turned = Case(stages=4, microbatches=2, stages_per_worker=2, schedule="zbv", spread=3)
+    between_two_logs = (replace(turned, seed=seed, faults=(Fault(1, "LOG", 2),)) for seed in range(50))
+    caught(between_two_logs, "has not counted|where . have been counted")
+
+
 def test_planner_redoes_what_counted_already(monkeypatch: pytest.MonkeyPatch) -> None:
     left = lineage.tasks_left
 
@@ -112,7 +135,7 @@ def test_shadow_votes_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> Non
         worker.replicas[slot].version = worker.step
         return True
 
-    table = (*actions._DO[:7], heal, *actions._DO[8:])
+    table = (*actions._DO[:HEAL], heal, *actions._DO[HEAL + 1 :])
     monkeypatch.setattr(actions, "_DO", table)
     caught(kills(replace(SMALL, steps=4)), "of slot .* differ")
 
@@ -128,7 +151,7 @@ def test_adopted_replica_with_buffers_of_another_pipeline(monkeypatch: pytest.Mo
                 replica.running = replica.buffers[(slot[0] + 1) % worker.case.pipelines]
 
     monkeypatch.setattr("tests.simulation.worker.adopted", adopted)
-    caught(kills(GROWN), "buffers of slot .* differ")
+    caught(kills(GROWN), "buffers of slot .* differ|the loss or the clip factor of step . differs")
 
 
 def test_reduction_adds_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +167,7 @@ def test_reduction_adds_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_reduction_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = actions._DO[8]
+    reduce = actions._DO[REDUCE]
 
     def in_place(worker: Worker, action: tuple[Any, ...]) -> bool:
         is_done = reduce(worker, action)
@@ -153,7 +176,7 @@ def test_reduction_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
             worker.replicas[pipeline, stage].sums = worker.reduced[stage][0]
         return is_done
 
-    monkeypatch.setattr(actions, "_DO", (*actions._DO[:8], in_place, *actions._DO[9:]))
+    monkeypatch.setattr(actions, "_DO", (*actions._DO[:REDUCE], in_place, *actions._DO[REDUCE + 1 :]))
     caught(kills(GROWN), "clip factor of step . differs")
 
 

@@ -127,3 +127,15 @@ def test_heir_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(membership_verdicts, "heirs", heirs)
     caught(kills(replace(SMALL, stages=4)), "halted with 80")
+
+
+def test_a_healed_replica_counts_for_nothing_before_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The protocol knows the shadows of the last commit alone, and calls a stage lost of which there is a live copy."""
+    monkeypatch.setattr(membership_verdicts, "_has_stage", lambda *words: False)
+    monkeypatch.setattr(
+        membership_rules,
+        "all_inventoried",
+        lambda state: membership_verdicts.all_inventoried(state._replace(copies={})),
+    )
+    faults = (Fault(1, "moment", 30), Fault(2, "COMMIT", 3))
+    caught((replace(SMALL, seed=seed, spread=3, faults=faults) for seed in range(40)), r"lost \(\(\) indeed\)")

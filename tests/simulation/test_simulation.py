@@ -41,7 +41,7 @@ RANDOM = 3000
 TURNS = {
     *("transfer of an old epoch is dropped", "transfer fails", "worker catches up"),
     *("commit comes too late", "plan comes too late", "vote comes too late", "replica is adopted", "log is sent again"),
-    *("forward is redone", "backward is redone", "shadow is healed"),
+    *("forward is redone", "backward is redone", "shadow is healed", "forward of a logged slot counts"),
     *("stream is taken", "stream is taken by the fence", "epoch is foreseen"),
 }
 CHUNK = 1000
@@ -99,6 +99,17 @@ def test_every_single_kill_of_a_job_that_streams(redundancy: Redundancy, schedul
     for case in (Case(3, 4, 1, redundancy, log_every=1), Case(2, 5, 2, redundancy, log_every=2)):
         histories = all_well(single_kills(replace(case, schedule=schedule)))
         assert {history.phase for history in histories} == {Phase.FINISHED}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_every_single_kill_where_a_worker_has_two_stages(schedule: str) -> None:
+    """It dies between two logs: its heir has what is logged of one stage, and makes that one's activations anew."""
+    small = Case(4, 2, stages_per_worker=2, schedule=schedule)
+    for case in (small, replace(small, redundancy="eager"), replace(small, log_every=1, microbatches=3)):
+        assert {history.phase for history in all_well(single_kills(case))} == {Phase.FINISHED}
+    between_two_logs = (replace(small, spread=10, seed=seed, faults=(Fault(1, "LOG", 2),)) for seed in range(200))
+    turns = Counter(turn for history in all_well(between_two_logs) for turn in history.turns)
+    assert turns["forward of a logged slot counts"] > 0 or schedule == "interleaved"
 
 
 @pytest.mark.parametrize("case", PAIRED, ids=Case.text)

@@ -10,7 +10,7 @@ from engine.core.ownership import Slot
 from tests.simulation.actions import take_arrived
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
-from tests.simulation.plans import Document, Planned, next_program, planned
+from tests.simulation.plans import Document, Planned, next_program, planned, read
 from tests.simulation.process import BOUNDARY, DONE, FROZEN, PLANNED, RUNNING, Process
 from tests.simulation.replica import adopted, inventory_of
 
@@ -40,7 +40,8 @@ class Worker(Process):
         if self.alive:
             self.holds = self.inventory()
             self.world.judge.inventoried(self, self.holds)
-            self.world.say("inventory", epoch, self.number, self.holds)
+            whole = self.ownership.grid.places(read(self.holds).whole)
+            self.world.say("inventory", epoch, self.number, self.holds, whole)
             self.come_to("inventoried")
 
     def inventory(self) -> str:

@@ -25,7 +25,7 @@ from tests.simulation.replica import first_replica
 from tests.simulation.worker import Worker
 
 MS = 1_000_000
-_COSTS = (MS, MS, 2 * MS, 2 * MS)
+_COSTS = (MS, MS, 2 * MS, 2 * MS, MS)
 _TICK = 500 * MS
 _LONGEST = 400_000 * MS  # of virtual time: past every deadline of the protocol, several times
 _MOST_EVENTS = 400_000
@@ -281,4 +281,4 @@ _EVENTS = {
     "done": events.Done,
 }
 _WORDS = {"suspicion": -10, "inventory": -11, "planned": -12, "done": -13, "vote": -14}
-_REPLAYED = frozenset({"F", "f", "B", "I", "HEAL", "REDUCE_GRAD", "LOG", "COMMIT"})
+_REPLAYED = frozenset({"F", "f", "B", "I", "W", "HEAL", "REDUCE_GRAD", "LOG", "COMMIT"})

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from engine.core.errors import Problem, ScheduleError, nearest
 from engine.core.ownership import Grid, fresh
 from engine.core.program import Program, build_program
-from engine.core.schedules.compute import ComputeLists
-from engine.core.schedules.placement import Placement, worker_of
+from engine.core.schedules.placement import PlacementChoice
+from engine.core.schedules.placement_choice import placement_of, stands_as
 from engine.core.schedules.registry import SCHEDULES, Schedule
 from engine.core.schedules.text import cell_of, is_text, lists_from_csv, stages_on
 from engine.core.verify import Violation, verify
 
-PlacementChoice = Literal["auto", "loop", "v"]
-_PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
 _MOST_SHOWN = 5
-
-
-def placement_of(schedule: str, choice: PlacementChoice) -> Placement:
-    """Returns the placement that a schedule, by name or as CSV, is run with."""
-    if choice != "auto":
-        return choice
-    if is_text(schedule):
-        lists = lists_from_csv(schedule)
-        return next((each for each in _PLACEMENTS if _stands_as(lists, each)), "loop")
-    return SCHEDULES[schedule].placement
 
 
 def check_schedule(
@@ -82,7 +69,7 @@ def _check_text(
         hint = f"{num_workers * stages_per_worker} stages, {stages_per_worker} on each worker"
         return [Problem("schedule", expected, f"{len(lists)} rows", hint)]
     placement = placement_of(text, choice)
-    if not _stands_as(lists, placement):
+    if not stands_as(lists, placement):
         expected = f"the stages on the workers as placement {placement} has them"
         return [Problem("schedule", expected, _named(stages_on(lists)))]
     grid = Grid(num_workers * stages_per_worker, microbatches)
@@ -101,11 +88,6 @@ def _in_text(broken: Violation, text: str, program: Program) -> Violation:
     action = actions[broken.position]
     nth = actions[: broken.position].count(action)
     return replace(broken, position=cell_of(text, broken.worker, action, nth))
-
-
-def _stands_as(lists: ComputeLists, placement: Placement) -> bool:
-    stages = stages_on(lists)
-    return all(worker_of(stage, len(lists), placement) == worker for stage, worker in stages.items())
 
 
 def _named(stages: dict[int, int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 Placement = Literal["loop", "v"]
+PlacementChoice = Literal["auto", "loop", "v"]  # auto: the one that the schedule wants
 
 
 def worker_of(stage: int, num_workers: int, placement: Placement) -> int:

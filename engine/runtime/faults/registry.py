@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
 from engine.core.fault_kind import FaultKind, Parameter
-from engine.core.job import Scalar
+from engine.core.scalar import Scalar
 
 if TYPE_CHECKING:
     from engine.core.ownership import Slot

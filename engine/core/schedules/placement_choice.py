@@ -1,0 +1,26 @@
+"""The placement that a schedule is run with: the one that was chosen, or the one that the schedule wants."""
+
+from __future__ import annotations
+
+from engine.core.schedules.compute import ComputeLists
+from engine.core.schedules.placement import Placement, PlacementChoice, worker_of
+from engine.core.schedules.registry import SCHEDULES
+from engine.core.schedules.text import is_text, lists_from_csv, stages_on
+
+_PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
+
+
+def placement_of(schedule: str, choice: PlacementChoice) -> Placement:
+    """Returns the placement that a schedule, by name or as CSV, is run with."""
+    if choice != "auto":
+        return choice
+    if is_text(schedule):
+        lists = lists_from_csv(schedule)
+        return next((each for each in _PLACEMENTS if stands_as(lists, each)), "loop")
+    return SCHEDULES[schedule].placement
+
+
+def stands_as(lists: ComputeLists, placement: Placement) -> bool:
+    """Says whether compute lists have their stages on the workers as a placement has them."""
+    stages = stages_on(lists)
+    return all(worker_of(stage, len(lists), placement) == worker for stage, worker in stages.items())

@@ -1,0 +1,66 @@
+"""Streams of random numbers that nothing replicates: where each stands, so that a draw shows and can be undone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+PYTHON, NUMPY, TORCH = "Python's random", "numpy's generator", "torch's default generator"
+
+
+def positions(owned: Mapping[str, object] = {}) -> dict[str, object]:
+    """Returns where the process-wide streams stand, numpy's only once somebody has loaded it, and some others."""
+    found = {PYTHON: random.getstate(), TORCH: _position(torch.default_generator)}
+    if numpy_random := sys.modules.get("numpy.random"):
+        found[NUMPY] = _of_numpy(numpy_random)
+    return found | {name: _position(generator) for name, generator in owned.items()}
+
+
+def own_generators(layer: nn.Module) -> dict[str, object]:
+    """Returns the generators that the modules of a layer keep as attributes, by what they are called in messages."""
+    return {
+        f"the generator {path}.{name}".replace(" .", " "): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if _position(value) is not None
+    }
+
+
+def _position(generator: object) -> object:
+    """Returns where a generator stands; None for what is none."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if type(generator).__module__.startswith("numpy.random"):
+        if hasattr(generator, "bit_generator"):
+            return repr(generator.bit_generator.state)
+        if hasattr(generator, "get_state"):  # the older kind
+            return _of_numpy(generator)
+    return None
+
+
+def _of_numpy(holder: Any) -> object:
+    name, keys, *others = holder.get_state()
+    return (name, keys.tobytes(), *others)
+
+
+@contextlib.contextmanager
+def set_back() -> Iterator[None]:
+    """Leaves all process-wide streams where they stood before."""
+    of_python, of_torch = random.getstate(), torch.default_generator.get_state()
+    numpy_random = sys.modules.get("numpy.random")
+    of_numpy = numpy_random.get_state() if numpy_random else None
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        torch.default_generator.set_state(of_torch)
+        if numpy_random := sys.modules.get("numpy.random"):
+            numpy_random.seed() if of_numpy is None else numpy_random.set_state(of_numpy)

@@ -1,0 +1,196 @@
+"""Every run ends: whoever stands still, dies or cannot be killed, above all when every step is committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from engine.core.action import Action, Op
+from engine.core.fault import At, Fault, slot_owner
+from engine.core.job import Job
+from engine.runtime import agent
+from engine.runtime.children import Child, ForkServer
+from engine.runtime.session import Ending, run_session
+from tests.e2e.launcher import Launcher
+from tests.e2e.striker import SERVER, STORE, Moment, Strike, Striker, committed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+
+STEPS = 6
+LAST = committed(STEPS - 1)
+SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": STEPS, "validate_every": 3}
+TWICE: dict[str, Any] = {"stages": 2, "pipelines": 2}
+SILENCE_S = 2.0  # longer than a busy machine keeps a healthy worker from running
+SOON_S = 40.0  # silence, a recovery, the grace to leave, and what else a busy machine does
+
+
+class Ended:
+    """A run and what it left."""
+
+    def __init__(self, ending: Ending, folder: Path, seconds: float):
+        self.ending = ending
+        self.seconds = seconds
+        account = ending.view.account
+        self.result = account.rows, account.losses, account.validations
+        self.known = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.known if event["event"] == kind]
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Run:
+    """Returns a function that runs a small job, and strikes its processes meanwhile."""
+
+    def run(*strikes: Strike, options: dict[str, Any] | None = None, **fields: Any) -> Ended:
+        folder = tmp_path_factory.mktemp("run")
+        job = Job(**{**SMALL, **fields})
+        started_s = monotonic()
+        with Striker(folder / "events.jsonl", strikes) as striker:
+            ending = run_session(
+                job, folder / "events.jsonl", folder, server=server, silence_s=SILENCE_S, **(options or {})
+            )
+        assert striker.left == []
+        return Ended(ending, folder, monotonic() - started_s)
+
+    return run
+
+
+@pytest.fixture(name="twin", scope="module")
+def _twin(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Callable[..., Any]:
+    """Returns a function that gives the result of a job to which nothing is done."""
+
+    def twin(**fields: Any) -> Any:
+        folder = tmp_path_factory.mktemp("twin")
+        job = Job(**{**SMALL, **fields, "redundancy": "none"})
+        account = run_session(job, folder / "events.jsonl", folder, server=server).view.account
+        return account.rows, account.losses, account.validations
+
+    return twin
+
+
+def finished(ended: Ended) -> None:
+    """Checks that a run has finished well, and soon."""
+    assert (ended.ending.outcome, ended.ending.exit_code) == ("finished", 0), ended.ending.error
+    assert ended.seconds < SOON_S
+    pids = [event["child"] for event in ended.events("started")]
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def has_finished(worker: int) -> Moment:
+    """Returns the moment at which a worker has said that it is done, and waits to be let go."""
+    return lambda event: event["event"] == "finished" and event["of"] == worker
+
+
+@pytest.mark.parametrize(
+    ("moment", "fields"),
+    [(LAST, {}), (has_finished(1), {}), (has_finished(1), {"redundancy": "none"}), (LAST, TWICE)],
+    ids=["last commit", "done", "done, nothing twice", "two pipelines"],
+)
+def test_a_worker_that_stops_after_the_last_commit_keeps_nobody(
+    run: Run, twin: Callable[..., Any], moment: Moment, fields: dict[str, Any]
+) -> None:
+    also = [Strike(LAST, 2)] if fields == TWICE else []
+    ended = run(*also, Strike(moment, 1, signal.SIGSTOP), **fields)
+    finished(ended)
+    assert ended.ending.missing == ()
+    assert ended.result == twin(**fields)
+    (code,) = (event["code"] for event in ended.events("exit") if event["of"] == 1)
+    assert code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_redundancy_nobody_waits_for_who_cannot_come(run: Run, number: signal.Signals) -> None:
+    """A worker is gone before it has told anything of the last step: every step is committed, and the rest is named."""
+    step = Action(1, Op.STEP)
+    do = {signal.SIGSTOP: "stop", signal.SIGKILL: "kill"}[number]
+    fault = Fault("first", At(STEPS - 1, step), (slot_owner(step),), do)
+    ended = run(options={"faults": [fault]}, redundancy="none")
+    finished(ended)
+    assert len(ended.result[1]) == STEPS
+    assert ended.ending.missing == (f"the hashes of step {STEPS - 1}", f"the validation after step {STEPS - 1}")
+    (cut,) = ended.events("cut_short")
+    assert "the state of stage 1 is lost in epoch 2; last committed step 5" in cut["reason"]
+
+
+@pytest.fixture(name="immortal")
+def _immortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
+    """Has no signal of this process reach worker 1, which then is stopped by hand; it ends with the test."""
+    found: list[Child] = []
+    send, close = Child.signal, Child.close
+
+    def signal_others(child: Child, number: signal.Signals) -> None:
+        if child.name == "bamboo-1":
+            found.append(child)
+        else:
+            send(child, number)
+
+    monkeypatch.setattr(Child, "signal", signal_others)
+    monkeypatch.setattr("engine.runtime.children._GONE_S", 0.2)
+    monkeypatch.setattr(agent, "_KILL_GRACE_S", 0.2)
+    monkeypatch.setattr(Child, "close", lambda child: None if child in found else close(child))
+    yield found
+    monkeypatch.undo()
+    for child in dict.fromkeys(found):
+        child.close()
+
+
+@pytest.mark.parametrize("moment", [LAST, has_finished(1), committed(1)], ids=["last commit", "done", "training"])
+def test_a_process_that_not_even_sigkill_ends_is_left_behind(run: Run, immortal: list[Child], moment: Moment) -> None:
+    ended = run(Strike(moment, 1, signal.SIGSTOP))
+    assert (ended.ending.outcome, ended.ending.exit_code) == ("finished", 0), ended.ending.error
+    assert ended.seconds < SOON_S
+    (left,) = ended.events("left_behind")
+    assert left["child"] == immortal[0].pid
+    said = f"worker 1 (pid {left['child']}) does not end by SIGKILL and is left behind"
+    assert said in ended.ending.view.account.notes
+
+
+def test_training_outlives_the_fork_server(run: Run, twin: Callable[..., Any], server: ForkServer) -> None:
+    """What is forked after its end is forked by another: the store's successor here, and all of the next run."""
+    first = server.pid
+    strikes = [Strike(committed(0), SERVER), Strike(committed(1), STORE), Strike(committed(2), 1), Strike(LAST, SERVER)]
+    ended = run(*strikes)
+    finished(ended)
+    assert ended.result == twin()
+    ends = [event["child"] for event in ended.events("fork_server_ended")]
+    assert ends[0] == first
+    assert len(ended.events("rendezvous")) == 2
+    assert server.pid not in (first, *ends)
+
+
+def test_a_fork_server_that_stops_ends_no_run(run: Run, twin: Callable[..., Any], server: ForkServer) -> None:
+    """It is not asked for anything while the store lives; then it is given up."""
+    ended = run(Strike(committed(0), SERVER, signal.SIGSTOP))
+    finished(ended)
+    ended = run()
+    finished(ended)
+    assert ended.result == twin()
+
+
+@pytest.mark.parametrize("when", ["before", "at once"])
+def test_nothing_outlives_launcher_and_fork_server(launch: Callable[..., Launcher], when: str) -> None:
+    """Not even a worker that is stopped."""
+    arguments = ("--model", "timed", "--stages", "3", "--microbatches", "4", "--steps", "5000", "--validate-every", "0")
+    launcher = launch("run", *arguments)
+    launcher.wait_until(lambda: len(launcher.events("commit")) >= 2)
+    processes = launcher.processes()
+    if when == "before":
+        os.kill(processes["bamboo-fork"], signal.SIGKILL)
+        launcher.wait_until(lambda: launcher.events("fork_server_ended"))
+    os.kill(processes["bamboo-1"], signal.SIGSTOP)
+    if when == "at once":
+        os.kill(processes["bamboo-fork"], signal.SIGKILL)
+    launcher.process.kill()
+    launcher.process.wait()
+    assert launcher.leftovers() == []

@@ -1,0 +1,37 @@
+"""A validation pass says that it moves on, so that a long one is no standstill, and a forward that never ends hangs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.core.ownership import Grid, one_slot_each
+from engine.models.catalogue import build_model, open_data
+from engine.runtime.replicas import Replicas
+from engine.runtime.stage import Stage
+from engine.runtime.validation import Validation
+from tests.runtime.small_run import NORMED, borders_of, small_job
+
+
+def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job(**{**NORMED, "stages": 1})
+    data = open_data(job)
+    model = build_model(job, data.facts)
+    replicas = Replicas(job, model, (0,), [(0, 0)])
+    replicas.learn(borders_of(job, model, data))
+    control = SimpleNamespace(at=(5, 7, False), check=lambda: None)
+    around: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
+    seen: list[tuple[int, int, bool]] = []
+    evaluate = Stage.evaluate
+
+    def watched(stage: Stage, inputs: Any) -> Any:
+        seen.append(control.at)
+        return evaluate(stage, inputs)
+
+    monkeypatch.setattr(Stage, "evaluate", watched)
+    plane: Any = None
+    assert Validation(around, plane, one_slot_each(Grid(1, job.microbatches))).run() is not None
+    assert seen == [(5, 8 + number, True) for number in range(job.validation_microbatches)]
+    assert control.at == (5, 7 + job.validation_microbatches, False)
