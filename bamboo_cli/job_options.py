@@ -83,6 +83,7 @@ def _flag(name: str, default: object) -> Any:
     kind, flag = FIELD_TYPES[name], name.replace("_", "-")
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
     if kind is bool:  # the flag says what the default does not; --set says either
+        help_text = f"leave out {FIELD_HELP[name]}" if default else FIELD_HELP[name]
         option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]
     metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS[kind]

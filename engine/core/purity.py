@@ -24,8 +24,8 @@ def impure(name: str, found: str) -> Problem:
         hint = f"let it depend on seed, step, pipeline and microbatch alone, {_SEE}"
         return Problem(DATA, "a microbatch with the same bits whenever it is loaded", found, hint)
     hint = (
-        "no replica has what made the difference, so a failover would change the bits: keep state in buffers, draw "
-        f"from torch's default generator, {_SEE}"
+        "no replica has what made the difference, so a failover would change the bits: keep state in buffers that "
+        f"forwards alone change, draw from torch's default generator, {_SEE}"
     )
     return Problem("model", "layers that make the same bits again", f"{name}: {found}", hint)
 

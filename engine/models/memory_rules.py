@@ -7,8 +7,9 @@ gradients of a tied parameter are exchanged, nothing keeps such copies equal, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -40,6 +41,31 @@ def refuse_buffers_in_parameters(layers: Mapping[int, nn.Module]) -> None:
         raise UserError(problems)
 
 
+def refuse_foreign_layers(layers: Mapping[int, nn.Module]) -> None:
+    """Raises UserError that names every layer whose state cannot be copied, sent or summed as plain tensors are."""
+    problems = [
+        Problem("model", "layers of plain tensors", f"{what} in layer {index}", hint)
+        for index, layer in layers.items()
+        for what, hint in _foreign(layer)
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _foreign(layer: nn.Module) -> Iterator[tuple[str, str]]:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules()):
+        yield "a scripted module", "give the module that it was made of"
+        return
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if is_lazy(tensor):
+            yield f"the lazy parameter or buffer {name!r}", "give its size to the constructor"
+        elif tensor.layout is not torch.strided:
+            yield f"the sparse tensor {name!r}", "register its indices and values as two buffers"
+    for name, module in layer.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield f"sparse gradients of {name or type(module).__name__!r}", "give sparse=False"
+
+
 def shared_buffers(layers: Iterable[nn.Module]) -> tuple[Uses, ...]:
     """Returns the buffers of different layers that lie in the same memory."""
     uses: dict[int, list[tuple[int, str]]] = {}
@@ -52,6 +78,6 @@ def shared_buffers(layers: Iterable[nn.Module]) -> tuple[Uses, ...]:
 
 def _addresses(tensor: Tensor) -> list[int]:
     """Returns where the memory of a tensor begins, unless it has none."""
-    if is_lazy(tensor) or not tensor.numel() or tensor.is_meta:
+    if is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return []
     return [tensor.untyped_storage().data_ptr()]

@@ -49,7 +49,7 @@ def user_model(job: Job) -> Model:
         LayerSpec(
             name,
             type(layer).__name__,
-            partial(copy.deepcopy, layer),
+            partial(_copied, job.model, name, layer),
             _names(job.model, name, layer, "hands"),
             _names(job.model, name, layer, "takes"),
         )
@@ -58,6 +58,16 @@ def user_model(job: Job) -> Model:
     modules = [layer for _, layer in layers]
     refuse_buffers_in_parameters(dict(enumerate(modules)))
     return Model(tuple(specs), default_loss, _shared(modules), shared_buffers=shared_buffers(modules))
+
+
+def _copied(model: str, name: str, layer: nn.Module) -> nn.Module:
+    """Returns a copy of a layer; raises UserError where it can have none."""
+    try:
+        return copy.deepcopy(layer)
+    except Exception as error:
+        hint = "such as torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm"
+        found = f"{name!r} of {model!r}: {type(error).__name__}: {error}"
+        raise UserError([Problem("model", "layers that copy.deepcopy can copy", found, hint)]) from error
 
 
 def user_data(job: Job) -> Data:

@@ -6,11 +6,13 @@ when all is logged, one at the vote, one in the last backward of a middle stage.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
+from engine.core.fault import After, Fault, Worker
 from engine.core.job import Job
 from engine.core.kill_text import parse_kill
 from engine.core.schedules.registry import SCHEDULES
@@ -48,11 +50,11 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
-def strike(runs: Runs, job: Job, text: str) -> None:
-    """Kills a worker, and checks that nothing comes of it but its absence."""
-    fault = parse_kill(text, job)
-    ending, events = runs.run(job, [fault])
-    victims = [event["of"] for event in events if event["event"] == "fault"]
+def strike(runs: Runs, job: Job, *faults: Fault) -> None:
+    """Carries out faults that kill one worker, and checks that nothing comes of it but its absence."""
+    ending, events = runs.run(job, faults, silence_s=30)
+    (*_, dies) = faults
+    victims = [event["of"] for event in events if event["event"] == "fault" and event["fault"] == dies.id]
     assert len(victims) == 1
     assert [*differences(ending, runs.twin(job)), *lives(events, victims)] == []
 
@@ -67,7 +69,8 @@ def test_there_are_27_combinations() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_comes_of_a_kill(runs: Runs, model: str, schedule: str, kill: str) -> None:
     backward = "W" if schedule == "zbv" else "B"
-    strike(runs, Job(**SMALL | MODELS[model] | PLACED[schedule]), kill.format(backward=backward))
+    job = Job(**SMALL | MODELS[model] | PLACED[schedule])
+    strike(runs, job, parse_kill(kill.format(backward=backward), job))
 
 
 def test_a_forward_that_its_heir_has_not_counted_finds_the_buffers_of_before(runs: Runs) -> None:
@@ -80,5 +83,7 @@ def test_a_forward_that_its_heir_has_not_counted_finds_the_buffers_of_before(run
     it does not read its averages; a spectral norm reads the vectors that the forward before has left. So a forward that
     its owner has not counted runs as one that has not, and they make the right buffers one after the other.
     """
-    spectral = {**MODELS["spectral"], **PLACED["zbv"]}
-    strike(runs, Job(**SMALL | spectral | {"steps": 9}), "5:2:LOG")
+    job = Job(**SMALL | MODELS["spectral"] | PLACED["zbv"])
+    stands = replace(parse_kill("3:2:LOG:before", job), do="hang", parameters={"for_ns": 10**10, "gil": "released"})
+    dies = Fault("dies", After(stands.id, None, 5 * 10**8), (Worker(1),))  # when the log of stage 1 has arrived
+    strike(runs, job, stands, dies)

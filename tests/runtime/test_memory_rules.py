@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,3 +64,28 @@ def test_a_layer_that_is_built_by_a_builder_is_checked_too() -> None:
     model = Model((LayerSpec("only", "With", With),), default_loss)
     with pytest.raises(UserError, match=r"'row' of layer 0, .* 'linear\.weight' of layer 0"):
         build_layer(Job(), model, 0)
+
+
+class Scripted(nn.Module):
+    """Has a module that was compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (Scripted, "a scripted module in layer 1"),
+        (lambda: nn.LazyLinear(WIDTH), "the lazy parameter or buffer 'weight' in layer 1"),
+        (lambda: With(torch.eye(WIDTH).to_sparse()), "the sparse tensor 'row' in layer 1"),
+        (lambda: nn.Embedding(WIDTH, WIDTH, sparse=True), "sparse gradients of 'Embedding' in layer 1"),
+    ],
+    ids=["scripted", "lazy", "sparse buffer", "sparse gradient"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_layer_of_other_than_plain_tensors_is_refused(layer: Any, found: str) -> None:
+    specs = (LayerSpec("first", "Linear", lambda: nn.Linear(WIDTH, WIDTH)), LayerSpec("odd", "Odd", layer))
+    with pytest.raises(UserError, match=found):
+        build_layer(Job(), Model(specs, default_loss), 1)
