@@ -125,7 +125,7 @@ def _round(
     interrupts: Interrupts,
 ) -> Agent:
     """Starts workers, of whom one ends itself; serves them until all have ended."""
-    job = Job(model="mlp", stages=num_workers)
+    job = Job(model="mlp", stages=num_workers, redundancy="none")  # so that a verdict is the end at once
     ownership = one_slot_each(Grid(job.stages, job.microbatches))
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / f"{number}.jsonl")

@@ -21,7 +21,7 @@ from engine.runtime.kernel import adopting
 from engine.runtime.link import Link, Message
 
 _START_S = 60.0  # until a server has imported all that it forks, and answers
-_ANSWER_S = 10.0  # of one that has answered before
+_ANSWER_S = 5.0  # of one that has answered before; the lease of this host must outlast it
 _GONE_S = 2.0  # from SIGKILL until the process is gone; one that the kernel does not let go is left behind
 _MAX_STARTS = 3  # of servers for one child
 

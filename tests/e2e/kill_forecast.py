@@ -136,6 +136,8 @@ def plan_kills(
             if sort in left:
                 left.remove(sort)
             kills.append(_kill(chosen, sort, step, program[chosen.worker], forecast.ownership))
+            if sort.op is Op.HEAL:
+                break  # what was healed by then stays a replica: who owns what from now on, timing decides
             is_open = _is_before_its_votes(chosen, program[chosen.worker])
             forecast.dies(chosen.worker)
         elif is_whole:
