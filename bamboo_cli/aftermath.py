@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.twin import Comparison
+from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
-from engine.core.fault import At, Fault
-from engine.core.job import Job
-from engine.core.recovery_log import recoveries
-from engine.core.recovery_times import Recovery
-from engine.core.scenario_rules import WHOLE_AFTERWARDS, is_part
-from engine.core.twin import Comparison
+from engine.core.faults.fault import At, Fault
+from engine.core.faults.scenario_rules import WHOLE_AFTERWARDS, is_part
 from engine.files.events_file import has_event, read_events
 from engine.files.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from engine.runtime.etcd_settings import EtcdSettings
-    from engine.runtime.session import Ending
+    from engine.runtime.agent.session import Ending
+    from engine.runtime.store.etcd_settings import EtcdSettings
 
 
 @dataclass(slots=True)

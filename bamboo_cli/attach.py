@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.case import Case, case_of
+from engine.core.checks.expectations import Observed
+from engine.core.checks.recovery_log import recoveries
+from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
-from engine.core.expansion import describe, expand
-from engine.core.expectations import Observed
-from engine.core.fault import After, At, Fault, to_plain
-from engine.core.job import Job
-from engine.core.recovery_log import recoveries
+from engine.core.faults.expansion import describe, expand
+from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.files.events_file import events_of
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
-    from engine.files.scenario_file import Loaded
+    from engine.files.scenarios.scenario_file import Loaded
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
@@ -80,7 +80,7 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
 
     Ids are new, so that it can be handed over more than once.
     """
-    from engine.core.scenario_rules import check_scenario
+    from engine.core.faults.scenario_rules import check_scenario
     from engine.runtime.faults.registry import kinds
 
     job = events.job()

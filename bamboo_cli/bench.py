@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from engine.core.bench_rows import Row
+    from engine.bench.figures.rows import Row
 
 bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers, interleaved in one run.")
 
@@ -34,7 +34,7 @@ def pipeline(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step's forwards and backwards, against torch.distributed.pipelining and the ideal time."""
-    from engine.runtime.bench_session import bench_pipeline, pipeline_jobs
+    from engine.bench.session import bench_pipeline, pipeline_jobs
 
     jobs = pipeline_jobs()
 
@@ -49,8 +49,8 @@ def schedules(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step's forwards and backwards under each schedule, against its dry run and torch's schedule."""
-    from engine.core.bench_schedules import schedule_jobs
-    from engine.runtime.bench_session import bench_schedule
+    from engine.bench.figures.schedules import schedule_jobs
+    from engine.bench.session import bench_schedule
 
     jobs = schedule_jobs()
 
@@ -63,7 +63,7 @@ def schedules(
 @bench.command()
 def launch(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time from the command to the end of the first optimizer step with 4 workers, against torchrun."""
-    from engine.runtime.bench_runs import bench_launch
+    from engine.bench.runs import bench_launch
 
     _run("launch", lambda folder: bench_launch(1 if quick else 7, folder), as_json, results)
 
@@ -71,7 +71,7 @@ def launch(quick: Quick = False, as_json: AsJson = False, results: Results = _DE
 @bench.command()
 def audit(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time of a step with an audit of each, against steps without any."""
-    from engine.runtime.bench_runs import bench_audit
+    from engine.bench.runs import bench_audit
 
     _run("audit", lambda folder: bench_audit(*((1, 4) if quick else (5, 80)), folder), as_json, results)
 
@@ -81,7 +81,7 @@ def recording(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step whose actions are recorded, against that of one whose actions are not, in the same run."""
-    from engine.runtime.bench_recording import bench_recording, recording_jobs
+    from engine.bench.recording import bench_recording, recording_jobs
 
     jobs = recording_jobs()
 
@@ -94,7 +94,7 @@ def recording(
 @bench.command()
 def kv(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time of a call to the coordinator's store and of a watch's news, against the bare etcd3 client."""
-    from engine.runtime.bench_kv import bench_kv
+    from engine.bench.kv import bench_kv
 
     _run("kv", lambda folder: bench_kv(50 if quick else 10_000, folder), as_json, results)
 
@@ -102,7 +102,7 @@ def kv(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAUL
 @bench.command()
 def coordination(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time from an exit to everybody's knowing of it, to form a group, and to start a private etcd: against limits."""
-    from engine.runtime.bench_relay import bench_etcd_start, bench_forming, bench_relay
+    from engine.bench.relay import bench_etcd_start, bench_forming, bench_relay
 
     def measure(folder: Path) -> list[Row]:
         rows = bench_relay(5 if quick else 200, folder)
@@ -117,8 +117,8 @@ def recovery(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Pause after a SIGKILL, in phases, against what must be redone; torchrun's restart; torchft, where installed."""
-    from engine.runtime.bench_recovery import POINTS, bench_pause, recovery_cases
-    from engine.runtime.bench_restart import bench_restart, bench_torchft, has_torchft
+    from engine.bench.recovery import POINTS, bench_pause, recovery_cases
+    from engine.bench.restart import bench_restart, bench_torchft, has_torchft
 
     cases = recovery_cases()
     peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if has_torchft() else {})
@@ -136,7 +136,7 @@ def redundancy(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step and peak memory with lazy and eager redundancy, against none and what theory says."""
-    from engine.runtime.bench_redundancy import MEMORY_CASE, bench_memory, bench_overhead, overhead_cases
+    from engine.bench.redundancy import MEMORY_CASE, bench_memory, bench_overhead, overhead_cases
 
     cases = overhead_cases()
 
@@ -153,7 +153,7 @@ def buffers(
     quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
 ) -> None:
     """Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer."""
-    from engine.runtime.bench_buffers import bench_buffers, buffer_cases
+    from engine.bench.buffers import bench_buffers, buffer_cases
 
     cases = buffer_cases()
 
@@ -166,7 +166,7 @@ def buffers(
 @bench.command()
 def programs(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """Time to make and verify a large program, and to plan a large recovery, against limits."""
-    from engine.runtime.bench_programs import bench_programs
+    from engine.bench.programs import bench_programs
 
     _run("programs", lambda folder: bench_programs(1 if quick else 5), as_json, results)
 
@@ -174,7 +174,7 @@ def programs(quick: Quick = False, as_json: AsJson = False, results: Results = _
 @bench.command()
 def handover(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
     """What a SIGTERM with enough grace costs, and a step with one worker less, against limits and theory."""
-    from engine.runtime.bench_handover import bench_handover
+    from engine.bench.handover import bench_handover
 
     sizes = (1, 1) if quick else (30, 4)
     _run("handover", lambda folder: bench_handover(*sizes, folder), as_json, results)
@@ -183,7 +183,7 @@ def handover(quick: Quick = False, as_json: AsJson = False, results: Results = _
 @bench.command()
 def matrix(quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS) -> None:
     """Time of a real fault case in a matrix, against the same case as a command of its own."""
-    from engine.runtime.bench_matrix import bench_matrix
+    from engine.bench.matrix import bench_matrix
 
     def measure(folder: Path) -> list[Row]:
         rows = bench_matrix(folder, case or ("kill/F" if quick else ""), 1 if quick else 5)
@@ -223,7 +223,7 @@ def _run(name: str, measure: Callable[[Path], Sequence[Row]], as_json: bool, res
 
     Ctrl-C and SIGTERM end the program by way of every `finally`, so that nothing is left behind.
     """
-    from engine.files.bench_file import bench_folder, write_bench
+    from engine.bench.results_file import bench_folder, write_bench
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

@@ -12,19 +12,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.core.checks.expectations import Check, Observed, Result, check, exit_code, verdict
+from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.strike_accuracy import precision
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.core.expectations import Check, Observed, Result, check, exit_code, verdict
-from engine.core.fault import to_plain
-from engine.core.precision import precision
-from engine.core.recovery_times import Recovery
+from engine.core.faults.fault import to_plain
 
 if TYPE_CHECKING:
-    from engine.core.trajectory import Row
+    from engine.core.checks.trajectory import Row
     from engine.files.run_folder import RunFolder
-    from engine.files.scenario_file import Loaded
-    from engine.runtime.children import ForkServer
-    from engine.runtime.etcd_settings import EtcdSettings
-    from engine.runtime.session import Ending
+    from engine.files.scenarios.scenario_file import Loaded
+    from engine.runtime.agent.session import Ending
+    from engine.runtime.process.children import ForkServer
+    from engine.runtime.store.etcd_settings import EtcdSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> C
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
     from engine.models.offer import unreadable_data
-    from engine.runtime.leftovers import Traces
+    from engine.runtime.doctor.leak_check import Traces
 
     started_s = time.monotonic()
     scenario = loaded.scenario
@@ -126,7 +126,7 @@ def scenario_facts(loaded: Loaded, copy: Path) -> dict[str, Any]:
 
     The text is that of the `copy` that the run began with: whose file it is may have changed it, or be done with it.
     """
-    from engine.files.scenario_file import library
+    from engine.files.scenarios.scenario_file import library
 
     name = loaded.scenario.name
     return {

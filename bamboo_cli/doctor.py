@@ -18,7 +18,7 @@ def doctor(
     results: Annotated[Path, typer.Option(help="Folder that runs would be written to.")] = Path("results"),
 ) -> None:
     """Say what this machine can do, one line per check with the fix; exit with 4 when something needed is missing."""
-    from engine.runtime.host_checks import check_host, exit_code
+    from engine.runtime.doctor.host_checks import check_host, exit_code
 
     checks = check_host(results)
     code = int(exit_code(checks))

@@ -18,7 +18,7 @@ def init(
     ] = "none",
 ) -> None:
     """Write a job and a first scenario; with --ci also a workflow. Nothing that is there is overwritten."""
-    from engine.files.starter import SCENARIO, starter, write_new
+    from engine.files.scenarios.starter import SCENARIO, starter, write_new
 
     for path in write_new(folder, starter(ci == "github")):
         typer.echo(str(path))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.etcd_options import Endpoints, PlainHttp, etcd_settings
+from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from engine.core.errors import ExitCode
 
 if TYPE_CHECKING:
     from bamboo_cli.case import Case
-    from engine.files.scenario_file import Loaded
+    from engine.files.scenarios.scenario_file import Loaded
 
 EPILOG = (
     "Examples:  bamboo inject --scenario kill-middle-stage  |  bamboo inject --scenario mine.yaml --dry-run  |  "
@@ -50,9 +50,9 @@ def inject(
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it."""
     from bamboo_cli.attach import as_of_now, attach
-    from bamboo_cli.offered import offered
+    from bamboo_cli.options.offered import offered
     from engine.files.run_folder import find_run
-    from engine.files.scenario_file import load_scenario
+    from engine.files.scenarios.scenario_file import load_scenario
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
@@ -71,8 +71,8 @@ def inject(
 
 def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[Case]:
     from bamboo_cli.case import run_case
-    from engine.runtime.children import ForkServer
-    from engine.runtime.leftovers import mark_processes
+    from engine.runtime.doctor.leak_check import mark_processes
+    from engine.runtime.process.children import ForkServer
 
     store = etcd_settings(etcd, plain_http)
     cases: list[Case] = []
@@ -87,7 +87,7 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
 
 
 def _print_plan(loaded: Loaded, as_json: bool) -> None:
-    from bamboo_cli.plan import faults_as_plain
+    from bamboo_cli.options.plan import faults_as_plain
 
     faults = faults_as_plain(loaded.faults, loaded.scenario.job)
     if as_json:

@@ -19,12 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bamboo_cli.live_recoveries import GONE, LiveRecoveries
-from engine.core.fault import Fault
-from engine.core.job import Job
+from engine.core.config.job import Job
+from engine.core.faults.fault import Fault
 from engine.files.run_folder import RunFolder
-from engine.runtime.children import ForkServer
-from engine.runtime.etcd_settings import EtcdSettings
-from engine.runtime.session import Ending, View, WorkerView, run_session
+from engine.runtime.agent.session import Ending, View, WorkerView, run_session
+from engine.runtime.process.children import ForkServer
+from engine.runtime.store.etcd_settings import EtcdSettings
 
 _PLAIN_EVERY_S = 2.0
 _RATE_OVER_S = 3.0

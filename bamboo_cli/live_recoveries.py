@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.errors import StorageError
 from engine.core.ownership import Slot
-from engine.core.recovery_log import RecoveryLog
 from engine.files.events_file import read_events
-from engine.runtime.session import View
+from engine.runtime.agent.session import View
 
 GONE = ("dead", "failed", "left")
 _MAX_LOOKS = 8  # at the events, for a recovery that the picture expects; there may be none

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bamboo_cli.matrix_options import (
+from bamboo_cli.options.matrix import (
     DEFAULT_RESULTS,
     AsJson,
     Budget,
@@ -38,8 +38,8 @@ from engine.core.errors import NothingMatchedError, Problem, StorageError, UserE
 
 if TYPE_CHECKING:
     from bamboo_cli.matrix_run import MatrixRun
-    from engine.core.cell_result import CellResult
-    from engine.files.matrix_file import Matrix, Planned
+    from engine.core.checks.cell_result import CellResult
+    from engine.files.scenarios.matrix_file import Matrix, Planned
 
 EPILOG = (
     "Examples:  bamboo matrix matrix-smoke  |  bamboo matrix mine.yaml --jobs 2 --junit cells.xml  |  "
@@ -68,9 +68,9 @@ def matrix(
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 when any failed, with 6 when any proved nothing."""
-    from bamboo_cli.offered import offered
-    from engine.files.matrix_file import read_matrix
+    from bamboo_cli.options.offered import offered
     from engine.files.matrix_results import usual_seconds
+    from engine.files.scenarios.matrix_file import read_matrix
     from engine.runtime.faults.registry import kinds
 
     found = read_matrix(file, kinds(), settings or (), offered)
@@ -93,7 +93,7 @@ def _print_cells(
     file: str, chosen: Sequence[Planned], form: str, num_shards: int, seconds: Mapping[str, float]
 ) -> None:
     """Prints the names of the cells, or a workflow matrix that runs them."""
-    from engine.core.shards import workflow_matrix
+    from engine.core.faults.ci_shards import workflow_matrix
 
     names = [each.cell.name for each in chosen]
     if form == "github":
@@ -110,7 +110,7 @@ def _folder(results: Path, name: str, *, resume: bool) -> Path:
 
 
 def _code(done: Sequence[CellResult]) -> int:
-    from engine.core.cell_result import matrix_exit_code
+    from engine.core.checks.cell_result import matrix_exit_code
 
     return int(matrix_exit_code(done))
 
@@ -124,7 +124,7 @@ def _existing(paths: Sequence[Path]) -> Sequence[Path]:
 
 def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[Planned]:
     """Returns the cells that were asked for; shards are made of all that `cell` leaves."""
-    from engine.core.shards import parse_part, shards
+    from engine.core.faults.ci_shards import parse_part, shards
 
     names = [each.cell.name for each in found.cells if cell in each.cell.name]
     if not names:
@@ -142,10 +142,10 @@ def _run(
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
     """Returns the results of the chosen cells in their order, old ones too, and what shrinking found."""
     from bamboo_cli.matrix_run import LANE
-    from engine.core.cell_result import key_of
-    from engine.core.shards import estimated
+    from engine.core.checks.cell_result import key_of
+    from engine.core.faults.ci_shards import estimated
     from engine.files.matrix_results import read_results
-    from engine.runtime.lanes import Lanes
+    from engine.runtime.process.lanes import Lanes
 
     before = read_results(run.folder)
     keys = {each.cell.name: key_of(each.cell.values, run.settings) for each in chosen}
@@ -171,10 +171,10 @@ def _run(
 
 def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Path | None, page: Path) -> None:
     """Writes the page, and JUnit and what GitHub shows as far as somebody wants them."""
-    from engine.report.cell_grid import grid_of
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
-    from engine.report.matrix_page import matrix_page
+    from engine.report.pages.cell_grid import grid_of
+    from engine.report.pages.matrix_page import matrix_page
 
     if junit is not None:
         _write_file(junit, junit_xml(found.name, done))
@@ -213,8 +213,8 @@ def _print(
     shrunk: dict[str, Any] | None,
     as_json: bool,
 ) -> None:
-    from engine.core.cell_result import counted
-    from engine.report.cell_grid import grid_of, grid_text
+    from engine.core.checks.cell_result import counted
+    from engine.report.pages.cell_grid import grid_of, grid_text
 
     if as_json:
         cells = [each.to_plain() for each in done]

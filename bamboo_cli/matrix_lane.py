@@ -1,6 +1,6 @@
 """A lane of `bamboo matrix`: runs the cells that it is given one after another, with one fork server for all.
 
-Started as ``python -m bamboo_cli.matrix_lane FD``; the descriptor is one end of a link (`engine/runtime/link.py`).
+Started as ``python -m bamboo_cli.matrix_lane FD``; the descriptor is one end of a link (`engine/runtime/ipc/link.py`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.cell_result import CellResult, judged
+from engine.core.checks.cell_result import CellResult, judged
 from engine.core.errors import BambooError, ExitCode
 
 if TYPE_CHECKING:
-    from engine.files.scenario_file import Loaded
-    from engine.runtime.children import ForkServer
+    from engine.files.scenarios.scenario_file import Loaded
+    from engine.runtime.process.children import ForkServer
 
 
 def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
     """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
-    from bamboo_cli.offered import offered
-    from engine.files.scenario_file import load_document
+    from bamboo_cli.options.offered import offered
+    from engine.files.scenarios.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
     from engine.runtime.faults.registry import kinds
 
@@ -64,9 +64,9 @@ def scenario_text(values: dict[str, Any]) -> str:
 
 def main(fd: int) -> None:
     """Answers cases until the other end is gone."""
-    from engine.runtime.children import ForkServer
-    from engine.runtime.leftovers import mark_processes
-    from engine.runtime.link import Link
+    from engine.runtime.doctor.leak_check import mark_processes
+    from engine.runtime.ipc.link import Link
+    from engine.runtime.process.children import ForkServer
 
     link = Link.from_fd(fd)
     mark_processes()

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from engine.core.cell_result import CellResult, key_of
+from engine.core.checks.cell_result import CellResult, key_of
 
 if TYPE_CHECKING:
-    from engine.core.scenario import Scenario
-    from engine.core.shrink import Shrunk
-    from engine.files.matrix_file import Planned
-    from engine.runtime.lanes import Lanes
+    from engine.core.faults.scenario import Scenario
+    from engine.core.faults.shrink import Shrunk
+    from engine.files.scenarios.matrix_file import Planned
+    from engine.runtime.process.lanes import Lanes
 
 LANE = "bamboo_cli.matrix_lane"
 
@@ -70,7 +70,7 @@ class MatrixRun:
         return results
 
     def _result(self, planned: Planned, answer: dict[str, Any]) -> CellResult:
-        from engine.core.cell_result import from_plain
+        from engine.core.checks.cell_result import from_plain
 
         labels = dict(planned.cell.labels)
         key = key_of(planned.cell.values, self.settings)
@@ -89,8 +89,8 @@ class MatrixRun:
     def shrink(self, lanes: Lanes, scenario: Scenario, failed: CellResult, budget: int) -> tuple[Path, Shrunk]:
         """Returns the file of the smallest scenario that fails like this cell, and how it was found."""
         from bamboo_cli.matrix_lane import scenario_text
-        from engine.core.scenario_plain import scenario_plain
-        from engine.core.shrink import shrink
+        from engine.core.faults.scenario_plain import scenario_plain
+        from engine.core.faults.shrink import shrink
         from engine.files.atomic_write import write_atomically
         from engine.runtime.faults.registry import kinds
 

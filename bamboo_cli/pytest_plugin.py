@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from engine.core.cell_result import CellResult
-    from engine.runtime.lanes import Lanes
+    from engine.core.checks.cell_result import CellResult
+    from engine.runtime.process.lanes import Lanes
 
 LIMIT_S = 120.0
 
@@ -26,7 +26,7 @@ LIMIT_S = 120.0
 def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
     """One process that stays warm for all scenarios of a session."""
     from bamboo_cli.matrix_run import LANE
-    from engine.runtime.lanes import Lanes
+    from engine.runtime.process.lanes import Lanes
 
     with Lanes(LANE, 1, tmp_path_factory.mktemp("bamboo-lane")) as lanes:
         yield lanes
@@ -39,8 +39,8 @@ def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellRes
     Its run folder is below ``tmp_path``. Returns what came of it.
     """
     from bamboo_cli.matrix_run import MatrixRun
-    from bamboo_cli.offered import offered
-    from engine.files.matrix_file import read_matrix
+    from bamboo_cli.options.offered import offered
+    from engine.files.scenarios.matrix_file import read_matrix
     from engine.runtime.faults.registry import kinds
 
     def run(scenario: str | Path, *settings: str, limit_s: float = LIMIT_S) -> CellResult:

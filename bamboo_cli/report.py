@@ -184,7 +184,7 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
 
 
 def _write_page(path: Path, run: RunTables) -> None:
-    from engine.report.page import page
+    from engine.report.pages.page import page
 
     write(path, page(run))
     typer.echo(str(path), err=True)

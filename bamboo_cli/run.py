@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bamboo_cli.etcd_options import Endpoints, PlainHttp, etcd_settings
-from bamboo_cli.fault_options import DEFAULT_GRACE, Grace, Kills, NoTwin, faults_of, grace_seconds
-from bamboo_cli.job_options import takes_job
+from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
+from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Kills, NoTwin, faults_of, grace_seconds
+from bamboo_cli.options.job import takes_job
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.files.resolved_job import Resolved, explain
+from engine.files.jobs.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
     from bamboo_cli.aftermath import Aftermath
-    from engine.core.fault import Fault
+    from engine.core.faults.fault import Fault
     from engine.files.run_folder import RunFolder
-    from engine.runtime.etcd_settings import EtcdSettings
-    from engine.runtime.session import Ending
+    from engine.runtime.agent.session import Ending
+    from engine.runtime.store.etcd_settings import EtcdSettings
 
 EPILOG = (
     "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
@@ -56,7 +56,7 @@ def run(
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:
-        from bamboo_cli.plan import print_plan
+        from bamboo_cli.options.plan import print_plan
 
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
@@ -143,7 +143,7 @@ def _write_facts(folder: RunFolder, resolved: Resolved, summary: dict[str, Any] 
 
 def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
     """Returns what is kept of a run in run.json."""
-    from engine.core.trajectory import trajectory_hash
+    from engine.core.checks.trajectory import trajectory_hash
 
     account = ending.view.account
     last = max(account.validations, default=None)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.job_options import takes_job
-from bamboo_cli.plan import print_plan
+from bamboo_cli.options.job import takes_job
+from bamboo_cli.options.plan import print_plan
 from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
-from engine.files.resolved_job import Resolved
+from engine.files.jobs.resolved_job import Resolved
 
 if TYPE_CHECKING:
-    from engine.core.schedule_table import Comparison
+    from engine.core.analysis.schedule_comparison import Comparison
 
 schedule = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +50,7 @@ def show(
     print_plan(resolved.job, as_json)
     if page is not None:
         from bamboo_cli.report import write
-        from engine.report.schedule_page import schedule_page
+        from engine.report.pages.schedule_page import schedule_page
 
         write(page, schedule_page(resolved.job))
         typer.echo(str(page), err=True)
@@ -70,10 +70,10 @@ def check(
 
     What `--schedule FILE.csv` holds is a part of the job, and is refused as every wrong job is: with exit 2.
     """
-    from engine.core.grid_text import marked_lines
-    from engine.core.planned import planned
-    from engine.core.program import from_csv
-    from engine.core.verify import verify
+    from engine.core.analysis.grid_text import marked_lines
+    from engine.core.config.initial_program import planned
+    from engine.core.program.build import from_csv
+    from engine.core.program.verify import verify
 
     gc.disable()  # a program is a million tuples, and none of them garbage
     program, ownership = planned(resolved.job)
@@ -113,8 +113,8 @@ def export(
     compute actions of one pipeline: `--compute-only`.
     """
     from engine.core.action import COMPUTE_OPS
-    from engine.core.planned import planned
-    from engine.core.program import overlaps, to_csv
+    from engine.core.config.initial_program import planned
+    from engine.core.program.build import overlaps, to_csv
 
     job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
     program, _ = planned(job)
@@ -144,8 +144,8 @@ def compare(
 
     Transfers cost nothing. With `--redundancy eager`: what redundant forwards add to the time of a step.
     """
-    from engine.core.list_schedule import op_costs
-    from engine.core.schedule_table import compare as comparison_of
+    from engine.core.analysis.schedule_comparison import compare as comparison_of
+    from engine.core.program.list_scheduler import op_costs
 
     job = resolved.job
     weights = backward / 2 if weights is None else weights

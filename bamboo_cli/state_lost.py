@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.core.job import Job
-from engine.core.job_wants import fresh_ownership
+from engine.core.checks.recovery_log import RecoveryLog
+from engine.core.checks.recovery_times import has_left
+from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership
 from engine.core.ownership import Slot
-from engine.core.recovery_log import RecoveryLog
-from engine.core.recovery_times import has_left
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from engine.core.run_status import RunStatus
+    from engine.core.membership.run_status import RunStatus
     from engine.files.run_folder import RunFolder
 
 EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
@@ -42,7 +42,7 @@ def status(
     Exits with 69 when the launcher of the run is gone, and has not said how the run ended.
     """
     from engine.core.errors import CoordinatorUnavailableError
-    from engine.core.run_status import STARTING, without_word
+    from engine.core.membership.run_status import STARTING, without_word
 
     while True:
         found, live, has_launcher = _find(results, run, plain_http)
@@ -58,7 +58,7 @@ def status(
 
 def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool, bool]:
     """Returns the status of a run, whether its store told it, and whether its launcher is there or has had its word."""
-    from engine.core.run_status import status_of_events
+    from engine.core.membership.run_status import status_of_events
     from engine.files.run_folder import find_run
 
     folder = find_run(results, run)
@@ -86,11 +86,11 @@ def _has_ended(events: Sequence[dict[str, Any]]) -> bool:
 
 def _from_store(store: dict[str, Any], plain_http: bool) -> RunStatus | None:
     """Asks the store of a run; None when the store is gone, or nobody holds the run any more."""
-    from bamboo_cli.etcd_options import etcd_settings
+    from bamboo_cli.options.etcd import etcd_settings
     from engine.core.errors import CoordinatorUnavailableError
-    from engine.core.run_status import status_of_keys
-    from engine.runtime.coordinator import ROLE
-    from engine.runtime.etcd_kv import EtcdKV
+    from engine.core.membership.run_status import status_of_keys
+    from engine.runtime.agent.coordinator import ROLE
+    from engine.runtime.store.etcd_kv import EtcdKV
 
     # What the environment says is about a kept cluster, not about a run's own etcd.
     settings = etcd_settings(",".join(store["endpoints"]), plain_http, {} if store["private"] else os.environ)

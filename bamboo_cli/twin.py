@@ -10,17 +10,17 @@ import typer
 from engine.core.errors import BambooError, ExitCode
 
 if TYPE_CHECKING:
-    from engine.core.job import Job
-    from engine.core.trajectory import Row
-    from engine.core.twin import Comparison
+    from engine.core.checks.trajectory import Row
+    from engine.core.checks.twin import Comparison
+    from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
-    from engine.runtime.children import ForkServer
-    from engine.runtime.etcd_settings import EtcdSettings
+    from engine.runtime.process.children import ForkServer
+    from engine.runtime.store.etcd_settings import EtcdSettings
 
 
 def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSettings | None) -> Comparison:
     """Returns how the rows of a run compare with those of its twin; raises what `twin_rows` raises."""
-    from engine.core.twin import compare
+    from engine.core.checks.twin import compare
 
     return compare(rows, twin_rows(job, folder, etcd))
 
@@ -33,7 +33,7 @@ def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: Fo
     Raises:
         BambooError: the twin did not finish.
     """
-    from engine.core.twin import fingerprint
+    from engine.core.checks.twin import fingerprint
     from engine.files.events_file import add_event
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
@@ -53,7 +53,7 @@ def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: Fo
 
 def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None) -> list[Row]:
     from bamboo_cli.live import run_shown
-    from engine.core.twin import twin_of
+    from engine.core.checks.twin import twin_of
     from engine.files.run_folder import RunFolder
 
     own = RunFolder(folder.path / "twin")

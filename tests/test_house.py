@@ -63,7 +63,7 @@ def test_floors_go_one_way() -> None:
     ("path", "text", "problem"),
     [
         ("engine/core/a.py", "from engine import files", "engine.core imports engine.files"),
-        ("engine/files/a.py", "import engine.runtime.worker", "engine.files imports engine.runtime"),
+        ("engine/files/a.py", "import engine.runtime.worker.worker", "engine.files imports engine.runtime"),
         ("engine/files/a.py", "from engine.models import gpt", "engine.files imports engine.models"),
         ("engine/report/a.py", "def f():\n    from engine.files import b", "engine.report imports engine.files"),
         ("engine/models/a.py", "import_module('engine.runtime.b')", "engine.models imports engine.runtime"),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from engine.core.schedules.placement import Placement, worker_of
+from engine.core.placement import Placement, worker_of
 
 Slot = tuple[int, int]  # (pipeline, stage)
 Redundancy = Literal["none", "lazy", "eager", "reroute"]

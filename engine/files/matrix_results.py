@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from engine.core.cell_result import CellResult, from_plain
+from engine.core.checks.cell_result import CellResult, from_plain
 from engine.core.errors import NothingMatchedError, StorageError
 
 RESULTS = "results.jsonl"

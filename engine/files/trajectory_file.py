@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from engine.core.checks.trajectory import COLUMNS, Row
 from engine.core.errors import StorageError
-from engine.core.trajectory import COLUMNS, Row
 from engine.files.atomic_write import write_atomically
 
 

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from engine.core.checks.trajectory import Row
 from engine.core.errors import StorageError
-from engine.core.trajectory import Row
 from engine.files.trajectory_file import read_trajectory, write_trajectory
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.core.job import Job
 from engine.models.data import Data, DataFacts
 from engine.models.layers import Model
 from engine.models.offer import MODELS, data_factory, data_problems, is_own, model_problems, name_problems

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from engine.core.config.job import FACTORY, Job
+from engine.core.config.partition import MOST_LAYERS, cutting_problems
 from engine.core.errors import Problem, nearest
-from engine.core.job import FACTORY, Job
-from engine.core.partition import MOST_LAYERS, cutting_problems
 from engine.core.scalar import Args
 from engine.models.arguments import argument_problems, builtin_arguments
 
@@ -69,13 +69,13 @@ class Entry:
 
 
 def _resnet(is_bottleneck: bool, *blocks: int) -> Entry:
-    factory = Builtin("resnet", "resnet", (blocks, is_bottleneck))
+    factory = Builtin("networks.resnet", "resnet", (blocks, is_bottleneck))
     return Entry(factory, _IMAGES, "digits", least_microbatch_size=2, layers=2 + sum(blocks))
 
 
 def _transformer(name: str, task: Task) -> Entry:
     divisor = ("heads", "width")
-    return Entry(Builtin("transformer", name), (task,), "text", layers=2, more_layers="depth", divisor=divisor)
+    return Entry(Builtin("networks.transformer", name), (task,), "text", layers=2, more_layers="depth", divisor=divisor)
 
 
 _IMAGES: tuple[Task, ...] = ("classify",)
@@ -87,26 +87,27 @@ MODELS: dict[str, Entry] = {
     "resnet50": _resnet(True, 3, 4, 6, 3),
     "resnet101": _resnet(True, 3, 4, 23, 3),
     "resnet152": _resnet(True, 3, 8, 36, 3),
-    "vgg19": Entry(Builtin("conv_stacks", "vgg19"), _IMAGES, "digits", layers=19),
-    "alexnet": Entry(Builtin("conv_stacks", "alexnet"), _IMAGES, "digits", layers=8),
-    "mlp": Entry(Builtin("mlp", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"),
-    "timed": Entry(Builtin("timed", "timed"), ("regress",), "synthetic", more_layers="layers"),
+    "vgg19": Entry(Builtin("networks.conv_stacks", "vgg19"), _IMAGES, "digits", layers=19),
+    "alexnet": Entry(Builtin("networks.conv_stacks", "alexnet"), _IMAGES, "digits", layers=8),
+    "mlp": Entry(Builtin("networks.mlp", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"),
+    "timed": Entry(Builtin("networks.timed", "timed"), ("regress",), "synthetic", more_layers="layers"),
 }
 
 
 def _text(path: str) -> dict[Task, Builtin]:
-    return {"causal": Builtin("text", "text", ("causal", path)), "masked": Builtin("text", "text", ("masked", path))}
+    tasks: tuple[Task, ...] = ("causal", "masked")
+    return {task: Builtin("datasets.text", "text", (task, path)) for task in tasks}
 
 
 # Each factory takes the seed, and its keyword-only parameters are the job's data_args.
 DATA: dict[str, dict[Task, Builtin]] = {
     "text": _text(""),
-    "digits": {"classify": Builtin("images", "digits")},
+    "digits": {"classify": Builtin("datasets.images", "digits")},
     "synthetic": {
-        "regress": Builtin("synthetic", "VectorData"),
-        "classify": Builtin("synthetic", "synthetic_images"),
-        "causal": Builtin("synthetic", "synthetic_tokens", ("causal",)),
-        "masked": Builtin("synthetic", "synthetic_tokens", ("masked",)),
+        "regress": Builtin("datasets.synthetic", "VectorData"),
+        "classify": Builtin("datasets.synthetic", "synthetic_images"),
+        "causal": Builtin("datasets.synthetic", "synthetic_tokens", ("causal",)),
+        "masked": Builtin("datasets.synthetic", "synthetic_tokens", ("masked",)),
     },
 }
 
@@ -206,5 +207,5 @@ def _offered(job: Job) -> Mapping[Task, Builtin]:
     if name in DATA:
         return DATA[name]
     if os.path.isdir(name):
-        return {"classify": Builtin("image_files", "image_folder", (name,))}
+        return {"classify": Builtin("datasets.image_files", "image_folder", (name,))}
     return _text(name) if "/" in name or "." in name or os.path.exists(name) else {}

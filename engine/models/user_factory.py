@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
-from engine.core.job import Job
 from engine.core.random_key import random_key
 from engine.core.scalar import Args
 from engine.models.arguments import Factory, check_user_args

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.models.chunks import Spec, split
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, LayerSpec, Model

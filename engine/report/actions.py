@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, parse_action
-from engine.core.recovery_log import SAME
+from engine.core.checks.recovery_log import SAME
 
 Event = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 
+from engine.core.checks.recovery_times import PHASES
 from engine.core.errors import EnvironmentLacksError
-from engine.core.recovery_times import PHASES
 
 
 def cell_text(value: Any) -> str:

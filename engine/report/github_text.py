@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.core.cell_result import CellResult, counted
+from engine.core.checks.cell_result import CellResult, counted
 
 MAX_BYTES = 1_000_000
 _ORDER = {"failed": 0, "invalid": 1, "passed": 2}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.report.load import RunTables
 from engine.report.recovery import AFTER_END, NOBODY_LOST
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
-from engine.core.cell_result import CellResult
+from engine.core.checks.cell_result import CellResult
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

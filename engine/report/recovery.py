@@ -1,6 +1,6 @@
 """The table of recoveries: a row per recovery, per death that nobody recovered from, and per fault without either.
 
-Rules: phases come from `engine.core.recovery_times`; this adds what only tables know. *heal* is from the first commit
+Rules: phases come from `recovery_times`; this adds what only tables know. *heal* is from the first commit
 to the one with which every slot has its shadows again. Bytes are those that the workers sent: in the plan's program up
 to that commit, and to the new shadows. Throughput before and after is the median of up to ten steps. Times are
 milliseconds, those of `begin_ms` and the like since training began.
@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 
 from engine.core.action import COMPUTE_OPS
-from engine.core.recovery_log import recoveries
-from engine.core.recovery_times import PHASES, Recovery
+from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recovery_times import PHASES, Recovery
 from engine.report.steps import samples_per_step
 from engine.report.workers import how_it_ended
 

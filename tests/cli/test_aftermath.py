@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from bamboo_cli.aftermath import Aftermath, aftermath_of
-from bamboo_cli.fault_options import faults_of, grace_seconds
+from bamboo_cli.options.faults import faults_of, grace_seconds
+from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.twin import Comparison
+from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.core.job import Job
-from engine.core.kill_text import parse_kill
-from engine.core.recovery_times import Recovery
-from engine.core.twin import Comparison
+from engine.core.faults.kill_text import parse_kill
 from engine.files.run_folder import RunFolder, create_run_folder
-from engine.runtime.account import Account
-from engine.runtime.session import Ending, View
+from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.session import Ending, View
 
 JOB = Job(stages=3, steps=9)
 FAULT = parse_kill("5:2:B:3", JOB)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bamboo_cli.case import scenario_facts
-from engine.files.scenario_file import find_scenario, load_scenario
+from engine.files.scenarios.scenario_file import find_scenario, load_scenario
 from engine.runtime.faults.registry import kinds
 
 

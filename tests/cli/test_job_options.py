@@ -11,10 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bamboo_cli.job_options import FLAG_FIELDS, takes_job
+from bamboo_cli.options.job import FLAG_FIELDS, takes_job
+from engine.core.config.job import FIELD_HELP, Job
 from engine.core.errors import UserError
-from engine.core.job import FIELD_HELP, Job
-from engine.files.resolved_job import Resolved
+from engine.files.jobs.resolved_job import Resolved
 
 seen: list[tuple[Resolved, object]] = []
 app = typer.Typer()
@@ -98,6 +98,6 @@ def test_every_plain_field_is_a_flag_with_its_help(name: str, monkeypatch: pytes
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, bamboo_cli.job_options; "
+    code = "import sys, bamboo_cli.options.job; "
     code += "assert not {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bamboo_cli.live_recoveries import LiveRecoveries
-from engine.core.job import Job
-from engine.runtime.account import Account
-from engine.runtime.progress_board import Progress
-from engine.runtime.session import View, WorkerView
+from engine.core.config.job import Job
+from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.session import View, WorkerView
+from engine.runtime.ipc.progress_board import Progress
 
 JOB = Job(stages=2, steps=9)
 

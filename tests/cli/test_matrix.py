@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.init import init
 from bamboo_cli.matrix import matrix
-from engine.core.cell_result import CellResult
+from engine.core.checks.cell_result import CellResult
 from engine.core.errors import NothingMatchedError, UserError
 from engine.files.matrix_results import append_result
 from tests.matrices import read_each_once

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_cli.offered import offered
+from bamboo_cli.options.offered import offered
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
 from engine.core.schedules.registry import SCHEDULES
-from engine.files.job_file import resolve_job
-from engine.files.matrix_file import read_matrix
-from engine.files.scenario_file import load_document
+from engine.files.jobs.job_file import resolve_job
+from engine.files.scenarios.matrix_file import read_matrix
+from engine.files.scenarios.scenario_file import load_document
 from engine.files.strict_yaml import read_text
 from engine.models.arguments import argument_problems
 from engine.models.offer import DATA, MODELS, Builtin
@@ -118,10 +118,10 @@ def test_the_source_says_what_the_signature_says(factory: Builtin) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_optimizers_go_by_the_names_of_their_functions(name: str) -> None:
-    from engine.runtime.optimizer import OPTIMIZERS
+    from engine.runtime.stage.optimizer import OPTIMIZERS
 
     assert OPTIMIZERS[name].__name__ == name
-    assert argument_problems("optimizer_args", "engine.runtime.optimizer", name, {"zzz": 1})
+    assert argument_problems("optimizer_args", "engine.runtime.stage.optimizer", name, {"zzz": 1})
 
 
 def test_the_job_of_a_scenario_and_of_a_matrix_is_checked_too() -> None:
@@ -173,7 +173,7 @@ def test_help_names_the_schedules() -> None:
 
 def test_nothing_heavy_is_loaded_for_it() -> None:
     code = (
-        "import sys; from bamboo_cli.offered import offered; from engine.core.job import Job\n"
+        "import sys; from bamboo_cli.options.offered import offered; from engine.core.config.job import Job\n"
         "assert offered(Job(model_args={'widht': 1}, data_args={'x': 1}, optimizer_args={'x': 1}))\n"
         "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules), sorted(sys.modules)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.core.action import Action, parse_action
-from engine.core.program import Program
+from engine.core.program.build import Program
 
 
 def drawn(lists: Iterable[Iterable[Action]]) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from engine.core.action import Action, Op
-from engine.core.dry_run import Span
 from engine.core.ownership import Ownership
-from engine.core.program import Program
+from engine.core.program.build import Program
+from engine.core.program.dry_run import Span
 
 State = Literal["ready", "blocked", "illegal"]
 Slot = tuple[int, int]

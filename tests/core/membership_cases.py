@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from engine.core.membership import step
-from engine.core.membership_effects import Effect
-from engine.core.membership_events import (
+from engine.core.membership.effects import Effect
+from engine.core.membership.events import (
     Done,
     Event,
     ExitSeen,
@@ -18,7 +17,8 @@ from engine.core.membership_events import (
     Suspicion,
     Tick,
 )
-from engine.core.membership_state import Options, Phase, State, begin
+from engine.core.membership.protocol import step
+from engine.core.membership.state import Options, Phase, State, begin
 
 S = 1_000_000_000
 RING = ((2,), (0,), (1,))  # the shadow of each stage is the owner of the stage before

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from engine.core import membership_events as events
 from engine.core.errors import InvariantError
-from engine.core.membership_state import GATHERING, Phase
+from engine.core.membership import events
+from engine.core.membership.state import GATHERING, Phase
 from tests.core.membership_world import ROUND, TRAINING, Violation, Worker, World
 
 _MOST_ROUNDS = 150

@@ -12,12 +12,11 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from engine.core import membership_effects as effects
-from engine.core import membership_events as events
-from engine.core.membership import step
-from engine.core.membership_effects import Effect
-from engine.core.membership_orders import orders
-from engine.core.membership_state import GATHERING, Options, Phase, State, begin, resume, to_json
+from engine.core.membership import effects, events
+from engine.core.membership.effects import Effect
+from engine.core.membership.pending_effects import orders
+from engine.core.membership.protocol import step
+from engine.core.membership.state import GATHERING, Options, Phase, State, begin, resume, to_json
 
 ROUND = 10  # time between two rounds of heartbeats
 FENCED, FROZEN, PLANNED, TRAINING, DONE = range(5)  # what a worker has come to in its epoch; it only goes up

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from engine.core.action import Action, Op
 from engine.core.ownership import Grid, Ownership
-from engine.core.program import Program
+from engine.core.program.build import Program
 from tests.core.machine import TRANSFERS, Machine, Replica, slot_of
 
 

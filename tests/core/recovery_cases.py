@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from engine.core.inventory import Inventory
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
-from engine.core.program import Program, build_program
-from engine.core.recovery import Plan, PlanInput, make_plan
+from engine.core.program.build import Program, build_program
+from engine.core.recovery.inventory import Inventory
+from engine.core.recovery.planner import Plan, PlanInput, make_plan
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.provenance import Machine, State
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.action import parse_action
-from engine.core.fault import At, When
-from engine.core.fault_kind import FaultKind, Parameter
-from engine.core.job import Job
-from engine.core.scenario import Expect, Scenario, Target, Trigger, Wanted
+from engine.core.config.job import Job
+from engine.core.faults.fault import At, When
+from engine.core.faults.fault_kind import FaultKind, Parameter
+from engine.core.faults.scenario import Expect, Scenario, Target, Trigger, Wanted
 
 KINDS = {
     each.name: each

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from time import process_time
 
-from engine.core.dry_run import dry_run
 from engine.core.ownership import Grid, fresh
-from engine.core.program import on_owners
+from engine.core.program.build import on_owners
+from engine.core.program.dry_run import dry_run
+from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.transfer_pass import with_transfers
 from tests.core.test_schedule_formulas import LISTS, disagreement, shapes
 
 

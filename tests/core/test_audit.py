@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from engine.core.audit import AuditBook
+from engine.core.checks.audit import AuditBook
+from engine.core.checks.trajectory import Row
 from engine.core.errors import InvariantError
-from engine.core.trajectory import Row
 
 ONE, OTHER = "0" * 64, "f" * 64
 

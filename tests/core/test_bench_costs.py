@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from engine.bench.figures.costs import Done, Iteration, lasting, predicted_seconds
+from engine.bench.figures.schedules import schedule_jobs, timed_program
 from engine.core.action import RECEIVE_OPS, Action, Op
-from engine.core.bench_costs import Done, Iteration, lasting, predicted_seconds
-from engine.core.bench_schedules import schedule_jobs, timed_program
-from engine.core.dry_run import DryRun, dry_run
-from engine.core.job_wants import fresh_ownership
+from engine.core.config.job_wants import fresh_ownership
 from engine.core.ownership import Ownership
-from engine.core.program import Program
+from engine.core.program.build import Program
+from engine.core.program.dry_run import DryRun, dry_run
 from tests.core.drawing import program_of
 
 MS = 1_000_000

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.bench_rows import (
+from engine.bench.figures.rows import (
     COLUMNS,
     PIPELINE_GOAL_OF_IDEAL,
     Row,

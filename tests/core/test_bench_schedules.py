@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.bench.figures.rows import Stamps, ideal_seconds
+from engine.bench.figures.schedules import TORCH_NAMES, peer_name, predicted_by_sleeps, schedule_jobs, timed_program
 from engine.core.action import Op
-from engine.core.bench_rows import Stamps, ideal_seconds
-from engine.core.bench_schedules import TORCH_NAMES, peer_name, predicted_by_sleeps, schedule_jobs, timed_program
-from engine.core.job import Job
-from engine.core.job_rules import check_job
-from engine.core.job_wants import fresh_ownership
+from engine.core.config.job import Job
+from engine.core.config.job_rules import check_job
+from engine.core.config.job_wants import fresh_ownership
 from engine.core.schedules.registry import SCHEDULES
 
 MS = 1_000_000

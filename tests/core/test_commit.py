@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.commit import Ballot, Commit, Vote, clip_factor
 from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.recovery.ballot import Ballot, Commit, Vote, clip_factor
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.action import Action, Op
-from engine.core.dry_run import DryRun, Span, dry_run, peak_stash, unit_costs
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
-from engine.core.program import Program, build_program
-from engine.core.requires import WIRE, Kind, Value
+from engine.core.program.build import Program, build_program
+from engine.core.program.dependencies import WIRE, Kind, Value
+from engine.core.program.dry_run import DryRun, Span, dry_run, peak_stash, unit_costs
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by

@@ -6,10 +6,10 @@ from statistics import fmean
 
 import pytest
 
-from engine.core.dry_run import dry_run
-from engine.core.dry_run_curves import bubbles, stash_curves
+from engine.core.analysis.utilization import bubbles, stash_curves
 from engine.core.ownership import Grid, Redundancy, fresh, with_shadows
-from engine.core.program import build_program
+from engine.core.program.build import build_program
+from engine.core.program.dry_run import dry_run
 from tests.core.drawing import program_of
 
 

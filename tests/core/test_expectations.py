@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from engine.core.checks.expectations import Check, Observed, check, exit_code, verdict
+from engine.core.checks.trajectory import Row
+from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.expectations import Check, Observed, check, exit_code, verdict
-from engine.core.fault import Fault, Owner
-from engine.core.job import Job
-from engine.core.scenario import Expect, Limits
-from engine.core.trajectory import Row
+from engine.core.faults.fault import Fault, Owner
+from engine.core.faults.scenario import Expect, Limits
 from tests.core.scenario_cases import KINDS, at
 
 JOB = Job(stages=2, microbatches=1, steps=2)

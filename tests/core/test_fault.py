@@ -7,7 +7,8 @@ import json
 import pytest
 
 from engine.core.action import Action, Op, parse_action
-from engine.core.fault import (
+from engine.core.config.job import Job
+from engine.core.faults.fault import (
     After,
     At,
     Fault,
@@ -18,8 +19,7 @@ from engine.core.fault import (
     struck_by,
     to_plain,
 )
-from engine.core.job import Job
-from engine.core.kill_text import parse_kill
+from engine.core.faults.kill_text import parse_kill
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.foreseen import Foreseen, foresee, held_at_boundary
-from engine.core.inventory import from_json
-from engine.core.membership import step
-from engine.core.membership_effects import OrderHandOver
-from engine.core.membership_events import Notice, StepCommitted
-from engine.core.membership_state import Phase, State
-from engine.core.membership_verdicts import leavers
+from engine.core.membership.effects import OrderHandOver
+from engine.core.membership.events import Notice, StepCommitted
+from engine.core.membership.prepared_epoch import Foreseen, foresee, held_at_boundary
+from engine.core.membership.protocol import step
+from engine.core.membership.state import Phase, State
+from engine.core.membership.verdicts import leavers
 from engine.core.ownership import Grid, Ownership
+from engine.core.recovery.inventory import from_json
 from tests.core.membership_cases import S, committed, in_phase, recovered, running, told
 
 GRID = Grid(3, 4)

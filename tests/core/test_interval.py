@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.interval import Interval, median_interval
+from engine.bench.figures.interval import Interval, median_interval
 from engine.core.random_key import random_key
 
 VALUES = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=25)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import FIELD_HELP, PARTITION_FORMS, Job
-from engine.core.job_rules import check_job
-from engine.core.lr_schedule import LR_SCHEDULES
+from engine.core.config.job import FIELD_HELP, PARTITION_FORMS, Job
+from engine.core.config.job_rules import check_job
+from engine.core.config.lr_schedule import LR_SCHEDULES
 from engine.core.ownership import Redundancy
 from engine.core.scalar import MOST_FLOAT
 from engine.core.schedules.registry import SCHEDULES

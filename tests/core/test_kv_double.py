@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, EventKind, Lease, Put, Txn, Watch, absent
-from engine.core.kv_double import Fault, StoreDouble
-from engine.core.kv_double_client import ATTEMPTS, WATCH_DEADLINE_S, ClientDouble
+from engine.core.store.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, EventKind, Lease, Put, Txn, Watch, absent
+from tests.doubles.kv_double import Fault, StoreDouble
+from tests.doubles.kv_double_client import ATTEMPTS, WATCH_DEADLINE_S, ClientDouble
 
 ROOT = "/bamboo/run/"
 

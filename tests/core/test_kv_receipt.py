@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.kv import Delete, Outcome, Put, Txn, absent, equal, present
-from engine.core.kv_double import StoreDouble
-from engine.core.kv_receipt import ReceiptBook, is_receipt
+from engine.core.store.exactly_once import ReceiptBook, is_receipt
+from engine.core.store.kv import Delete, Outcome, Put, Txn, absent, equal, present
+from tests.doubles.kv_double import StoreDouble
 
 DELIVER, LOSE_REPLY, DELAY, GIVE_UP = "deliver", "lose reply", "delay", "give up"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.dry_run import dry_run
-from engine.core.list_schedule import merged_compute, starts
 from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.program.dry_run import dry_run
+from engine.core.program.list_scheduler import merged_compute, starts
+from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.transfer_pass import with_transfers
 from tests.core.drawing import drawn_program, plain
 
 _FORWARD_AND_BACKWARD = 3  # units

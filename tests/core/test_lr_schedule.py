@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.core.lr_schedule import LR_SCHEDULES, learning_rate
+from engine.core.config.lr_schedule import LR_SCHEDULES, learning_rate
 
 
 @pytest.mark.parametrize(

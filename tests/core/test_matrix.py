@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
-from engine.core.matrix import Axis, Case, cells
+from engine.core.faults.matrix import Axis, Case, cells
 
 STAGE = Axis("stage", {"first": "first", "last": "last"}, {"first": ("axes", "stage", 0), "last": ("axes", "stage", 1)})
 FAULT = Axis(

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from engine.core.errors import ExitCode, InvariantError
-from engine.core.membership import TABLE, Impossible, step
-from engine.core.membership_effects import (
+from engine.core.membership.effects import (
     Commit,
     Effect,
     Evict,
@@ -22,7 +21,7 @@ from engine.core.membership_effects import (
     PublishPlanInput,
     StartTraining,
 )
-from engine.core.membership_events import (
+from engine.core.membership.events import (
     EVENTS,
     Done,
     Event,
@@ -36,8 +35,9 @@ from engine.core.membership_events import (
     Suspicion,
     Tick,
 )
-from engine.core.membership_orders import orders
-from engine.core.membership_state import Phase, Sighting, State, resume, to_json
+from engine.core.membership.pending_effects import orders
+from engine.core.membership.protocol import TABLE, Impossible, step
+from engine.core.membership.state import Phase, Sighting, State, resume, to_json
 from tests.core.membership_cases import (
     JOINED,
     S,

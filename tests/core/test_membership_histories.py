@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
-from engine.core import (
-    membership,
-    membership_orders,
-    membership_rules,
-    membership_state,
-    membership_verdicts,
-    membership_watch,
-)
-from engine.core import membership_events as events
 from engine.core.errors import ExitCode
-from engine.core.membership import TABLE
-from engine.core.membership_rules import Rule
-from engine.core.membership_state import GATHERING, Phase, State
+from engine.core.membership import events
+from engine.core.membership import failure_detector as membership_watch
+from engine.core.membership import pending_effects as membership_orders
+from engine.core.membership import protocol as membership
+from engine.core.membership import state as membership_state
+from engine.core.membership import transitions as membership_rules
+from engine.core.membership import verdicts as membership_verdicts
+from engine.core.membership.protocol import TABLE
+from engine.core.membership.state import GATHERING, Phase, State
+from engine.core.membership.transitions import Rule
 from tests.core.membership_histories import History, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +151,7 @@ def slots_go_to_whoever_comes_next(patch: Patch) -> None:
 
 @planted("but nothing was done to it")
 def orders_are_told_once(patch: Patch) -> None:
-    patch.setattr("engine.core.membership._is_quiet", lambda state, now_ns: False)
+    patch.setattr("engine.core.membership.protocol._is_quiet", lambda state, now_ns: False)
 
 
 @planted("stuck while failing over")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.membership import TABLE
-from engine.core.membership_picture import picture
-from engine.core.membership_rules import Rule
+from engine.core.membership.diagram import picture
+from engine.core.membership.protocol import TABLE
+from engine.core.membership.transitions import Rule
 
 ARCHITECTURE = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
 OPENING, CLOSING = "<!-- membership -->", "<!-- /membership -->"

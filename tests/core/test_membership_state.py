@@ -7,8 +7,8 @@ import json
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.membership_events import ExitSeen, Inventory, Notice, PlanAcknowledged, Suspicion
-from engine.core.membership_state import Phase, State, resume, to_json
+from engine.core.membership.events import ExitSeen, Inventory, Notice, PlanAcknowledged, Suspicion
+from engine.core.membership.state import Phase, State, resume, to_json
 from tests.core.membership_cases import S, in_phase, running, told
 
 GATHERED = told(in_phase(Phase.FAILING_OVER), *(Inventory(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.membership_events import Notice
-from engine.core.membership_state import Options, State
-from engine.core.membership_verdicts import departing, heirs, held_back, leavers
+from engine.core.membership.events import Notice
+from engine.core.membership.state import Options, State
+from engine.core.membership.verdicts import departing, heirs, held_back, leavers
 from tests.core.membership_cases import S, running, told
 
 Shadows = tuple[tuple[int, ...], ...]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.core.membership_events import Done, Heartbeat, Tick
-from engine.core.membership_state import Options, Phase, State
-from engine.core.membership_watch import unresponsive, where
+from engine.core.membership.events import Done, Heartbeat, Tick
+from engine.core.membership.failure_detector import unresponsive, where
+from engine.core.membership.state import Options, Phase, State
 from tests.core.membership_cases import S, committed, forming, running, told
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.memory_model import StageBytes, peak_bytes
+from engine.core.analysis.memory_model import StageBytes, peak_bytes
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
-from engine.core.program import build_program
+from engine.core.program.build import build_program
 
 # Stage 0 hands on 10 bytes for each microbatch, stage 1 keeps its loss.
 SIZES = (StageBytes(weights=1000, residual=70, output=10), StageBytes(weights=2000, residual=90, output=4))

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, STAGE_OPS, WHOLE_STAGE, Action, Op
-from engine.core.numbers import TAKEN, Line, Numbers, Thing
 from engine.core.ownership import Grid, Ownership, fresh, one_slot_each
-from engine.core.program import Program, build_program
-from engine.core.requires import carried, makes, needs, rendezvous
-from engine.core.verify import verify
+from engine.core.program.build import Program, build_program
+from engine.core.program.dependencies import carried, makes, needs, rendezvous
+from engine.core.program.dependency_index import TAKEN, Line, Numbers, Thing
+from engine.core.program.verify import verify
 from tests.core.machine import drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
 

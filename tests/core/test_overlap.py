@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import parse_action
-from engine.core.dry_run import dry_run
-from engine.core.overlap import overlap_of, pairs_of, with_pairs_together
+from engine.core.config.schedule_choice import check_schedule
 from engine.core.ownership import Grid, fresh
-from engine.core.program import build_program
-from engine.core.schedules.choice import check_schedule
+from engine.core.program.build import build_program
+from engine.core.program.dry_run import dry_run
+from engine.core.program.verify import verify
+from engine.core.schedules.csv_text import rows_to_csv
+from engine.core.schedules.overlap_pairs import overlap_of, pairs_of, with_pairs_together
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.schedules.text import rows_to_csv
-from engine.core.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
 
 NAME = "dualpipev-overlapped"

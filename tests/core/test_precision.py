@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.fault import At, Fault, Owner, Role, When
-from engine.core.job import Job
-from engine.core.planned import planned
-from engine.core.precision import precision
+from engine.core.checks.strike_accuracy import precision
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.faults.fault import At, Fault, Owner, Role, When
 from tests.core.scenario_cases import at
 
 JOB = Job(stages=3, microbatches=2, steps=3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.checks.purity import DATA, PurityBook
 from engine.core.errors import UserError
-from engine.core.purity import DATA, PurityBook
 
 
 def marks(given: str = "i", output: str = "o") -> dict[str, str]:

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from engine.core import recovery
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Op
-from engine.core.dry_run import dry_run
 from engine.core.errors import InvariantError, ScheduleError
-from engine.core.inventory import Inventory
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each
-from engine.core.program import Program
-from engine.core.recovery import PlanInput, held_at_start, make_plan
-from engine.core.requires import Held, Kind, Value
-from engine.core.transfer_pass import with_transfers
+from engine.core.program.build import Program
+from engine.core.program.dependencies import Held, Kind, Value
+from engine.core.program.dry_run import dry_run
+from engine.core.program.transfer_pass import with_transfers
+from engine.core.recovery import planner as recovery
+from engine.core.recovery.inventory import Inventory
+from engine.core.recovery.planner import PlanInput, held_at_start, make_plan
 from tests.core.drawing import drawn_program, plain
 from tests.core.recovery_cases import (
     Failure,

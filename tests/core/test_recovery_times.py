@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.recovery_log import RecoveryLog, recoveries
-from engine.core.recovery_times import PHASES, Recovery
+from engine.core.checks.recovery_log import RecoveryLog, recoveries
+from engine.core.checks.recovery_times import PHASES, Recovery
 
 Event = dict[str, Any]
 

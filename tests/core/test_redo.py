@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.redo import Redo, redo_of
+from engine.bench.figures.redo import Redo, redo_of
 
 STEP = 6
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op
-from engine.core.dry_run import Cost, dry_run, unit_costs
-from engine.core.list_schedule import merged_compute
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.program import Program, build_program, on_owners
-from engine.core.redundant import overhead_floor, redundant_slots, with_redundant_forwards
+from engine.core.program.build import Program, build_program, on_owners
+from engine.core.program.dry_run import Cost, dry_run, unit_costs
+from engine.core.program.list_scheduler import merged_compute
+from engine.core.program.redundant_forward_pass import overhead_floor, redundant_slots, with_redundant_forwards
+from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.transfer_pass import with_transfers
 from tests.core.drawing import drawn_program, plain, program_of
 
 F, B = unit_costs(Action(0, Op.F, 0)), unit_costs(Action(0, Op.B, 0))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.membership_events import ExitSeen, Notice
-from engine.core.membership_state import to_json
-from engine.core.run_status import RunStatus, WorkerStatus, status_of_events, status_of_keys
+from engine.core.membership.events import ExitSeen, Notice
+from engine.core.membership.run_status import RunStatus, WorkerStatus, status_of_events, status_of_keys
+from engine.core.membership.state import to_json
 from tests.core.membership_cases import committed, running, told
 
 MEMBER = {"pid": 7, "node": "host", "now": [[0, 2]], "before": []}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.core.job import Job
-from engine.core.samples import miscounted
+from engine.core.checks.samples import miscounted
+from engine.core.config.job import Job
 
 JOB = Job(stages=2, pipelines=1, microbatches=2, steps=2)
 Event = dict[str, Any]

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.fault import After
-from engine.core.fault_kind import Parameter
-from engine.core.job import Job
-from engine.core.scenario import Every, Expect, Limits, Scenario, Wanted
-from engine.core.scenario_rules import check_scenario
+from engine.core.config.job import Job
+from engine.core.faults.fault import After
+from engine.core.faults.fault_kind import Parameter
+from engine.core.faults.scenario import Every, Expect, Limits, Scenario, Wanted
+from engine.core.faults.scenario_rules import check_scenario
 from tests.core.scenario_cases import ENDING, JOB, KINDS, at, scenario, wanted
 
 FIRST = wanted("first", at(5, "2B3"))

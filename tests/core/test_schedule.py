@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import Op
-from engine.core.dry_run import peak_stash
+from engine.core.program.dry_run import peak_stash
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn, plain
 

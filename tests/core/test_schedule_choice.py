@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.analysis.schedule_comparison import compare
+from engine.core.config.schedule_choice import check_schedule
 from engine.core.errors import ScheduleError
-from engine.core.list_schedule import op_costs
 from engine.core.ownership import Grid, fresh
-from engine.core.program import build_program
-from engine.core.redundant import overhead_floor
-from engine.core.schedule_table import compare
-from engine.core.schedules.choice import check_schedule
-from engine.core.schedules.placement import Placement, stages_of, worker_of
+from engine.core.placement import Placement, stages_of, worker_of
+from engine.core.program.build import build_program
+from engine.core.program.list_scheduler import op_costs
+from engine.core.program.redundant_forward_pass import overhead_floor
+from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
 from engine.core.schedules.placement_choice import placement_of
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.schedules.text import lists_from_csv, rows_to_csv
 from tests.core.drawing import drawn, plain
 
 

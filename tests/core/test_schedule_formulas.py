@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from engine.core.action import Op
-from engine.core.dry_run import dry_run, peak_stash, unit_costs
 from engine.core.ownership import Grid, fresh
-from engine.core.program import on_owners
-from engine.core.schedules.placement import worker_of
+from engine.core.placement import worker_of
+from engine.core.program.build import on_owners
+from engine.core.program.dry_run import dry_run, peak_stash, unit_costs
+from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.registry import SCHEDULES, Schedule
-from engine.core.transfer_pass import with_transfers
 from tests.core.passing_time import passed
 
 FORWARD, BACKWARD = 1, 2

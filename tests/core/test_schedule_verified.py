@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from engine.core.dry_run import dry_run
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
-from engine.core.program import Program, build_program
+from engine.core.program.build import Program, build_program
+from engine.core.program.dry_run import dry_run
+from engine.core.program.verify import verify
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.verify import verify
 from tests.core.corruptions import CORRUPTIONS
 from tests.core.recovery_cases import seeded
 

@@ -9,12 +9,12 @@ from statistics import mean
 import pytest
 
 from engine.core.action import COMPUTE_OPS, Action, Op
-from engine.core.dry_run import dry_run
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, one_slot_each, with_shadows
-from engine.core.program import Program, build_program
+from engine.core.program.build import Program, build_program
+from engine.core.program.dry_run import dry_run
+from engine.core.program.stream_pass import is_streamed
+from engine.core.program.verify import verify
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.stream_pass import is_streamed
-from engine.core.verify import verify
 from tests.core.drawing import drawn_program, plain, program_of
 from tests.core.recovery_cases import Failure, Job, assert_faultless, random_history, random_job, seeded, single_kills
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.trajectory import Row, first_difference, trajectory_hash
+from engine.core.checks.trajectory import Row, first_difference, trajectory_hash
 
 ROWS = [Row(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5 / (step + 1)) for step in range(3) for layer in range(4)]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import Job
-from engine.core.job_rules import check_job
-from engine.core.trajectory import Row
-from engine.core.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
+from engine.core.checks.trajectory import Row
+from engine.core.checks.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
+from engine.core.config.job import Job
+from engine.core.config.job_rules import check_job
 from engine.models.offer import DATA
 
 ROWS = [Row(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)]

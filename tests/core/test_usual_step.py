@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import parse_action
-from engine.core.usual_step import Entry, left_ns, usual_ns
+from engine.core.checks.usual_step import Entry, left_ns, usual_ns
 
 COMMITS = [(4, 1000), (5, 1100), (6, 1200), (7, 1330)]
 

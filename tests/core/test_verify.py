@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.program import Program, build_program
-from engine.core.requires import carried, makes, needs
+from engine.core.program.build import Program, build_program
+from engine.core.program.dependencies import carried, makes, needs
+from engine.core.program.verify import Violation, verify
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.verify import Violation, verify
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program

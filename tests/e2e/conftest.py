@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.core.ownership import Ownership
-from engine.runtime.children import ForkServer
-from engine.runtime.session import Ending, run_session
+from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.process.children import ForkServer
 from tests.e2e.launcher import ROOT, Launcher
 
 Train = Callable[..., Ending]

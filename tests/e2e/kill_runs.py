@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.fault import Fault
-from engine.core.job import Job
-from engine.core.kill_text import parse_kills
-from engine.runtime.account import Account
-from engine.runtime.children import ForkServer
-from engine.runtime.session import Ending, run_session
+from engine.core.config.job import Job
+from engine.core.faults.fault import Fault
+from engine.core.faults.kill_text import parse_kills
+from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import Kill, without_redundancy
 
 Event = dict[str, Any]

@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Model, Tensors
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.recovery_times import PHASES
+from engine.core.checks.recovery_times import PHASES
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

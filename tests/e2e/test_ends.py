@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.fault import At, Fault, slot_owner
-from engine.core.job import Job
-from engine.runtime import agent
-from engine.runtime.children import Child, ForkServer
-from engine.runtime.session import Ending, run_session
+from engine.core.config.job import Job
+from engine.core.faults.fault import At, Fault, slot_owner
+from engine.runtime.agent import agent
+from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.process.children import Child, ForkServer
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import SERVER, STORE, Moment, Strike, Striker, committed
 
@@ -136,7 +136,7 @@ def _immortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
             send(child, number)
 
     monkeypatch.setattr(Child, "signal", signal_others)
-    monkeypatch.setattr("engine.runtime.children._GONE_S", 0.2)
+    monkeypatch.setattr("engine.runtime.process.children._GONE_S", 0.2)
     monkeypatch.setattr(agent, "_KILL_GRACE_S", 0.2)
     monkeypatch.setattr(Child, "close", lambda child: None if child in found else close(child))
     yield found

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.errors import InvariantError
-from engine.core.job import Job
-from engine.runtime.embedded_etcd import EmbeddedEtcd
-from engine.runtime.etcd_calls import DEADLINE_S, etcd3, rpc
-from engine.runtime.etcd_settings import EtcdSettings
-from engine.runtime.session import run_session
+from engine.runtime.agent.session import run_session
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+from engine.runtime.store.etcd_calls import DEADLINE_S, etcd3, rpc
+from engine.runtime.store.etcd_settings import EtcdSettings
 from tests.e2e.launcher import Done, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from engine.core.action import parse_action
+from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.fault import After, At, Fault, Owner, Phase, Role, Victim, Worker, slot_owner
-from engine.core.job import Job
-from engine.runtime.children import ForkServer
+from engine.core.faults.fault import After, At, Fault, Owner, Phase, Role, Victim, Worker, slot_owner
+from engine.runtime.agent.session import Ending, run_session
 from engine.runtime.faults.registry import kinds
-from engine.runtime.session import Ending, run_session
+from engine.runtime.process.children import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

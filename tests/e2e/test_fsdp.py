@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.job import Job
-from engine.core.kill_text import parse_kill
-from engine.runtime.children import ForkServer
+from engine.core.faults.kill_text import parse_kill
+from engine.runtime.process.children import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Runs
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.models.catalogue import open_data
-from engine.models.text import TokenData
-from engine.runtime.children import ForkServer
-from engine.runtime.session import Ending
+from engine.models.datasets.text import TokenData
+from engine.runtime.agent.session import Ending
+from engine.runtime.process.children import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # some 15 s of the processor each
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bamboo_cli.case import run_case
-from engine.files.scenario_file import load_scenario, scenario_names
-from engine.runtime.children import ForkServer
+from engine.files.scenarios.scenario_file import load_scenario, scenario_names
+from engine.runtime.doctor.leak_check import mark_processes
 from engine.runtime.faults.registry import kinds
-from engine.runtime.leftovers import mark_processes
+from engine.runtime.process.children import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

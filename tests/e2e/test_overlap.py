@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.job import Job
-from engine.core.overlap import pairs_of
+from engine.core.config.job import Job
 from engine.core.ownership import Grid, fresh
-from engine.core.program import build_program
-from engine.runtime.children import ForkServer
-from engine.runtime.session import run_session
+from engine.core.program.build import build_program
+from engine.core.schedules.overlap_pairs import pairs_of
+from engine.runtime.agent.session import run_session
+from engine.runtime.process.children import ForkServer
 from tests.e2e.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from engine.core.action import Op
+from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.fault import WHENS, Fault
-from engine.core.job import Job
-from engine.core.kill_text import parse_kill
-from engine.runtime.children import ForkServer
-from engine.runtime.session import Ending
+from engine.core.faults.fault import WHENS, Fault
+from engine.core.faults.kill_text import parse_kill
+from engine.runtime.agent.session import Ending
+from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.job import Job
-from engine.runtime.account import Account
-from engine.runtime.children import ForkServer
-from engine.runtime.session import Ending, run_session
+from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.process.children import ForkServer
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import STORE, Strike, Striker, committed, computed, healing, marked, told
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import Job
-from engine.core.kill_text import parse_kills
-from engine.core.recovery_log import recoveries
-from engine.core.recovery_times import Recovery
+from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recovery_times import Recovery
+from engine.core.config.job import Job
+from engine.core.faults.kill_text import parse_kills
 from engine.report.load import RunTables, load
-from engine.runtime.children import ForkServer
-from engine.runtime.session import run_session
+from engine.runtime.agent.session import run_session
+from engine.runtime.process.children import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

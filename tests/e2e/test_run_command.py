@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import Job
-from engine.core.planned import planned
-from engine.core.trajectory import trajectory_hash
+from engine.core.checks.trajectory import trajectory_hash
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
 from engine.files.trajectory_file import read_trajectory
 from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.session import Ending
+from engine.runtime.agent.session import Ending
 from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
 from tests.e2e.plain_loop import train as train_plainly
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.fault import After, Fault, Worker
-from engine.core.job import Job
-from engine.core.kill_text import parse_kill
+from engine.core.config.job import Job
+from engine.core.faults.fault import After, Fault, Worker
+from engine.core.faults.kill_text import parse_kill
 from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.children import ForkServer
+from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_runs import Runs, differences, lives
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from engine.core.action import Op
-from engine.core.fault import WHENS
-from engine.core.job import Job
-from engine.core.kill_text import parse_kills
-from engine.runtime.children import ForkServer
+from engine.core.config.job import Job
+from engine.core.faults.fault import WHENS
+from engine.core.faults.kill_text import parse_kills
+from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Runs, actions_of, differences, job_of
 

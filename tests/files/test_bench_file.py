@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.bench_rows import COLUMNS, Row
+from engine.bench.figures.rows import COLUMNS, Row
+from engine.bench.results_file import bench_folder, write_bench
 from engine.core.errors import StorageError
-from engine.files.bench_file import bench_folder, write_bench
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 ROWS = [

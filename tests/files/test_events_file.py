@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.errors import StorageError
 from engine.files.events_file import add_event, has_event, read_events
-from engine.runtime.recorder import Recorder, open_events
+from engine.runtime.ipc.recorder import Recorder, open_events
 
 
 def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:

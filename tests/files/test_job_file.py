@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
 from engine.core.schedules.registry import SCHEDULES
-from engine.files.job_file import resolve_job
-from engine.files.resolved_job import Resolved, explain
+from engine.files.jobs.job_file import resolve_job
+from engine.files.jobs.resolved_job import Resolved, explain
 
 
 @pytest.fixture(autouse=True)

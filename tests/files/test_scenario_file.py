@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.core.errors import NothingMatchedError, UserError
-from engine.core.fault import After, Owner, Role
-from engine.core.scenario import Every, Expect, Limits, Target
-from engine.files.scenario_file import Loaded, find_scenario, library, load_scenario
-from engine.files.scenario_schema import ACTIONS
+from engine.core.faults.fault import After, Owner, Role
+from engine.core.faults.scenario import Every, Expect, Limits, Target
+from engine.files.scenarios.scenario_file import Loaded, find_scenario, library, load_scenario
+from engine.files.scenarios.scenario_schema import ACTIONS
 from tests.core.scenario_cases import KINDS, at
 
 WHOLE = """\

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import UserError
+from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.schedules.text import lists_from_csv, rows_to_csv
-from engine.files.job_file import resolve_job
+from engine.files.jobs.job_file import resolve_job
 
 SIZES = {"stages": "4", "stages_per_worker": "2", "microbatches": "4"}
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import StorageError, UserError
-from engine.files.job_file import resolve_job
-from engine.files.matrix_file import read_matrix
-from engine.files.scenario_file import load_scenario
-from engine.files.starter import INSTALL, JOB, SCENARIO, WORKFLOW, starter, workflow, write_new
+from engine.files.jobs.job_file import resolve_job
+from engine.files.scenarios.matrix_file import read_matrix
+from engine.files.scenarios.scenario_file import load_scenario
+from engine.files.scenarios.starter import INSTALL, JOB, SCENARIO, WORKFLOW, starter, workflow, write_new
 from engine.runtime.faults.registry import kinds
 from tests.matrices import read_each_once
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.checks.trajectory import Row, first_difference, trajectory_hash
 from engine.core.errors import StorageError
-from engine.core.trajectory import Row, first_difference, trajectory_hash
 from engine.files.trajectory_file import read_trajectory, write_trajectory
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.checks.trajectory import Row
 from engine.core.errors import StorageError
-from engine.core.trajectory import Row
 from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
 ROWS = [Row(0, 0, "ab", "cd", 0.1)]

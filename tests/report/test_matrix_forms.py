@@ -6,10 +6,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from engine.core.cell_result import CellResult
-from engine.report.cell_grid import LEGEND, Grid, grid_of, grid_text
+from engine.core.checks.cell_result import CellResult
 from engine.report.github_text import MAX_BYTES, error_commands, step_summary
 from engine.report.junit import junit_xml
+from engine.report.pages.cell_grid import LEGEND, Grid, grid_of, grid_text
 
 HOSTILE = "a|b <script>\n::error::x % \x00\x1b[31m, :"
 PASSED = CellResult(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.cell_result import CellResult
-from engine.report.cell_grid import LEGEND, grid_of
-from engine.report.matrix_page import matrix_page
+from engine.core.checks.cell_result import CellResult
+from engine.report.pages.cell_grid import LEGEND, grid_of
+from engine.report.pages.matrix_page import matrix_page
 from tests.report.browser import Browser
 from tests.report.test_matrix_forms import ALL, FAILED, INVALID, PASSED, cells_of
 

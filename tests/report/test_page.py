@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.report.load import RunTables, load
-from engine.report.page import page
+from engine.report.pages.page import page
 from tests.report.browser import Browser
 from tests.report.made_up import MadeUpRun
 

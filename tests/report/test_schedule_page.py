@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.dry_run import dry_run
-from engine.core.job import Job
-from engine.core.planned import planned
-from engine.report.schedule_page import schedule_page
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.program.dry_run import dry_run
+from engine.report.pages.schedule_page import schedule_page
 from tests.report.browser import Browser
 
 ZBV = Job(schedule="zbv", stages=8, stages_per_worker=2, redundancy="none")

@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from engine.report.charts import charts
 from engine.report.headline import command, headline
 from engine.report.load import RunTables, joined, load
-from engine.report.timeline import timeline
+from engine.report.pages.charts import charts
+from engine.report.pages.timeline import timeline
 from tests.report.made_up import PHASES_MS, MadeUpRun, agent, did
 
 

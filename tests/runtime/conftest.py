@@ -11,11 +11,11 @@ from typing import NoReturn
 import pytest
 
 from engine.core.errors import ExitCode
-from engine.runtime.control import Control
-from engine.runtime.embedded_etcd import EmbeddedEtcd
-from engine.runtime.etcd_settings import EtcdSettings
-from engine.runtime.link import Link
-from engine.runtime.roster import RendezvousStore
+from engine.runtime.agent.worker_handles import RendezvousStore
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.link import Link
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+from engine.runtime.store.etcd_settings import EtcdSettings
 from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
 from tests.runtime.peers import PeerServer, peer_server
 

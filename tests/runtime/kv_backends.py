@@ -13,14 +13,14 @@ from typing import Any
 
 import grpc
 
-from engine.core.kv import KV, Lease, Watch, WatchEvent
-from engine.core.kv_double import Fault, StoreDouble
-from engine.core.kv_double_client import WATCH_DEADLINE_S, ClientDouble
-from engine.runtime.embedded_etcd import EmbeddedEtcd
-from engine.runtime.etcd_calls import DEADLINE_S, etcd3
-from engine.runtime.etcd_kv import EtcdKV
-from engine.runtime.etcd_settings import EtcdSettings
-from engine.runtime.etcd_watch import EtcdWatch
+from engine.core.store.kv import KV, Lease, Watch, WatchEvent
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+from engine.runtime.store.etcd_calls import DEADLINE_S, etcd3
+from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_settings import EtcdSettings
+from engine.runtime.store.etcd_watch import EtcdWatch
+from tests.doubles.kv_double import Fault, StoreDouble
+from tests.doubles.kv_double_client import WATCH_DEADLINE_S, ClientDouble
 
 WAIT_S = 10.0
 

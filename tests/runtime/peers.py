@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from engine.runtime import forkserver
-from engine.runtime.children import Child, ForkServer
-from engine.runtime.link import Link
+from engine.runtime.ipc.link import Link
+from engine.runtime.process import forkserver
+from engine.runtime.process.children import Child, ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 THIS_MODULE = "tests.runtime.peers"

@@ -15,29 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.action import Action
-from engine.core.commit import Ballot, Vote
+from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
-from engine.core.inventory import from_json, to_json
-from engine.core.job import Job
 from engine.core.ownership import Grid, Ownership, Slot
-from engine.core.program import build_program
-from engine.core.recovery import PlanInput, make_plan
+from engine.core.program.build import build_program
+from engine.core.recovery.ballot import Ballot, Vote
+from engine.core.recovery.inventory import from_json, to_json
+from engine.core.recovery.planner import PlanInput, make_plan
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.layers import Model
-from engine.runtime.control import Control, Fenced
-from engine.runtime.executor import Executor, Surroundings
-from engine.runtime.link import Link, Message
-from engine.runtime.plane import DataPlane
-from engine.runtime.progress_board import ProgressBoard
-from engine.runtime.recorder import Recorder
-from engine.runtime.replicas import Replicas
-from engine.runtime.share import share_of
-from engine.runtime.stage import Stage
-from engine.runtime.state_hash import hash_tensors
-from engine.runtime.store_server import connect
-from engine.runtime.tensor_spec import Border
-from engine.runtime.tied import tied_stages
+from engine.runtime.ipc.control import Control, Fenced
+from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.state_hash import hash_tensors
+from engine.runtime.stage.tied import tied_stages
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.rendezvous import connect
+from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.worker_program import share_of
+from engine.runtime.worker.executor import Executor, Surroundings
 from tests.runtime.peers import PeerServer
 
 WIDTH = 32  # of the synthetic vectors

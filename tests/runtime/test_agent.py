@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.errors import ExitCode, InvariantError, WorkerFailedError
-from engine.core.job import Job
-from engine.runtime.children import Child, ForkServer
-from engine.runtime.roster import RendezvousStore
-from engine.runtime.session import run_session
+from engine.runtime.agent.session import run_session
+from engine.runtime.agent.worker_handles import RendezvousStore
+from engine.runtime.process.children import Child, ForkServer
 from tests.runtime.peers import PeerServer
 
 

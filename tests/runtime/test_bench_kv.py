@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.bench_kv import GOAL, bench_kv
+from engine.bench.kv import GOAL, bench_kv
 
 
 def test_rows_of_a_short_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.bench.relay import Events, _allowed, _relay_s, bench_etcd_start, bench_forming, bench_relay
 from engine.core.errors import WorkerFailedError
-from engine.runtime.bench_relay import Events, _allowed, _relay_s, bench_etcd_start, bench_forming, bench_relay
 
 
 def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:

@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from engine.runtime.buffers import BufferHistory, copy_buffers, in_use, lending, modules_of, overwrite, snapshot_of
-from engine.runtime.stage import Stage
+from engine.runtime.stage.buffers import (
+    BufferHistory,
+    copy_buffers,
+    in_use,
+    lending,
+    modules_of,
+    overwrite,
+    snapshot_of,
+)
+from engine.runtime.stage.stage import Stage
 from tests.e2e.state_models import KINDS, Aliased, Counting, Large
 
 WIDTH = 8

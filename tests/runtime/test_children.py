@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from engine.core.errors import EnvironmentLacksError, ExitCode
-from engine.runtime.children import Child, ForkServer
-from engine.runtime.link import Link
+from engine.runtime.ipc.link import Link
+from engine.runtime.process.children import Child, ForkServer
 from tests.runtime.peers import ROOT, PeerServer
 
 
@@ -180,7 +180,7 @@ def test_a_server_that_stands_still_is_replaced(
     children = [start_worker(server, tmp_path / "first")]
     before = server.pid
     os.kill(before, signal.SIGSTOP)
-    monkeypatch.setattr("engine.runtime.children._ANSWER_S", 0.2)
+    monkeypatch.setattr("engine.runtime.process.children._ANSWER_S", 0.2)
     children.append(start_worker(server, tmp_path / "second"))
     assert server.pid != before
     assert not Path(f"/proc/{before}").exists()
@@ -207,7 +207,7 @@ def test_closing_the_server_ends_what_is_left(tmp_path: Path) -> None:
 STARTS_AND_WAITS = """
 import os, signal, sys
 from pathlib import Path
-from engine.runtime.children import ForkServer
+from engine.runtime.process.children import ForkServer
 from tests.runtime.test_children import start_worker
 server = ForkServer()
 children, links = zip(*(start_worker(server, Path(sys.argv[1]) / str(number)) for number in range(2)))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.control import Control, Fenced, Stopped
-from engine.runtime.link import Link
-from engine.runtime.recorder import Recorder, open_events
+from engine.runtime.ipc.control import Control, Fenced, Stopped
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.recorder import Recorder, open_events
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.kv import KV, Lease
-from engine.core.kv_double import Fault
-from engine.core.membership_effects import (
+from engine.core.membership.effects import (
     Commit,
     Finish,
     GatherInventories,
@@ -19,7 +17,7 @@ from engine.core.membership_effects import (
     PublishPlanInput,
     StartTraining,
 )
-from engine.core.membership_events import (
+from engine.core.membership.events import (
     Done,
     Event,
     ExitSeen,
@@ -32,9 +30,11 @@ from engine.core.membership_events import (
     Suspicion,
     Tick,
 )
-from engine.core.membership_state import Options, Phase, State, begin, to_json
-from engine.runtime.coordinator import ROLE, STATE, Coordinator
-from engine.runtime.election import Election
+from engine.core.membership.state import Options, Phase, State, begin, to_json
+from engine.core.store.kv import KV, Lease
+from engine.runtime.agent.coordinator import ROLE, STATE, Coordinator
+from engine.runtime.store.election import Election
+from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend
 
 S = 1_000_000_000

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, Problem, UserError
-from engine.core.job import Job
 from engine.models.catalogue import open_data
 from engine.models.data import Data
-from engine.models.images import split
+from engine.models.datasets.images import split
 from engine.models.layers import Batch
 
 BUILTIN_JOBS = {

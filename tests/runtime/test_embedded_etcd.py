@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from engine.core.errors import EnvironmentLacksError
-from engine.runtime import embedded_etcd
-from engine.runtime.embedded_etcd import EmbeddedEtcd, find_etcd
-from engine.runtime.etcd_kv import EtcdKV
-from engine.runtime.etcd_settings import EtcdSettings
+from engine.runtime.store import embedded_etcd
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
+from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_settings import EtcdSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE_WITHIN_S = 10.0  # a moment, where nothing else is going on
@@ -26,7 +26,7 @@ GONE_WITHIN_S = 10.0  # a moment, where nothing else is going on
 PARENT = """
 import sys, time
 from pathlib import Path
-from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 server = EmbeddedEtcd(Path(sys.argv[1]))
 server.start()
 server.settings()
@@ -82,7 +82,7 @@ def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_it_does_not_start_for_a_parent_that_is_gone_already() -> None:
-    command = [sys.executable, "-m", "engine.runtime.tether", "1", "/bin/echo", "started"]
+    command = [sys.executable, "-m", "engine.runtime.process.exec_with_parent", "1", "/bin/echo", "started"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import EnvironmentLacksError
-from engine.runtime.etcd3_import import import_etcd3, read_descriptor
+from engine.runtime.store.etcd3_import import import_etcd3, read_descriptor
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = "from engine.runtime.etcd3_import import import_etcd3\n"
+OURS = "from engine.runtime.store.etcd3_import import import_etcd3\n"
 SWITCH = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 
 

@@ -19,16 +19,16 @@ import grpc
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
-from engine.core.kv import Delete, Put, Txn, absent
-from engine.runtime import etcd_kv
-from engine.runtime.election import Election
-from engine.runtime.embedded_etcd import EmbeddedEtcd, find_etcd
-from engine.runtime.etcd_calls import DEADLINE_S, EtcdCalls, etcd3, rpc
-from engine.runtime.etcd_keys import KeySpace
-from engine.runtime.etcd_kv import EtcdKV
-from engine.runtime.etcd_settings import Endpoint, EtcdSettings, Secret
-from engine.runtime.etcd_watch import EtcdWatch
-from engine.runtime.listening import listening_port
+from engine.core.store.kv import Delete, Put, Txn, absent
+from engine.runtime.process.listening import listening_port
+from engine.runtime.store import etcd_kv
+from engine.runtime.store.election import Election
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
+from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, etcd3, rpc
+from engine.runtime.store.etcd_keys import KeySpace
+from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret
+from engine.runtime.store.etcd_watch import EtcdWatch
 from tests.runtime.kv_backends import EtcdBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,9 +264,9 @@ def test_a_member_of_a_cluster_dies(tmp_path: Path) -> None:
 
 FORK = """
 import os, signal, sys, time
-from engine.runtime.etcd_kv import EtcdKV
-from engine.runtime.etcd_calls import etcd3
-from engine.runtime.etcd_settings import Endpoint, EtcdSettings
+from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_calls import etcd3
+from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 kind, port = sys.argv[1], int(sys.argv[2])
 if kind == "naive":
     client = etcd3.client("127.0.0.1", port)

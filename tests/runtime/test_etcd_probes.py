@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime import embedded_etcd, etcd_probes
-from engine.runtime.etcd_probes import Client, Server
+from engine.runtime.doctor import etcd_probes
+from engine.runtime.doctor.etcd_probes import Client, Server
+from engine.runtime.store import embedded_etcd
 
 
 def test_a_machine_that_runs_the_tests() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import UserError
-from engine.runtime.etcd_settings import Endpoint, EtcdSettings, Secret, read_settings
+from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret, read_settings
 
 PASSWORD = "s3cret-word"  # noqa: S105 made up
 

@@ -11,14 +11,14 @@ import torch
 
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
-from engine.core.inventory import Inventory
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.requires import Kind, Value
+from engine.core.program.dependencies import Kind, Value
+from engine.core.recovery.inventory import Inventory
 from engine.models.catalogue import build_model, open_data
-from engine.runtime.control import Fenced
-from engine.runtime.executor import Executor, Surroundings
-from engine.runtime.holdings import Holdings
-from engine.runtime.replicas import Replicas
+from engine.runtime.ipc.control import Fenced
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.value_store import Holdings
+from engine.runtime.worker.executor import Executor, Surroundings
 from tests.runtime.peers import PeerServer
 from tests.runtime.small_run import NORMED, STATEFUL, TIED_GPT, Rows, SmallRun, small_job
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.fault import At, Fault, slot_owner
-from engine.runtime import failpoints
-from engine.runtime.control import Control, Fenced, Stopped
-from engine.runtime.failpoints import Failpoints
-from engine.runtime.link import Link
-from engine.runtime.recorder import now_ns
+from engine.core.faults.fault import At, Fault, slot_owner
+from engine.runtime.ipc.control import Control, Fenced, Stopped
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.worker import failpoints
+from engine.runtime.worker.failpoints import Failpoints
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from engine.core.fault_kind import ParameterForm
+from engine.core.faults.fault_kind import ParameterForm
 from engine.runtime.faults import registry
 from engine.runtime.faults.registry import Scene, at_once, fault_kind, kinds, registered
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
+from engine.core.config.job import Job
 from engine.core.errors import BambooError
-from engine.core.fault import After, At, Fault, Owner, Role, Worker, to_plain
-from engine.core.job import Job
-from engine.runtime.fault_requests import FaultRequests, read_request
-from engine.runtime.recorder import Recorder, open_events
+from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker, to_plain
+from engine.runtime.agent.fault_requests import FaultRequests, read_request
+from engine.runtime.ipc.recorder import Recorder, open_events
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 WORKERS = (0, 1, 2)

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.core.config.job import Job
 from engine.core.errors import InvariantError
-from engine.core.job import Job
 from engine.core.ownership import Slot
 from engine.models.catalogue import build_model, open_data
-from engine.runtime import heal
-from engine.runtime.buffers import overwrite
-from engine.runtime.control import Control
-from engine.runtime.heal import send_state, state_of, take_state
-from engine.runtime.link import Link
-from engine.runtime.log import LogEntry, losses_of, take_step
-from engine.runtime.parcel import pieces_of
-from engine.runtime.plane import DataPlane
-from engine.runtime.replicas import Replicas
-from engine.runtime.state_hash import hash_tensors
-from engine.runtime.store_server import connect
-from engine.runtime.tensor_spec import TensorSpec
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.link import Link
+from engine.runtime.replica import state_transfer as heal
+from engine.runtime.replica.gradient_log import LogEntry, losses_of, take_step
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.state_transfer import send_state, state_of, take_state
+from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.state_hash import hash_tensors
+from engine.runtime.transport.bulk_transfer import pieces_of
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.rendezvous import connect
+from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer
 from tests.runtime.small_run import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
 

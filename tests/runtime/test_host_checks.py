@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ExitCode
-from engine.runtime import host_checks
-from engine.runtime.etcd_probes import Client, Latency, Server
-from engine.runtime.host_checks import Check
+from engine.runtime.doctor import host_checks
+from engine.runtime.doctor.etcd_probes import Client, Latency, Server
+from engine.runtime.doctor.host_checks import Check
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0+cpu",

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from engine.runtime import host_probes
+from engine.runtime.doctor import host_probes
 
 
 def refuse(*_args: object, **_kwargs: object) -> NoReturn:

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.fault import After, At, Fault, Owner, Role, Victim, Worker, slot_owner
-from engine.core.job import Job
-from engine.core.membership_effects import Commit, Effect, PublishEpoch, StartTraining
-from engine.core.membership_state import Options, Phase, State, begin
-from engine.runtime.children import Child
-from engine.runtime.injector import Injector
-from engine.runtime.link import Link, Message
-from engine.runtime.process_state import process_state
-from engine.runtime.progress_board import ProgressBoard
-from engine.runtime.recorder import Recorder, open_events
-from engine.runtime.roster import Member
+from engine.core.config.job import Job
+from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker, slot_owner
+from engine.core.membership.effects import Commit, Effect, PublishEpoch, StartTraining
+from engine.core.membership.state import Options, Phase, State, begin
+from engine.runtime.agent.injector import Injector
+from engine.runtime.agent.worker_handles import Member
+from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.process.children import Child
+from engine.runtime.process.process_state import process_state
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 ACTION = Action(1, Op.B, 2)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
-from engine.core.kv import KV, Condition, Delete, EventKind, Put, Txn, absent, equal, present
-from engine.core.kv_double import Fault
-from engine.runtime import etcd_kv
+from engine.core.store.kv import KV, Condition, Delete, EventKind, Put, Txn, absent, equal, present
+from engine.runtime.store import etcd_kv
+from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend, by_revision
 
 LOSE_REQUEST, LOSE_REPLY = Fault.LOSE_REQUEST, Fault.LOSE_REPLY

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
 from engine.core.errors import LeaseLostError
-from engine.core.kv import Condition, Delete, KeyValue, Lease, Put, Txn, Watch, absent, equal, present
-from engine.core.kv_double import Fault
-from engine.runtime import etcd_calls, etcd_kv
-from engine.runtime.embedded_etcd import EmbeddedEtcd
+from engine.core.store.kv import Condition, Delete, KeyValue, Lease, Put, Txn, Watch, absent, equal, present
+from engine.runtime.store import etcd_calls, etcd_kv
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
 
 KEYS = st.sampled_from(["m/1", "m/2", "m/3", "m", "n/1"])

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from engine.runtime.lanes import Lanes
-from engine.runtime.link import Link
+from engine.runtime.ipc.link import Link
+from engine.runtime.process.lanes import Lanes
 
 THIS_MODULE = "tests.runtime.test_lanes"
 

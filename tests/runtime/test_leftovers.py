@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime import leftovers
-from engine.runtime.leftovers import Traces, mark_processes
+from engine.runtime.doctor import leak_check as leftovers
+from engine.runtime.doctor.leak_check import Traces, mark_processes
 
 NO_SERVER = -1
 SHARED = Path(f"/dev/shm/bamboo-test-{os.getpid()}")

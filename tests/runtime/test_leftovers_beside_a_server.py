@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.children import ForkServer
-from engine.runtime.leftovers import Traces, mark_processes
+from engine.runtime.doctor.leak_check import Traces, mark_processes
+from engine.runtime.process.children import ForkServer
 
 
 @pytest.fixture(name="server")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.partition import MOST_LAYERS, partition
-from engine.runtime.link import Link, packet
+from engine.core.config.partition import MOST_LAYERS, partition
+from engine.runtime.ipc.link import Link, packet
 
 
 @pytest.fixture

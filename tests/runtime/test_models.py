@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
 from engine.core.random_key import weights_key
 from engine.core.scalar import Args
-from engine.models import timed
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, Model, Tie, as_tensors
+from engine.models.networks import timed
 from engine.models.offer import MODELS
 
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)

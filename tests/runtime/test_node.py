@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.kv import KV, Lease
-from engine.core.membership_events import Event, ExitSeen, Heartbeat, Joined
-from engine.core.membership_state import Options, State, begin
-from engine.runtime import node as node_module
-from engine.runtime.children import Child
-from engine.runtime.etcd_calls import DEADLINE_S
-from engine.runtime.node import LEASE_TTL_S, Node
-from engine.runtime.roster import Member
+from engine.core.membership.events import Event, ExitSeen, Heartbeat, Joined
+from engine.core.membership.state import Options, State, begin
+from engine.core.store.kv import KV, Lease
+from engine.runtime.agent import node as node_module
+from engine.runtime.agent.node import LEASE_TTL_S, Node
+from engine.runtime.agent.worker_handles import Member
+from engine.runtime.process.children import Child
+from engine.runtime.store.etcd_calls import DEADLINE_S
 from tests.runtime.kv_backends import Backend
 
 S = 1_000_000_000

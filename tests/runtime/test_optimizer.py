@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
 from engine.core.scalar import Args
-from engine.runtime.optimizer import LayerOptimizer, trainable
+from engine.runtime.stage.optimizer import LayerOptimizer, trainable
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 

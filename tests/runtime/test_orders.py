@@ -9,15 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from engine.core.commit import Commit
-from engine.core.job import Job
-from engine.core.membership import step
-from engine.core.membership_effects import Effect
-from engine.core.membership_events import Event, ExitSeen, Inventory, PlanAcknowledged, StepCommitted
-from engine.core.membership_state import State
-from engine.runtime.account import Account
-from engine.runtime.orders import Orders
-from engine.runtime.recorder import Recorder, now_ns, open_events
+from engine.core.config.job import Job
+from engine.core.membership.effects import Effect
+from engine.core.membership.events import Event, ExitSeen, Inventory, PlanAcknowledged, StepCommitted
+from engine.core.membership.protocol import step
+from engine.core.membership.state import State
+from engine.core.recovery.ballot import Commit
+from engine.runtime.agent.effect_executor import Orders
+from engine.runtime.agent.run_state import Account
+from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from tests.core.membership_cases import JOINED, forming
 
 

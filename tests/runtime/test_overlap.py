@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.runtime import overlap
-from engine.runtime.overlap import Call, Entry, register, run_in_order
+from engine.runtime.worker import overlap
+from engine.runtime.worker.overlap import Call, Entry, register, run_in_order
 from tests.core.drawing import program_of
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import WorkerFailedError
-from engine.runtime.control import Control, Stopped
-from engine.runtime.link import Link
-from engine.runtime.plane import DataPlane
-from engine.runtime.store_server import connect
-from engine.runtime.tensor_spec import TensorSpec
+from engine.runtime.ipc.control import Control, Stopped
+from engine.runtime.ipc.link import Link
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.rendezvous import connect
+from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer
 
 ROUNDS = 9

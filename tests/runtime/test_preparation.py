@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.core.membership_effects import PublishPlanInput
-from engine.core.membership_events import Event, ExitSeen, Notice, StepCommitted
-from engine.core.membership_state import Phase, State
+from engine.core.membership.effects import PublishPlanInput
+from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
+from engine.core.membership.state import Phase, State
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.preparation import Preparation
-from engine.runtime.recorder import now_ns
+from engine.runtime.agent.preparation import Preparation
+from engine.runtime.ipc.recorder import now_ns
 from tests.core.membership_cases import S, running, told
 
 GRID = Grid(3, 4)

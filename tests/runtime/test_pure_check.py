@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from engine.core.checks.purity import Marks, PurityBook
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
-from engine.core.purity import Marks, PurityBook
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
+from engine.models.datasets.synthetic import VectorData
 from engine.models.layers import Batch, Model
 from engine.models.losses import default_loss
 from engine.models.offer import MODELS
-from engine.models.synthetic import VectorData
-from engine.runtime.pure_check import PureCheck
-from engine.runtime.random_streams import positions
+from engine.runtime.stage.random_streams import positions
+from engine.runtime.worker.pure_check import PureCheck
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
 from tests.runtime.small_run import borders_of, small_job, starts_of
 from tests.runtime.test_models import SMALL_ARGS

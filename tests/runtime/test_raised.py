@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.membership_state import Options, State, begin
-from engine.runtime.raised import RaisedErrors
+from engine.core.membership.state import Options, State, begin
+from engine.runtime.agent.worker_errors import RaisedErrors
 
 SHADOWED: State = begin(Options(stages=3, redundant=True), (0, 1, 2), ((2,), (0,), (1,)), 7, 0)
 ALONE: State = begin(Options(stages=3, redundant=False), (0, 1, 2), ((), (), ()), 7, 0)

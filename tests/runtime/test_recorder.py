@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.recorder import Recorder, now_ns, open_events
+from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from tests.runtime.peers import PeerServer
 
 NUM_WRITERS = 6

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.control import Control
-from engine.runtime.link import Link
-from engine.runtime.plane import DataPlane
-from engine.runtime.reduction import Circle, gather_over_pipelines, mean_over_pipelines
-from engine.runtime.store_server import connect
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.link import Link
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.reduction import Circle, gather_over_pipelines, mean_over_pipelines
+from engine.runtime.transport.rendezvous import connect
 from tests.runtime.peers import PeerServer
 
 STAGE = 1

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
+from engine.core.config.schedule_choice import check_schedule
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
-from engine.core.program import build_program
-from engine.core.schedules.choice import check_schedule
+from engine.core.program.build import build_program
+from engine.core.program.verify import verify
+from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
 from engine.core.schedules.placement_choice import placement_of
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.schedules.text import lists_from_csv, rows_to_csv
-from engine.core.verify import verify
 from tests.core.provenance import Machine
 from tests.core.recovery_cases import ANY_ORDER, seeded
 

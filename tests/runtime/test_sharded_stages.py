@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from engine.core.action import Action, Op
-from engine.core.job import Job
+from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.models.catalogue import build_model, open_data
-from engine.runtime.control import Control, Fenced
-from engine.runtime.link import Link
-from engine.runtime.log import LogEntry, laid_out, take_step
-from engine.runtime.plane import DataPlane
-from engine.runtime.replicas import Replicas
-from engine.runtime.sharded_stages import Shards
-from engine.runtime.shards import put_together
-from engine.runtime.state_hash import hash_tensors
-from engine.runtime.store_server import connect
+from engine.runtime.ipc.control import Control, Fenced
+from engine.runtime.ipc.link import Link
+from engine.runtime.replica.gradient_log import LogEntry, laid_out, take_step
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.sharded_stages import Shards
+from engine.runtime.stage.state_hash import hash_tensors
+from engine.runtime.stage.tensor_shards import put_together
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.rendezvous import connect
 from tests.runtime.peers import PeerServer
 
 JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)

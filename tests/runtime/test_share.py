@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.core.ownership import Grid, one_slot_each, with_shadows
-from engine.core.program import build_program
-from engine.runtime.share import share_of
+from engine.core.program.build import build_program
+from engine.runtime.transport.worker_program import share_of
 
 
 def test_the_others_wait_for_the_first_stage_and_for_nobody_else() -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.job import Job
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.models.skips import with_skips
-from engine.runtime.stage import Stage
+from engine.runtime.stage.stage import Stage
 
 
 class Layer(nn.Module):

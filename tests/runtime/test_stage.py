@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.core.config.job import Job
 from engine.core.errors import DivergedError, UserError
-from engine.core.job import Job
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, as_tensors
-from engine.runtime.build_layer import build_layer
-from engine.runtime.log import squared_norm
-from engine.runtime.stage import Stage
-from engine.runtime.tensor_spec import TensorSpec
+from engine.runtime.replica.gradient_log import squared_norm
+from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.stage import Stage
+from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.e2e.state_models import KINDS
 from tests.runtime import small_run
 

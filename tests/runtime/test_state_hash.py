@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.state_hash import hash_tensors
+from engine.runtime.stage.state_hash import hash_tensors
 
 BASE = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 DTYPES = (

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from engine.core.action import Action, Op
 from engine.core.ownership import Grid, Ownership
-from engine.core.program import build_program
-from engine.core.routes import routes_of
+from engine.core.program.build import build_program
+from engine.core.program.routes import routes_of
 from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Tensors
-from engine.runtime.replicas import Replicas
-from engine.runtime.stage import Stage
-from engine.runtime.stream import Streams
+from engine.runtime.replica.gradient_stream import Streams
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.stage import Stage
 from tests.runtime.small_run import ALL_KINDS, STATEFUL, small_job
 
 STEP, SLOT, NUM_MICROBATCHES = 1, (0, 0), 6

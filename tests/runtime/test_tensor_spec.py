@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from engine.runtime.tensor_spec import TensorSpec, border_of, check_border
+from engine.runtime.transport.tensor_spec import TensorSpec, border_of, check_border
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])

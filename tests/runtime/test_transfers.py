@@ -10,13 +10,13 @@ import torch
 
 from engine.core.action import SEND_OPS
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program import Program, build_program, build_validation
-from engine.core.requires import Kind, Value, carried
-from engine.core.routes import routes_of
+from engine.core.program.build import Program, build_program, build_validation
+from engine.core.program.dependencies import Kind, Value, carried
+from engine.core.program.routes import routes_of
 from engine.core.schedules.registry import SCHEDULES
 from engine.models.layers import Tensors
-from engine.runtime.tensor_spec import Border, TensorSpec
-from engine.runtime.transfers import Purpose, Receive, Receiver, carrier_key, receives_of, transfer_key
+from engine.runtime.transport.tensor_spec import Border, TensorSpec
+from engine.runtime.transport.transfers import Purpose, Receive, Receiver, carrier_key, receives_of, transfer_key
 
 
 def spec(*shape: int, grad: bool = True) -> TensorSpec:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.runtime.progress_board import ProgressBoard
-from engine.runtime.turn import Turn
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process.host_lock import Turn
 
 _HOLDS = """
 import sys, threading
-from engine.runtime.turn import Turn
+from engine.runtime.process.host_lock import Turn
 with Turn(int(sys.argv[1])).when(lambda: True, threading.Event()) as has_turn:
     print(has_turn, flush=True)
     sys.stdin.readline()

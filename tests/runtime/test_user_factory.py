@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.core.job import Job
 from engine.core.scalar import Scalar
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts

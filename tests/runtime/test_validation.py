@@ -9,9 +9,9 @@ import pytest
 
 from engine.core.ownership import Grid, one_slot_each
 from engine.models.catalogue import build_model, open_data
-from engine.runtime.replicas import Replicas
-from engine.runtime.stage import Stage
-from engine.runtime.validation import Validation
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.stage import Stage
+from engine.runtime.worker.validation import Validation
 from tests.runtime.small_run import NORMED, borders_of, small_job
 
 

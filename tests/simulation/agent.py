@@ -10,14 +10,13 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from engine.core import membership_effects as effects
-from engine.core import membership_events as events
-from engine.core.commit import Ballot, Vote
-from engine.core.commit import Commit as Outcome
-from engine.core.foreseen import Foreseen, foresee
-from engine.core.membership import step
-from engine.core.membership_state import Options, Phase, State, begin
+from engine.core.membership import effects, events
+from engine.core.membership.prepared_epoch import Foreseen, foresee
+from engine.core.membership.protocol import step
+from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
+from engine.core.recovery.ballot import Ballot, Vote
+from engine.core.recovery.ballot import Commit as Outcome
 from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import Case, Violation
 from tests.simulation.plans import Document, next_program, planned

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
-from engine.core.program import Program
-from engine.core.requires import Kind
+from engine.core.program.build import Program
+from engine.core.program.dependencies import Kind
 from tests.simulation.case import Violation
 
 ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING = range(9)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.core.commit import Commit as Outcome
-from engine.core.membership_events import Event, Tick
-from engine.core.membership_state import Phase, State
+from engine.core.membership.events import Event, Tick
+from engine.core.membership.state import Phase, State
 from engine.core.ownership import Grid, Ownership
+from engine.core.recovery.ballot import Commit as Outcome
 from tests.simulation.case import Fault, Violation
 from tests.simulation.compiled import KINDS, NOTHING, key_of, parts_of
 from tests.simulation.plans import read

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from engine.core.inventory import Inventory, to_json
 from engine.core.ownership import Ownership, Slot
-from engine.core.requires import Kind, Value
+from engine.core.program.dependencies import Kind, Value
+from engine.core.recovery.inventory import Inventory, to_json
 from tests.simulation import provenance
 from tests.simulation.case import Violation
 from tests.simulation.compiled import KINDS, parts_of

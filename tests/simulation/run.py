@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.errors import BambooError
-from engine.core.membership_state import Phase
+from engine.core.membership.state import Phase
 from tests.simulation.case import Case, Fault, Violation
 from tests.simulation.world import World
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.core import commit, membership_rules, membership_verdicts, recovery
+from engine.core.membership import transitions as membership_rules
+from engine.core.membership import verdicts as membership_verdicts
+from engine.core.recovery import ballot as commit
+from engine.core.recovery import planner as recovery
 from tests.simulation import plans
 from tests.simulation.agent import Agent
 from tests.simulation.case import Fault

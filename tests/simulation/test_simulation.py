@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.membership_state import Phase
+from engine.core.membership.state import Phase
 from engine.core.ownership import Grid, Redundancy
-from engine.core.program import build_program
-from engine.core.requires import Value
-from engine.core.routes import routes_of
+from engine.core.program.build import build_program
+from engine.core.program.dependencies import Value
+from engine.core.program.routes import routes_of
 from tests.simulation import compiled, plans
 from tests.simulation.agent import first_ownership
 from tests.simulation.case import KINDS, Case, Fault, from_text

@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from engine.core import membership_events as events
-from engine.core.membership_state import Phase
+from engine.core.membership import events
+from engine.core.membership.state import Phase
 from engine.core.ownership import Grid
 from tests.simulation.agent import Agent
 from tests.simulation.case import Case, Fault, Violation

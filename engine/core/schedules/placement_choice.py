@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from engine.core.placement import Placement, PlacementChoice, worker_of
 from engine.core.schedules.compute import ComputeLists
-from engine.core.schedules.placement import Placement, PlacementChoice, worker_of
+from engine.core.schedules.csv_text import is_text, lists_from_csv, stages_on
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.schedules.text import is_text, lists_from_csv, stages_on
 
 _PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
 

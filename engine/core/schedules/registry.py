@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.core.placement import Placement
 from engine.core.schedules.compute import ComputeLists, Generator
 from engine.core.schedules.dual_pipe_v import dual_pipe_v
 from engine.core.schedules.interleaved import interleaved, interleaved_flexible, looped_bfs
 from engine.core.schedules.one_stage import gpipe, one_f_one_b
-from engine.core.schedules.placement import Placement
 from engine.core.schedules.zero_bubble import zb1p, zbv
 
 

@@ -8,7 +8,7 @@ import resource
 import signal
 from typing import Any
 
-from engine.core.fault_kind import Parameter
+from engine.core.faults.fault_kind import Parameter
 from engine.runtime.faults.registry import Parameters, Scene, Sign, exit_by, fault_kind
 
 _CODE = Parameter("code", "count", "exit code, 0 to 255", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 
-from engine.core.fault_kind import Parameter
+from engine.core.faults.fault_kind import Parameter
 from engine.runtime.faults.registry import Scene, at_once, fault_kind
 
 _POLL_S = 0.05

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
-from engine.core.fault_kind import FaultKind, Parameter
+from engine.core.faults.fault_kind import FaultKind, Parameter
 from engine.core.scalar import Scalar
 
 if TYPE_CHECKING:
     from engine.core.ownership import Slot
-    from engine.runtime.children import Child
-    from engine.runtime.control import Control
-    from engine.runtime.replicas import Replicas
+    from engine.runtime.ipc.control import Control
+    from engine.runtime.process.children import Child
+    from engine.runtime.replica.replicas import Replicas
 
 Parameters = Mapping[str, Scalar]
 # How a worker's process ended; that it gave notice, raised, or did to itself what was asked; the state in /proc.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from engine.core.fault_kind import Parameter
+from engine.core.faults.fault_kind import Parameter
 from engine.runtime.faults.registry import Blow, Parameters, Sign, exit_by, fault_kind
 
 _GRACE = Parameter(

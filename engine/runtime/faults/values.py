@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.core.fault_kind import Parameter
+from engine.core.faults.fault_kind import Parameter
 from engine.runtime.faults.registry import Scene, at_once, fault_kind
 
 if TYPE_CHECKING:
-    from engine.runtime.stage import Stage
+    from engine.runtime.stage.stage import Stage
 
 _INTO = Parameter("into", "choice", "what becomes NaN", "gradient", choices=("gradient", "activation"))
 _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)

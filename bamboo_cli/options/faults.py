@@ -1,0 +1,62 @@
+"""The options of `bamboo run` about failures: what to do to whom, what to compare with, how long a leaver has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from engine.core.config.job import Job
+    from engine.core.faults.fault import Fault
+
+DEFAULT_GRACE = "120s"
+_PANEL = "Faults"
+
+Kills = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kill",
+        metavar="STEP:STAGE[:ACTION[:MICROBATCH]]",
+        help="SIGKILL the worker of a stage: 5:2 (before the middle backward of stage 2 at step 5), 5:2:F:3, "
+        "5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then compared with those of a "
+        "fault-free twin.",
+        rich_help_panel=_PANEL,
+    ),
+]
+NoTwin = Annotated[
+    bool,
+    typer.Option("--no-twin", help="With --kill: do not run the twin, compare nothing.", rich_help_panel=_PANEL),
+]
+Grace = Annotated[
+    str,
+    typer.Option(
+        "--grace",
+        metavar="DURATION",
+        help="What a worker that gets SIGTERM has until it must be gone: 2m, 120s, or 120 (seconds).",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def faults_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> tuple[Fault, ...]:
+    """Returns the faults that the user asked for; raises UserError with every problem."""
+    from engine.core.faults.kill_text import parse_kills
+
+    if kills and with_twin and not job.audit:
+        hint = "without hashes nothing can be compared; --no-twin goes without"
+        raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
+    return parse_kills(kills, job)
+
+
+def grace_seconds(text: str) -> float:
+    """Returns the seconds of a duration, or of a bare number of them; raises UserError for anything else and for 0."""
+    from engine.core.duration import DURATION_FORM, parse_duration
+
+    grace_ns = parse_duration(text if text.strip()[-1:].isalpha() else f"{text.strip()}s")
+    if not grace_ns:
+        raise UserError([Problem("--grace", f"{DURATION_FORM}, or seconds, above 0", repr(text))])
+    return grace_ns / 1e9

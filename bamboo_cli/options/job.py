@@ -1,0 +1,90 @@
+"""The argument JOB.yaml and the flags that describe a job, the same on every command that takes one.
+
+Rules: flags are made from the fields of `Job`, never listed. They reach the engine as texts, so that a value means the
+same and fails with the same words on the command line, in the environment and in a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from engine.core.config.job import FIELD_HELP, Job
+from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
+from engine.files.jobs.resolved_job import Resolved
+
+FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
+_DEFAULTS = {each.name: each.default for each in fields(Job)}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def takes_job(
+    command: Callable[..., None], instead: Mapping[str, str] = {}, *, program_only: bool = False
+) -> Callable[..., None]:
+    """Gives a command the job's argument and flags beside its own; it is called with the `Resolved` job first.
+
+    Fields that are named in `instead` have these values, whatever else says, and no flag. With `program_only` the
+    layers of the model may be fewer than the stages.
+    The annotations of `command` must exist when it is defined, not for type checkers only: Typer reads them.
+    """
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
+
+    @functools.wraps(command)
+    def with_job(**values: Any) -> None:
+        own_values = {each.name: values.pop(each.name) for each in own}
+        command(resolve_options(values | dict(instead), program_only), **own_values)
+
+    # Typer asks a function for its signature, then for its annotations.
+    with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_job.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_job
+
+
+def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
+    """Returns the job that a command's values describe, together with files and environment.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    # The reader of YAML takes 20 ms to import, which --help does not owe.
+    from bamboo_cli.options.offered import named, offered
+    from engine.files.jobs.job_file import resolve_job
+
+    flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
+    check = named if program_only else offered
+    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
+
+
+def _text(name: str, value: str | bool) -> str:
+    return value if isinstance(value, str) else str(not _DEFAULTS[name]).lower()
+
+
+def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
+    file = typer.Argument(metavar="JOB.yaml", help="job file: YAML with the fields below", show_default=False)
+    setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
+    parameters = [_parameter("job_file", Annotated[Path | None, file])]
+    parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]
+    return [*parameters, _parameter("set", Annotated[list[str] | None, setting])]
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _flag(name: str, default: object) -> Any:
+    kind, flag = FIELD_TYPES[name], name.replace("_", "-")
+    help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
+    if kind is bool:  # the flag says what the default does not; --set says either
+        help_text = f"leave out {FIELD_HELP[name]}" if default else FIELD_HELP[name]
+        option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
+        return Annotated[bool | None, option]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS[kind]
+    return Annotated[str | None, typer.Option(f"--{flag}", metavar=metavar, help=help_text, rich_help_panel="Job")]

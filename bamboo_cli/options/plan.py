@@ -1,0 +1,76 @@
+"""Prints the plan of a job: the grid of actions per worker, and what the dry run predicts. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from engine.core.analysis.grid_text import grid_lines
+from engine.core.analysis.schedule_comparison import over_none
+from engine.core.analysis.utilization import bubbles
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.faults.expansion import describe
+from engine.core.faults.fault import Fault, to_plain
+from engine.core.ownership import Ownership
+from engine.core.program.dry_run import dry_run
+from engine.core.schedules.csv_text import name_of
+
+
+def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
+    """Prints the grid with a forward of 1 unit and a backward of 2, the bubble and the peak of stashed activations.
+
+    Where there are faults, also what would strike whom, and when.
+    """
+    program, ownership = planned(job)
+    run = dry_run(program, ownership)
+    longer = over_none(run, job.schedule, ownership) if job.redundancy == "eager" else 0.0
+    if as_json:
+        plan = {
+            "schedule": job.schedule,
+            "actions": {worker: [str(action) for action in actions] for worker, actions in program.items()},
+            "makespan": run.makespan,
+            "bubble": run.bubble,
+            "bubbles": bubbles(run),
+            "peak_stash": run.peak_stash,
+            "redundancy": job.redundancy,
+            "over_none": longer,
+            "shadows": {f"{slot[1]}@{slot[0]}": ownership.shadows_of(*slot) for slot in ownership.grid.slots()},
+        }
+        typer.echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
+        return
+    sizes = f"P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
+    typer.echo(f"{name_of(job.schedule)}: {sizes}")
+    for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns, ownership):
+        typer.echo(line)
+    typer.echo(_redundancy_line(job, ownership))
+    if job.redundancy == "eager":
+        typer.echo(f"its redundant forwards lengthen the step by {longer:.1%} over none")
+    typer.echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
+    stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
+    typer.echo(f"peak stashed activations, in microbatches: {stash}")
+    for line in describe(faults, job):
+        typer.echo(line)
+    typer.echo("the model itself is not built here: a run checks its number of layers")
+
+
+def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:
+    """Returns faults as plain values, each with its description as `text`."""
+    return [to_plain(fault) | {"text": text} for fault, text in zip(faults, describe(faults, job), strict=True)]
+
+
+def _redundancy_line(job: Job, ownership: Ownership) -> str:
+    """Says who would take over what."""
+    if job.redundancy == "reroute":
+        return "redundancy reroute: the owner of the same stage in the next pipeline takes over"
+    shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
+    if not any(shadows.values()):
+        return f"redundancy {job.redundancy}: nobody shadows a stage"
+    named = [f"{stage}{f'@{pipeline}' if pipeline else ''}" for pipeline, stage in shadows]
+    who = ", ".join(f"{slot}: {' '.join(map(str, line))}" for slot, line in zip(named, shadows.values(), strict=True))
+    note = " (its redundant forwards stand in brackets)" if job.redundancy == "eager" else ""
+    return f"redundancy {job.redundancy}, shadows by stage: {who}{note}"

@@ -1,0 +1,1 @@
+"""Benchmarks: each measures one promise, and its peer in the same run."""

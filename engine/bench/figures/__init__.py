@@ -1,0 +1,1 @@
+"""Pure parts of the benchmarks: rows, confidence intervals, costs read off events."""

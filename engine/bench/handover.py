@@ -1,0 +1,177 @@
+"""The hand-over benchmark: what a notice costs, and what a job without one of its workers takes per step ever after.
+
+Rules: every notice, and every kill, is a run of its own on stages that sleep. The steps of a run are read off its
+commits: those before, those after with one worker less, and those between, in which the change falls. The stall is what
+the steps between took beyond as many usual ones, each compared with the mean of its own ownership's, of six before or a
+dozen after; an error of that mean counts once for each step between. No time is left out. What the machine itself adds
+to such a sum, of four steps, is seen in runs to which nothing happens, taken in between: where that comes near the
+limit, the machine is too busy to say anything of a stall. A notice that had anything done twice fails the benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from engine.bench.figures.rows import Row
+from engine.bench.redundancy import overhead_cases, timed_flags
+from engine.bench.runs import run_bamboo, run_scenario
+from engine.core.action import COMPUTE_OPS, parse_action
+from engine.core.config.job import Job
+from engine.core.errors import WorkerFailedError
+
+CASE = "timed P=4 M=8"
+_WARM = 2  # from this step on they are usual ones
+_STEP = 8  # in which the fault strikes
+_STEPS = _STEP + 16  # so that enough of them are usual ones again
+_BETWEEN = range(_STEP, _STEP + 4)  # the steps that a change falls in, where there is none
+_NOTICES_PER_CALM = 5  # notices to each run to which nothing happens
+_STALL_PART, _STALL_MS = 0.015, 5.0  # of a usual step, or this, whichever is more
+_STEADY_GOAL = 1.03
+_OPS = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "LOG", "COMMIT", "STEP")
+_WHOLE_STAGE = frozenset({"REDUCE_GRAD", "LOG", "COMMIT", "STEP"})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One run that lost a worker; times in milliseconds."""
+
+    before_ms: float  # a usual step before
+    after_ms: float  # a usual step after
+    stall_ms: float
+
+
+def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
+    """Measures notices at random actions of all stages, and the steady step after kills.
+
+    Raises:
+        WorkerFailedError: a run failed, or a hand-over had something done twice.
+    """
+    job = replace(overhead_cases()[CASE], steps=_STEPS)
+    chosen = random.Random(0)  # noqa: S311 - the same actions at every run
+    notices, calm_ms = [], []
+    for number in range(num_notices):
+        stage = number % job.stages
+        events = _noticed(job, stage, _an_action(chosen, stage, job), folder)
+        _refuse_work_done_twice(events)
+        notices.append(_change(events))
+        if number % _NOTICES_PER_CALM == 0:
+            calm_ms.append(_calm_ms(job, folder))
+    kills = []
+    for number in range(num_kills):
+        kill = f"{_STEP}:{number % job.stages}"
+        kills.append(_change(run_bamboo(folder, *timed_flags(job), "--kill", kill, "--no-twin").events))
+    return [
+        *_stall_rows(notices, calm_ms),
+        *_steady_rows(job, "handed over", notices),
+        *_steady_rows(job, "killed", kills),
+    ]
+
+
+def _an_action(chosen: random.Random, stage: int, job: Job) -> Mapping[str, Any]:
+    """Returns a point of the schedule that a worker of this stage comes by."""
+    lacking = {0: {"RECV_F", "SEND_B"}, job.stages - 1: {"SEND_F", "RECV_B"}}.get(stage, set())
+    op = chosen.choice([op for op in _OPS if op not in lacking])
+    at = {"step": _STEP, "stage": stage, "action": op, "when": chosen.choice(["before", "after"])}
+    return at if op in _WHOLE_STAGE else at | {"microbatch": chosen.randrange(job.microbatches)}
+
+
+def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    fields = ("model", "model_args", "data_args", "stages", "microbatches", "steps", "warmup_steps")
+    scenario = {
+        "version": 1,
+        "name": "notice",
+        "about": "one worker is warned",
+        "job": {name: getattr(job, name) for name in fields} | {"audit": 0, "validate_every": 0},
+        "faults": [{"id": "notice", "at": at, "do": "terminate", "grace": "60s"}],
+    }
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        file = Path(name) / "notice.yaml"
+        file.write_text(json.dumps(scenario))
+        return run_scenario(folder, file)
+
+
+def _calm_ms(job: Job, folder: Path) -> float:
+    """Returns the stall of a run to which nothing happens, in milliseconds."""
+    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).events)
+    usual_ms = fmean(each for step, each in took_ms.items() if step >= _WARM and step not in _BETWEEN)
+    return sum(took_ms[step] - usual_ms for step in _BETWEEN)
+
+
+def _refuse_work_done_twice(events: Sequence[Mapping[str, Any]]) -> None:
+    seen = set()
+    for event in events:
+        if event["event"] == "action" and parse_action(event["action"]).op in COMPUTE_OPS:
+            key = (event["step"], event["action"])
+            if key in seen:
+                raise WorkerFailedError(f"{event['action']} of step {event['step']} ran twice, after a notice in time")
+            seen.add(key)
+
+
+def _commits_ns(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    return {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
+
+
+def _took_ms(events: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Returns what each step but the first took, from one commit to the next."""
+    return {later[0]: (later[1] - earlier[1]) / 1e6 for earlier, later in pairwise(sorted(_commits_ns(events).items()))}
+
+
+def _change(events: Sequence[Mapping[str, Any]]) -> Change:
+    """Reads off the commits of one run what its steps took before, during and after the change of its ownership."""
+    commits_ns, took_ms = _commits_ns(events), _took_ms(events)
+    epochs = [event for event in events if event["event"] == "epoch"]
+    handed = next(each for each in epochs if each["owners"] != epochs[0]["owners"])
+    old = max(step for step, at_ns in commits_ns.items() if at_ns <= handed["at_ns"])  # the last of the old ownership
+    settled = 1 + next(step for step, at_ns in sorted(commits_ns.items()) if at_ns > epochs[-1]["at_ns"])
+    last = max(commits_ns)
+    before_ms = fmean(took_ms[step] for step in range(_WARM, _STEP))
+    after_ms = fmean(took_ms[step] for step in range(settled + 1, last + 1))
+    stall_ms = sum(took_ms[step] - before_ms for step in range(_STEP, old + 1))
+    stall_ms += sum(took_ms[step] - after_ms for step in range(old + 1, settled + 1))
+    return Change(before_ms, after_ms, stall_ms)
+
+
+def _stall_rows(notices: Sequence[Change], calm_ms: Sequence[float]) -> list[Row]:
+    limit_ms = median(max(_STALL_PART * each.before_ms, _STALL_MS) for each in notices)
+    stalls_ms = sorted(each.stall_ms for each in notices)
+    found = {
+        "median": median(stalls_ms),
+        "9 of 10 within": stalls_ms[ceil(0.9 * len(stalls_ms)) - 1],
+        "most": stalls_ms[-1],
+    }
+    rows = [
+        Row(
+            f"{CASE}, SIGTERM",
+            f"stall ms, {name}; peer: limit",
+            stall_ms,
+            limit_ms,
+            stall_ms / limit_ms,
+            limit_ms,
+            stall_ms <= limit_ms,
+            len(stalls_ms),
+        )
+        for name, stall_ms in found.items()
+    ]
+    calm, metric = median(calm_ms), "the same sum ms, median; peer: limit"
+    return [*rows, Row(f"{CASE}, nothing happens", metric, calm, limit_ms, calm / limit_ms, None, None, len(calm_ms))]
+
+
+def _steady_rows(job: Job, how: str, changes: Sequence[Change]) -> list[Row]:
+    """Returns the step after, beside the step before times what one worker with two stages adds to it in theory."""
+    if not changes:
+        return []
+    merged = (2 * job.microbatches + job.stages - 2) / (job.microbatches + job.stages - 1)
+    ratios = [each.after_ms / (each.before_ms * merged) for each in changes]
+    after_ms, ideal_ms = median(each.after_ms for each in changes), median(each.before_ms * merged for each in changes)
+    metric = "steady step ms; peer: before x (2M+P-2)/(M+P-1)"
+    ratio = median(ratios)
+    return [Row(f"{CASE}, {how}", metric, after_ms, ideal_ms, ratio, _STEADY_GOAL, ratio <= _STEADY_GOAL, len(changes))]

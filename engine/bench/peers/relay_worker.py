@@ -1,0 +1,54 @@
+"""A worker of the relay benchmark: joins a group of its own epoch, waits, and says when it was told of an exit.
+
+The one that is named as the victim ends itself as soon as training begins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from engine.runtime.ipc.control import Control, Stopped
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.rendezvous import connect
+
+_SETTLE_S = 0.02  # so that nobody is still busy with the beginning of training
+_LINGER_S = 0.02  # so that the end of the first who is told does not take the processor from the others
+
+
+class _Stamped(Control):
+    """Notes when its thread learned that this worker must stop."""
+
+    told_ns = 0
+
+    def wake(self) -> None:
+        if self._stopped:
+            self.told_ns = now_ns()
+        super().wake()
+
+
+def main(control_fd: int, events_fd: int, board_fd: int) -> int:
+    """Runs one worker of one round."""
+    sleep_exactly()
+    control = _Stamped(Link.from_fd(control_fd), die_with_launcher)
+    welcome = control.take("welcome")
+    control.recorder = recorder = Recorder(events_fd, welcome["worker"])
+    store = connect(welcome["store_port"], welcome["prefix"])
+    plane = DataPlane(control, store, welcome["worker"], welcome["ranks"])  # kept, as its end would be seen by others
+    recorder.event("formed")
+    try:
+        control.send("ready")
+        control.next_epoch()  # which begins training, as nobody has anything to answer
+        if welcome["worker"] == welcome["victim"]:
+            time.sleep(_SETTLE_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        control.take("bye")
+    except Stopped:
+        time.sleep(_LINGER_S)
+        recorder.event("told", at_ns=control.told_ns)
+    plane.close()
+    return 0

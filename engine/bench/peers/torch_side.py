@@ -1,0 +1,65 @@
+"""The peer of the pipeline benchmarks: torch.distributed.pipelining over our layers and microbatches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import Store
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from engine.bench.figures.schedules import TORCH_NAMES
+from engine.core.config.job import Job
+from engine.models.layers import Batch, Model
+from engine.runtime.worker.executor import Surroundings
+
+LOOPBACK_INTERFACE = "lo"
+
+
+def join_default_group(store: Store, rank: int, size: int) -> None:
+    """Forms torch's default process group over the loopback interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+class TorchPipeline:
+    """One worker's stages of torch's pipeline over the default process group."""
+
+    def __init__(self, job: Job, model: Model, stages: Mapping[int, Iterable[nn.Module]], batches: Sequence[Batch]):
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return model.loss((output,), (target,))
+
+        peers = [
+            PipelineStage(nn.Sequential(*layers), stage, job.stages, torch.device("cpu"))
+            for stage, layers in stages.items()
+        ]
+        schedule = getattr(schedules, TORCH_NAMES[job.schedule])
+        is_single = issubclass(schedule, PipelineScheduleSingle)
+        self.schedule = schedule(peers[0] if is_single else peers, job.microbatches, loss_fn=loss)
+        self.inputs = (torch.cat([batch.inputs[0] for batch in batches]),) if 0 in stages else ()
+        is_last = job.stages - 1 in stages
+        self.targets = torch.cat([batch.targets[0] for batch in batches]) if is_last else None
+
+    def run_step(self) -> None:
+        """Runs forwards and backwards of all microbatches."""
+        self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
+
+
+class TorchSide:
+    """The pipeline as one of the two sides of the benchmark."""
+
+    def __init__(self, around: Surroundings):
+        job, stages = around.job, around.replicas.stages
+        batches = [around.data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
+        layers = {index: stage.layers.values() for (_, index), stage in stages.items()}
+        self.pipeline = TorchPipeline(job, next(iter(stages.values())).model, layers, batches)
+
+    def run(self, iteration: int) -> None:
+        """Runs the schedule once on the whole batch."""
+        self.pipeline.run_step()
+
+    def tidy(self) -> None:
+        """Nothing is left over."""

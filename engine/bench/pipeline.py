@@ -1,0 +1,174 @@
+"""One worker of the pipeline benchmark: it runs our executor and torch's schedule in turns, on the same layers.
+
+A third side, which a dry run learns from, is our executor with the first microbatch alone.
+
+The sides share process, modules, microbatches and the threads of this worker. Each accumulates gradients as in a
+training step; dropping them again, and releasing what was sent, is not timed. All workers of an iteration start at one
+agreed moment, so that nobody's way out of a barrier is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import distributed
+
+from engine.bench.figures.rows import Stamps
+from engine.bench.figures.schedules import timed_program
+from engine.core.config.job import Job
+from engine.core.program.build import Program
+from engine.core.schedules.registry import SCHEDULES
+from engine.models.catalogue import build_model, open_data
+from engine.models.data import Data
+from engine.models.layers import Batch
+from engine.models.networks import timed
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
+from engine.runtime.transport.rendezvous import connect
+from engine.runtime.transport.worker_program import share_of
+from engine.runtime.worker.executor import Executor, Surroundings
+from engine.runtime.worker.overlap import Call, Handler, register
+from engine.runtime.worker.worker import Joined, join
+
+_LEAD_NS = 5_000_000  # from the agreement on a moment to that moment
+_NUM_WARM_UP = 2
+
+
+class Side(Protocol):
+    """One of those that take turns."""
+
+    def run(self, iteration: int) -> None:
+        """Runs forwards and backwards of all microbatches."""
+
+    def tidy(self) -> None:
+        """Does what is not timed after an iteration."""
+
+
+class PremadeData:
+    """Microbatches that were made before: neither side is timed at making them."""
+
+    def __init__(self, data: Data, num_microbatches: int, size: int):
+        self.facts = data.facts
+        self.batches = [data.microbatch(0, 0, index, size) for index in range(num_microbatches)]
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns the same microbatch at every step."""
+        return self.batches[microbatch]
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns training samples: nothing is learned here."""
+        return self.batches[index]
+
+
+class OurSide:
+    """The executor over the data plane, with events, board and control thread as in a run."""
+
+    def __init__(self, joined: Joined, program: Program):
+        around, ownership, self.plane = joined.around, joined.ownership, joined.plane
+        self.executor = Executor(around)
+        self.executor.enter(self.plane, share_of(around.worker, program, ownership, around.borders))
+
+    def run(self, iteration: int) -> None:
+        """Runs the program once."""
+        self.executor.run_actions()
+
+    def tidy(self) -> None:
+        """Drops what was sent, and what belongs to the step."""
+        self.plane.reap()
+        self.executor.forget_step()
+
+
+def main(control_fd: int, events_fd: int, board_fd: int) -> int:
+    """Runs one worker of one case over the descriptors that the launcher handed to it."""
+    sleep_exactly()
+    control = Control(Link.from_fd(control_fd), die_with_launcher)
+    welcome = control.take("welcome")
+    recorder = Recorder(events_fd, welcome["worker"])
+    joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))
+    around = joined.around
+    # Its import takes a second, which only this role owes, and makes temporary files that stay.
+    tempfile.tempdir = welcome["temporary"]
+    from engine.bench.peers.torch_side import TorchSide, join_default_group
+
+    join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["ranks"]))
+    job, ownership = around.job, joined.ownership
+    makers: dict[str, Callable[[], Side]] = {
+        "ours": lambda: OurSide(joined, timed_program(job, ownership)),
+        "peer": lambda: TorchSide(around),
+        "lone": lambda: OurSide(joined, timed_program(job, ownership, lone=True)),
+    }
+    if SCHEDULES[job.schedule].overlaps:
+        register("OVERLAP_F_B", _at_once())
+    sides = {name: makers[name]() for name in welcome["sides"]}
+    _measure(around, sides, welcome["iterations"])
+    control.send("finished")
+    control.take("bye")
+    return os.EX_OK
+
+
+def _at_once() -> Handler:
+    """Returns what runs two that sleep at once: the forward, which is over sooner, in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+
+    def run(forward: Call, backward: Call) -> None:
+        other = pool.submit(forward)
+        backward()
+        other.result()
+
+    return run
+
+
+def _form(control: Control, welcome: Message, recorder: Recorder, board: ProgressBoard) -> Joined:
+    job = Job(**welcome["job"])
+    torch.set_num_threads(job.threads)
+    data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
+    return join(control, welcome, job, data, build_model(job, data.facts), recorder, board)
+
+
+def _measure(around: Surroundings, sides: dict[str, Side], num_iterations: int) -> None:
+    """Runs the sides in turns, now one first and now the other; tells the launcher when all is done."""
+    taken: list[tuple[str, Stamps]] = []
+    names = list(sides)
+    for iteration in range(_NUM_WARM_UP + num_iterations):
+        for name in names:
+            taken.append((name, _run_once(around, sides[name], iteration)))
+        names.reverse()
+    for name, stamps in taken[_NUM_WARM_UP * len(sides) :]:
+        around.control.send(
+            "timed",
+            side=name,
+            start_ns=stamps.start_ns,
+            end_ns=stamps.end_ns,
+            forwards_ns=stamps.forwards_ns,
+            backwards_ns=stamps.backwards_ns,
+        )
+
+
+def _run_once(around: Surroundings, side: Side, iteration: int) -> Stamps:
+    for stage in around.replicas.stages.values():
+        for layer in stage.layers.values():
+            layer.zero_grad()
+    timed.forwards_ns.clear()
+    timed.backwards_ns.clear()
+    start_ns = _common_start()
+    side.run(iteration)
+    end_ns = now_ns()
+    side.tidy()
+    return Stamps(start_ns, end_ns, tuple(timed.forwards_ns), tuple(timed.backwards_ns))
+
+
+def _common_start() -> int:
+    """Waits until a moment that all workers agree on, a little after the last of them has come; returns the time."""
+    moment = torch.tensor(now_ns() + _LEAD_NS)
+    distributed.all_reduce(moment, distributed.ReduceOp.MAX)
+    time.sleep(max(0, int(moment) - now_ns()) / 1e9)
+    return now_ns()

@@ -1,0 +1,193 @@
+"""The recovery benchmark: SIGKILL at four points of an iteration, the pause in phases, beside what must be redone.
+
+Rules: every kill is a run of its own, read off its events by the rules that users' runs are read by. The floor of a
+pause is what must be computed again: the victim's backwards of the step, with lazy redundancy its forwards too, both
+from the last microbatch on that was streamed, in the times that its own actions took before. With eager redundancy the
+shadow need not have run all of these forwards yet; with those that it had not when it was stopped, the floor is that of
+what was really redone. To the goal comes the action that the slowest survivor was in when the others were told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine.bench.figures.redo import redo_of
+from engine.bench.figures.rows import Row
+from engine.bench.runs import run_bamboo
+from engine.core.action import Op, parse_action
+from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recovery_times import PHASES, Recovery
+from engine.core.config.job import Job
+from engine.core.errors import WorkerFailedError
+
+POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
+STEP = 6  # in which the victim dies
+_PAUSE_GOALS = {"median": (0.5, 30.0), "p99": (0.99, 60.0)}  # name -> part of all, ms beyond 1.1 x floor
+_KNOWN_GOAL_MS = 40.0
+_WIDTH = 256
+_STREAMED, _EAGER = "lazy, log_every 1", "eager"
+_MODES: dict[str, dict[str, Any]] = {
+    "lazy": {"redundancy": "lazy"},
+    _STREAMED: {"redundancy": "lazy", "log_every": 1},
+    _EAGER: {"redundancy": "eager"},
+}
+_SHARE_GOAL = 0.20  # of an iteration, beside what it takes to detect a failure and to regroup
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A job in which the worker of one stage dies."""
+
+    name: str
+    job: Job
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One recovery, in milliseconds: `floor_ms` had to be computed again, `running_ms` a survivor was in an action.
+
+    `redone_ms` is the floor with the forwards that an eager shadow had not run yet.
+    """
+
+    pause_ms: float
+    floor_ms: float
+    redone_ms: float
+    running_ms: float
+    known_ms: float
+    phases_ms: Mapping[str, float]
+    iteration_ms: float  # a usual one before
+
+
+def recovery_cases() -> dict[str, Case]:
+    """Returns the cases by name: timed stages, and real compute."""
+    job = Job(steps=STEP + 3, validate_every=0, warmup_steps=0)
+    timed: dict[str, Any] = asdict(job) | {
+        "model": "timed",
+        "model_args": {"layers": 4, "width": _WIDTH},
+        "data_args": {"features": _WIDTH},
+    }
+    cases = [Case("timed P=4 M=8", Job(**timed), 2), Case("gpt P=2 M=8", replace(job, stages=2), 1)]
+    return {case.name: case for case in cases}
+
+
+def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Path) -> list[Row]:
+    """Measures the pause of a case with each kind of redundancy, `num_kills` times at each point.
+
+    Raises:
+        WorkerFailedError: a run did not recover.
+    """
+    cells = [(mode, point) for mode in _MODES for point in points]
+    taken: dict[tuple[str, float], list[Taken]] = {cell: [] for cell in cells}
+    for _ in range(num_kills):
+        for mode, point in cells:
+            taken[mode, point].append(_kill(case, _MODES[mode], point, folder))
+    rows = []
+    for mode in _MODES:
+        name = f"{case.name} {mode}"
+        for point in points:
+            rows += _pause_rows(f"{name}, killed at {point:.0%}", taken[mode, point], mode)
+        rows += _phase_rows(name, [each for point in points for each in taken[mode, point]])
+    return rows
+
+
+def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Taken:
+    """Runs a job whose victim dies when it has been back through a part of its microbatches."""
+    num_back = round(point * case.job.microbatches)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        file = Path(name) / "job.yaml"
+        file.write_text(json.dumps(_fields(case.job) | dict(mode)))
+        kill = f"{STEP}:{case.stage}:B:{num_back - 1}:after"
+        events = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").events
+    found = only(recoveries(events))
+    times_ms = {op: _usual_ms(events, case.stage, op) for op in (Op.F, Op.B)}
+    redo = redo_of(events, STEP, case.stage, found.points_ns["fence"], mode.get("log_every", 0))
+    back_ms = len(redo.backwards) * times_ms[Op.B]
+    redone_ms = back_ms + len(redo.left) * times_ms[Op.F]
+    floor_ms = back_ms + len(redo.forwards) * times_ms[Op.F] if mode["redundancy"] == "lazy" else back_ms
+    assert found.pause_ns is not None
+    running_ms = (found.points_ns["fence"] - found.points_ns["agree"]) / 1e6
+    known_ms = (found.points_ns["agree"] - found.begin_ns) / 1e6
+    phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
+    commits_ns = [event["at_ns"] for event in events if event["event"] == "commit" and event["step"] < STEP]
+    iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
+    return Taken(found.pause_ns / 1e6, floor_ms, redone_ms, running_ms, known_ms, phases_ms, iteration_ms)
+
+
+def _fields(job: Job) -> dict[str, Any]:
+    """Returns what a job file would say, without the folder, which the caller gives."""
+    return {name: value for name, value in asdict(job).items() if name not in ("results", "name")}
+
+
+def only(found: Sequence[Recovery]) -> Recovery:
+    """Returns the one recovery of a run; raises WorkerFailedError when there are others, or it did not end."""
+    if len(found) != 1 or found[0].resume_ns is None:
+        raise WorkerFailedError(f"expected one recovery, found {'; '.join(map(str, found)) or 'none'}")
+    return found[0]
+
+
+def _usual_ms(events: Iterable[Mapping[str, Any]], stage: int, op: Op) -> float:
+    """Returns the median time of an action of a stage before the step of the fault."""
+    own = (event for event in events if event["event"] == "action" and event["worker"] == stage)
+    return median(
+        (event["end_ns"] - event["start_ns"]) / 1e6
+        for event in own
+        if event["step"] < STEP and parse_action(event["action"])[:2] == (stage, op)
+    )
+
+
+def _pause_rows(case: str, taken: Sequence[Taken], mode: str) -> list[Row]:
+    floors = {"redo floor": median(each.floor_ms for each in taken)}
+    if mode == _EAGER:
+        floors["what was really redone"] = median(each.redone_ms for each in taken)
+    running_ms, rows = median(each.running_ms for each in taken), []
+    for floor, floor_ms in floors.items():
+        for name, (part, more_ms) in _PAUSE_GOALS.items():
+            pause_ms = _quantile([each.pause_ms for each in taken], part)
+            goal_ms = 1.1 * floor_ms + more_ms + running_ms
+            metric = f"pause ms, {name}; peer: {floor}"
+            rows.append(
+                Row(case, metric, pause_ms, floor_ms, pause_ms / floor_ms, goal_ms, pause_ms <= goal_ms, len(taken))
+            )
+    rest_ms = [each.pause_ms - each.phases_ms["detect"] - each.phases_ms.get("regroup", 0.0) for each in taken]
+    share = median(rest / each.iteration_ms for rest, each in zip(rest_ms, taken, strict=True))
+    goal, met = (_SHARE_GOAL, share <= _SHARE_GOAL) if mode == _STREAMED else (None, None)
+    metric = "pause less detect and regroup ms, median; peer: iteration"
+    iteration_ms = median(each.iteration_ms for each in taken)
+    return [*rows, Row(case, metric, median(rest_ms), iteration_ms, share, goal, met, len(taken))]
+
+
+def _phase_rows(case: str, taken: Sequence[Taken]) -> list[Row]:
+    """Returns the median of each phase beside the median pause, and when the last survivor was told."""
+    pause_ms = median(each.pause_ms for each in taken)
+    rows = []
+    for phase in PHASES:
+        phase_ms = median(each.phases_ms.get(phase, 0.0) for each in taken)
+        rows.append(
+            Row(
+                case,
+                f"{phase} ms, median; peer: pause",
+                phase_ms,
+                pause_ms,
+                phase_ms / pause_ms,
+                None,
+                None,
+                len(taken),
+            )
+        )
+    known_ms, goal_ms = _quantile([each.known_ms for each in taken], 0.99), _KNOWN_GOAL_MS
+    metric = "SIGKILL to every survivor told ms, p99; peer: limit"
+    return [*rows, Row(case, metric, known_ms, goal_ms, known_ms / goal_ms, goal_ms, known_ms <= goal_ms, len(taken))]
+
+
+def _quantile(figures: Sequence[float], part: float) -> float:
+    """Returns the smallest figure that `part` of all do not exceed."""
+    return sorted(figures)[math.ceil(part * len(figures)) - 1]

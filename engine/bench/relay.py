@@ -1,0 +1,180 @@
+"""Measures the control plane: how soon everybody knows of an exit, a group is formed, and what a private etcd costs.
+
+Rules: the workers are real processes; the agent, its loop, the coordinator and etcd are those of a run. Nothing else
+does this, so the second figure of a row is the time that is allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.bench.figures.rows import Row
+from engine.core.config.job import Job
+from engine.core.errors import WorkerFailedError
+from engine.core.ownership import Grid, one_slot_each
+from engine.runtime.agent.agent import AGENT, Agent
+from engine.runtime.agent.event_loop import supervise
+from engine.runtime.agent.node import Node
+from engine.runtime.agent.session import first_state
+from engine.runtime.agent.worker_handles import RendezvousStore, close_members, start_members
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.process.children import ForkServer
+from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+
+_RELAY_S = 0.005
+_VERDICT_S = 0.020
+_FORM_S = 0.060
+_ETCD_S = 0.3
+_ROOT = Path(__file__).parents[2]
+_TIMEOUT_S = 60.0
+
+Events = list[dict[str, Any]]
+
+
+def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
+    """Measures from an exit seen by the agent to the control threads of the 7 workers that are left.
+
+    First each is told the bare fact, then, when the coordinator has written it down, what comes of it.
+    """
+    with _rounds(8, num_rounds, folder) as rounds:
+        taken = [(_relay_s(events, "known"), _relay_s(events, "told")) for events in rounds]
+    known, told = zip(*taken, strict=True)
+    case = "8 workers, one is killed"
+    return [
+        _allowed(case, f"exit seen to {what} all, p{100 * part:g} s", figures, part, allowed_s)
+        for what, figures, allowed_s in (("known by", known, _RELAY_S), ("verdict told to", told, _VERDICT_S))
+        for part in (0.5, 0.99)
+    ]
+
+
+def bench_forming(num_rounds: int, folder: Path) -> list[Row]:
+    """Measures from the welcome of 4 workers to the moment when the last of them has joined the group."""
+    with _rounds(4, num_rounds, folder) as rounds:
+        taken = [_forming_s(events) for events in rounds]
+    return [_allowed("4 workers", "welcome to group formed, p95 s", taken, 0.95, _FORM_S)]
+
+
+def bench_etcd_start(num_pairs: int, folder: Path) -> list[Row]:
+    """Measures what a private etcd adds to the time until a run's first process is forked, in processes of their own.
+
+    Raises:
+        WorkerFailedError: one of these processes failed.
+    """
+    added, waited = [], []
+    for pair in range(num_pairs):
+        sides = {private: _start(folder, private) for private in (("1", "") if pair % 2 else ("", "1"))}
+        added.append(sides["1"]["forked_s"] - sides[""]["forked_s"])
+        waited.append(sides["1"]["joined_s"])
+    case = "start of a run"
+    return [
+        _allowed(case, "added by a private etcd, p50 s", added, 0.5, _ETCD_S),
+        _allowed(case, "added by a private etcd, p95 s", added, 0.95, _ETCD_S),
+        _allowed(case, "etcd started to role won, p95 s", waited, 0.95, _ETCD_S),
+    ]
+
+
+def _allowed(case: str, metric: str, taken: Sequence[float], part: float, allowed_s: float) -> Row:
+    """Returns a row for the smallest figure that `part` of all do not exceed."""
+    figure = sorted(taken)[math.ceil(part * len(taken)) - 1]
+    return Row(case, metric, figure, allowed_s, figure / allowed_s, 1.0, figure <= allowed_s, len(taken))
+
+
+@contextlib.contextmanager
+def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterator[Events]]:
+    """Yields the rounds, each as its events; all take place on one fork server, one store and one etcd."""
+    with contextlib.ExitStack() as stack:
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        interrupts = stack.enter_context(Interrupts())
+        server = stack.enter_context(ForkServer())
+        etcd = stack.enter_context(EmbeddedEtcd(own))
+        from engine.runtime.store.etcd_kv import EtcdKV
+
+        kv = EtcdKV(etcd.settings(), "/bamboo/bench/")
+        stack.callback(kv.close)
+        store = RendezvousStore(server, own)
+        stack.callback(store.close)
+
+        def rounds() -> Iterator[Events]:
+            for number in range(num_rounds):
+                agent = _round(number, num_workers, own, server, kv, store, interrupts)
+                if agent.interrupted is not None:
+                    sys.exit(128 + agent.interrupted)
+                yield [json.loads(line) for line in (own / f"{number}.jsonl").read_text().splitlines()]
+
+        yield rounds()
+
+
+def _round(
+    number: int,
+    num_workers: int,
+    folder: Path,
+    server: ForkServer,
+    kv: Any,
+    store: RendezvousStore,
+    interrupts: Interrupts,
+) -> Agent:
+    """Starts workers, of whom one ends itself; serves them until all have ended."""
+    job = Job(model="mlp", stages=num_workers, redundancy="none")  # so that a verdict is the end at once
+    ownership = one_slot_each(Grid(job.stages, job.microbatches))
+    with contextlib.ExitStack() as stack:
+        events_fd = open_events(folder / f"{number}.jsonl")
+        stack.callback(os.close, events_fd)
+        board = ProgressBoard.create(num_workers)
+        stack.callback(board.close)
+        members = start_members(server, ownership, events_fd, board, folder, role="bench-relay")
+        stack.callback(close_members, list(members.values()))
+        recorder = Recorder(events_fd, AGENT)
+        node = Node(kv, first_state(job, ownership), now_ns())
+        stack.callback(node.leave)
+        node.enrol(members.values())
+        agent = Agent(job, members, recorder, node, store, lambda agent: None)
+        recorder.event("welcomed")
+        for member in members.values():
+            member.link.send(
+                "welcome",
+                worker=member.worker,
+                ranks=ownership.workers(),
+                store_port=store.port,
+                prefix=f"round-{number}",
+                victim=number % num_workers,
+            )
+        supervise(agent, server, interrupts)
+    return agent
+
+
+def _relay_s(events: Events, kind: str) -> float:
+    """Returns the time from the exit of the victim to the last event of a kind, of which every worker must have one."""
+    (seen_ns,) = [event["seen_ns"] for event in events if event["event"] == "exit" and not event["expected"]]
+    at_ns = [event["at_ns"] for event in events if event["event"] == kind]
+    num_left = sum(event["event"] == "formed" for event in events) - 1
+    if len(at_ns) != num_left:
+        raise WorkerFailedError(f"{len(at_ns)} of {num_left} workers have an event {kind!r}")
+    return (max(at_ns) - seen_ns) / 1e9
+
+
+def _forming_s(events: Events) -> float:
+    (welcomed_ns,) = [event["at_ns"] for event in events if event["event"] == "welcomed"]
+    return (max(event["at_ns"] for event in events if event["event"] == "formed") - welcomed_ns) / 1e9
+
+
+def _start(folder: Path, private: str) -> dict[str, float]:
+    """Runs the beginning of a session in a process of its own and returns its times."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        command = [sys.executable, "-m", "engine.bench.start", own, private]
+        environment = os.environ | {"PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise WorkerFailedError(f"the start of a session failed:\n{done.stderr}")
+    times: dict[str, float] = json.loads(done.stdout)
+    return times

@@ -1,0 +1,118 @@
+"""The recovery benchmark beside its peers: torchrun's restart from a checkpoint, and torchft, where it is installed.
+
+The sides take turns. What a kill adds is, on each side, what the step it falls into took beyond a usual one; beside
+torchrun's stands our pause too, after which training goes on, if slower until that step is committed. torchrun's
+workers do the same training in the same cut, and save a checkpoint at every step. torchft has three whole replicas of
+the model; it throws a step away where bamboo redoes one stage of it, and goes on with fewer samples in each step: its
+usual step is one of those after the kill, which have the same replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+
+from engine.bench.figures.rows import Row, paired_row
+from engine.bench.recovery import STEP, only
+from engine.bench.runs import in_turns, run_bamboo, run_python
+from engine.core.checks.recovery_log import recoveries
+from engine.core.config.job import Job
+
+_PAUSE_GOAL = 1 / 35
+_EXTRA_GOAL = 1 / 15
+_METRIC = "time beyond a usual step s; peer: "
+
+
+def has_torchft() -> bool:
+    """Returns whether torchft can be measured here."""
+    return find_spec("torchft") is not None
+
+
+def bench_restart(num_pairs: int, folder: Path) -> list[Row]:
+    """Measures our pause, and what a kill adds to its step, against torchrun's restart from a checkpoint of every step.
+
+    Raises:
+        WorkerFailedError: a run of either side did not recover.
+    """
+    job = Job(steps=STEP + 3, validate_every=0)
+    attempts: list[int] = []
+    pauses_s: list[float] = []
+
+    def bamboo() -> float:
+        extra_s, pause_s = _killed_bamboo(job, folder)
+        pauses_s.append(pause_s)
+        return extra_s
+
+    def torchrun() -> float:
+        extra_s, restarts = _restart_torchrun(job, folder)
+        attempts.append(restarts)
+        return extra_s
+
+    ours, peer = in_turns(bamboo, torchrun, num_pairs)
+    case, restarts = f"gpt, {job.stages} workers, one killed", median(attempts)
+    pause_s, peer_s = mean(pauses_s), mean(peer)
+    share = pause_s / peer_s
+    return [
+        Row(
+            case, "pause s, mean; peer: torchrun", pause_s, peer_s, share, _PAUSE_GOAL, share <= _PAUSE_GOAL, num_pairs
+        ),
+        paired_row(case, f"{_METRIC}torchrun", ours, peer, _EXTRA_GOAL),
+        Row(case, "attempts to go on; peer: torchrun's restarts", 1.0, restarts, 1.0 / restarts, None, None, num_pairs),
+    ]
+
+
+def bench_torchft(num_pairs: int, folder: Path) -> list[Row]:
+    """Measures what a kill adds to the step it falls into, against a replica of torchft that is killed.
+
+    Raises:
+        WorkerFailedError: a run of either side did not recover.
+    """
+    job = Job(steps=STEP + 5, validate_every=0)
+    ours, peer = in_turns(lambda: _killed_bamboo(job, folder)[0], lambda: _killed_torchft(job, folder), num_pairs)
+    return [paired_row(f"gpt, {job.stages} workers, one killed", f"{_METRIC}torchft", ours, peer, None)]
+
+
+def _killed_bamboo(job: Job, folder: Path) -> tuple[float, float]:
+    """Returns the seconds that the kill added to its step, and those of the pause."""
+    flags = ("--steps", str(job.steps), "--validate-every", "0", "--kill", f"{STEP}:2", "--no-twin")
+    found = only(recoveries(run_bamboo(folder, *flags).events))
+    assert found.gap_ns is not None and found.pause_ns is not None
+    return found.gap_ns / 1e9, found.pause_ns / 1e9
+
+
+def _restart_torchrun(job: Job, folder: Path) -> tuple[float, int]:
+    """Returns the seconds that the kill added to the step of torchrun's workers, and how often they were restarted."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}", "--max-restarts=9"]
+        command += ["-m", "engine.bench.peers.restart_peer", json.dumps(asdict(job)), str(STEP), temporary]
+        # Without the variable, the restarted workers read what those before them left in the store, and fail.
+        run = run_python(folder, command, TMPDIR=temporary, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    ends_ns = _ends_ns(run.stdout)
+    restarts = max(int(each) for each in re.findall(r"restart=(\d+)", run.stdout))
+    assert sorted(ends_ns) == list(range(job.steps)) and restarts >= 1, run.stdout
+    return _beyond_usual_s(ends_ns, lambda step: step < STEP), restarts
+
+
+def _killed_torchft(job: Job, folder: Path) -> float:
+    run = run_python(folder, ["-m", "engine.bench.peers.torchft_peer", json.dumps(asdict(job)), str(STEP)])
+    return _beyond_usual_s(_ends_ns(run.stdout), lambda step: step > STEP)
+
+
+def _ends_ns(stdout: str) -> dict[int, int]:
+    """Returns when the last worker had ended each step."""
+    ends_ns: dict[int, int] = {}
+    for step, at_ns in re.findall(r"step=(\d+) ended_ns=(\d+)", stdout):
+        ends_ns[int(step)] = max(ends_ns.get(int(step), 0), int(at_ns))
+    return ends_ns
+
+
+def _beyond_usual_s(ends_ns: Mapping[int, int], is_usual: Callable[[int], bool]) -> float:
+    took_ns = {later: ends_ns[later] - ends_ns[earlier] for earlier, later in pairwise(sorted(ends_ns))}
+    return (took_ns[STEP] - median(took for step, took in took_ns.items() if is_usual(step))) / 1e9

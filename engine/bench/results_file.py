@@ -1,0 +1,42 @@
+"""Benchmarks on disk: one CSV per measurement, ``<results>/bench/<name>-<time>.csv``, one line per row."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from datetime import datetime
+from io import StringIO
+from pathlib import Path
+
+from engine.bench.figures.rows import COLUMNS, Row
+from engine.core.errors import StorageError
+from engine.files.atomic_write import write_atomically
+
+
+def bench_folder(results: Path) -> Path:
+    """Returns the folder for benchmarks, which is made if need be.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    folder = results.absolute() / "bench"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {str(folder)!r}: {error.strerror} (try --results)") from error
+    return folder
+
+
+def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[Row]) -> Path:
+    """Writes the rows of one benchmark and returns the path; what does not apply is empty.
+
+    Raises:
+        StorageError: the file could not be written.
+    """
+    text = StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.as_dict() for row in rows)
+    path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.csv"
+    write_atomically(path, text.getvalue())
+    return path

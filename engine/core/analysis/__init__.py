@@ -1,0 +1,1 @@
+"""The cost of a program: bubble, memory, grids, and comparisons of schedules."""

@@ -1,0 +1,65 @@
+"""Draws grids, one row per worker: a dry run with a cell per unit of time, a broken program with a cell per action."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from engine.core.action import COMPUTE_OPS, Action
+from engine.core.ownership import Ownership
+from engine.core.program.dry_run import DryRun
+
+
+def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
+    """Returns the compute actions of `run`, made with whole-number costs, in blocks of at most `width` columns.
+
+    A cell shows an action at the unit in which it starts, `-` while it goes on, and nothing while the worker waits.
+    What a worker does for a slot that is not its own by `ownership` stands in brackets.
+    """
+    num_units = round(run.makespan)
+    workers = sorted({span.worker for span in run.spans})
+    cells = {worker: [""] * num_units for worker in workers}
+    for span in run.spans:
+        if span.action.op in COMPUTE_OPS:
+            first, last = round(span.start), round(span.end)
+            owned = ownership is None or ownership.owner(span.action.pipeline, span.action.stage) == span.worker
+            text = str(span.action) if owned else f"({span.action})"
+            cells[span.worker][first:last] = [text, *["-"] * (last - first - 1)]
+    cell_width = max((len(cell) for row in cells.values() for cell in row), default=1) + 1
+    label_width = len("worker ") + max(len(str(worker)) for worker in workers)
+    units_per_block = max(1, (width - label_width - 2) // cell_width) if width else num_units
+    lines: list[str] = []
+    for first in range(0, num_units, units_per_block):
+        if first:
+            lines.append("")
+        for worker in workers:
+            block = cells[worker][first : first + units_per_block]
+            row = "".join(f"{cell:<{cell_width}}" for cell in block)
+            lines.append(f"{'worker ' + str(worker):<{label_width}}  {row}".rstrip())
+    return lines
+
+
+_BEFORE_THE_FIRST = 3  # columns
+
+
+def marked_lines(
+    program: Mapping[int, tuple[Action, ...]], marked: Collection[tuple[int, int]], width: int
+) -> list[str]:
+    """Returns the columns of a program, at most `width` wide, that begin shortly before the first `marked` action.
+
+    These, at least one, given as (worker, position), stand between > and <.
+    """
+    start = max(0, min(position for _, position in marked) - _BEFORE_THE_FIRST)
+    rows = {
+        f"worker {worker}": [
+            f">{action}<" if (worker, start + place) in marked else str(action)
+            for place, action in enumerate(actions[start : start + width])
+        ]
+        for worker, actions in program.items()
+    }
+    label_width = max(map(len, rows)) + 2
+    cell_width = max(len(cell) for row in rows.values() for cell in row) + 1
+    columns = max(1, (width - label_width) // cell_width)
+    return [
+        f"{label:<{label_width}}{''.join(f'{cell:<{cell_width}}' for cell in row[:columns])}".rstrip()
+        for label, row in rows.items()
+    ]

@@ -1,0 +1,104 @@
+"""The comparison of schedules: what the dry run of each says for the same workers, stages, microbatches and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.action import COMPUTE_OPS, SEND_OPS, Action
+from engine.core.config.schedule_choice import check_schedule
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.program.build import build_program
+from engine.core.program.dry_run import Cost, DryRun, dry_run, unit_costs
+from engine.core.schedules.registry import SCHEDULES
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One schedule: its length over the work of the busiest worker, the share of idle time, memory, transfers.
+
+    `peak_stash` counts residuals of stages, each 1 / V of a worker's share of the model. `over_none` is the share by
+    which redundant forwards lengthen the step.
+    """
+
+    schedule: str
+    stages_per_worker: int
+    placement: str
+    makespan: float
+    over_ideal: float
+    bubble: float
+    peak_stash: int
+    transfers: int
+    over_none: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The schedules that fit, and for each of the others, by name, why it does not."""
+
+    rows: tuple[Row, ...]
+    skipped: dict[str, str]
+
+
+def compare(
+    stages: int,
+    microbatches: int,
+    stages_per_worker: int,
+    cost: Cost = unit_costs,
+    redundancy: Redundancy = "none",
+    level: int = 1,
+    begin: Callable[[str], object] = str,
+) -> Comparison:
+    """Returns every schedule on as many workers, with V stages each or one that is V of them.
+
+    `cost` is that of an action of one of `stages` stages; a schedule of one stage per worker runs V of them as one.
+    `begin` is told the name of each schedule that fits before it is looked at.
+    """
+    num_workers = stages // stages_per_worker
+    rows: list[Row] = []
+    skipped: dict[str, str] = {}
+    for name, schedule in SCHEDULES.items():
+        v = 1 if schedule.takes(1) and not schedule.takes(stages_per_worker) else stages_per_worker
+        problems = check_schedule(name, num_workers * v, v, microbatches, "auto")
+        if problems:
+            skipped[name] = str(problems[0])
+            continue
+        begin(name)
+        ownership = fresh(Grid(num_workers * v, microbatches), v, schedule.placement)
+        if redundancy == "eager":
+            ownership = with_shadows(ownership, redundancy, level, ownership.workers())
+        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v)))
+    return Comparison(tuple(rows), skipped)
+
+
+def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs) -> float:
+    """Returns the share by which a step, whose dry run is given, is longer than it would be without redundancy."""
+    return run.makespan / dry_run(build_program(schedule, ownership), ownership, cost).makespan - 1.0
+
+
+def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost) -> Row:
+    program = build_program(name, ownership, redundancy)
+    run = dry_run(program, ownership, cost)
+    work = [
+        sum(cost(each) for each in actions if each.op in COMPUTE_OPS and _owns(ownership, worker, each))
+        for worker, actions in program.items()
+    ]
+    return Row(
+        schedule=name,
+        stages_per_worker=v,
+        placement=SCHEDULES[name].placement,
+        makespan=run.makespan,
+        over_ideal=run.makespan / max(work),
+        bubble=run.bubble,
+        peak_stash=max(run.peak_stash.values()),
+        transfers=sum(action.op in SEND_OPS for actions in program.values() for action in actions),
+        over_none=over_none(run, name, ownership, cost) if redundancy == "eager" else 0.0,
+    )
+
+
+def _owns(ownership: Ownership, worker: int, action: Action) -> bool:
+    return ownership.owner(action.pipeline, action.stage) == worker
+
+
+def _scaled(cost: Cost, times: int) -> Cost:
+    return lambda action: times * cost(action)

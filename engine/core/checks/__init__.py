@@ -1,0 +1,1 @@
+"""The judgement of a run: expectations, trajectories, and recoveries read off its events."""

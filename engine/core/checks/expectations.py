@@ -1,0 +1,222 @@
+"""Expectations: what a scenario asked for, held against what was observed; and the verdict of a case.
+
+Rules: pure. A fault that did not strike, or whose effect nobody saw, makes the case invalid: it proved nothing. So does
+what could not be looked at. Nothing that is invalid is ever passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.samples import miscounted
+from engine.core.checks.trajectory import Row
+from engine.core.checks.twin import compare
+from engine.core.config.job import Job
+from engine.core.duration import duration_text
+from engine.core.errors import ExitCode
+from engine.core.faults.fault import Fault
+from engine.core.faults.fault_kind import FaultKind
+from engine.core.faults.scenario import Expect, Limits, Outcome
+
+Result = Literal["passed", "failed", "invalid"]
+
+_OUTCOMES: dict[int, Outcome] = {
+    ExitCode.OK: "recovered",
+    ExitCode.STOPPED_RESUMABLE: "resumable",
+    ExitCode.STATE_LOST: "state-lost",
+    ExitCode.EXPECTATION_FAILED: "noticed",
+    ExitCode.INTERNAL: "noticed",
+}
+# These say nothing about the case: it was not run, or not to its end.
+_NOT_RUN = frozenset(
+    {
+        ExitCode.USAGE,
+        ExitCode.ENVIRONMENT,
+        ExitCode.COORDINATOR_UNAVAILABLE,
+        ExitCode.STORAGE,
+        ExitCode.INTERRUPTED,
+        ExitCode.TERMINATED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One expectation and what came of it, in words."""
+
+    name: str
+    result: Result
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What came of a run: its exit code and error, its events, its trajectory and that of its twin, what it left.
+
+    What was not looked at is None. Only what happened since `since_ns`, on the clock of the events, is judged; what was
+    before tells who owned what.
+    """
+
+    exit_code: int
+    error: str
+    events: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
+    twin: Sequence[Row] | None = None
+    leftovers: Sequence[str] | None = None
+    since_ns: int = 0
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """Returns the events of one kind that are judged; they have a time."""
+        return [event for event in self.events if event["event"] == kind and event["at_ns"] >= self.since_ns]
+
+    def recoveries(self) -> list[Recovery]:
+        """Returns the recoveries that are judged: those that began since."""
+        return [each for each in recoveries(self.events) if each.begin_ns >= self.since_ns]
+
+    def miscounted(self, job: Job) -> list[str]:
+        """Returns what was not counted once in the steps that are judged: those committed since."""
+        judged = (each for each in self.events if each["event"] != "commit" or each["at_ns"] >= self.since_ns)
+        return miscounted(judged, job)
+
+
+def check(
+    expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
+) -> tuple[Check, ...]:
+    """Returns what came of every expectation, that the faults struck first."""
+    found = seen.recoveries()
+    checks = [_struck(faults, seen), _outcome(expect.outcome, seen)]
+    if expect.trajectory is not None:
+        checks.append(_trajectory(seen))
+    if expect.steps_lost is not None:
+        lost = sum(each.lost_steps for each in found)
+        checks.append(_judged("steps_lost", lost <= expect.steps_lost, f"{lost} lost, {expect.steps_lost} at most"))
+    if expect.samples is not None:
+        wrong = seen.miscounted(job)
+        text = "every committed step counted every sample once"
+        checks.append(_judged("samples", not wrong, _first(wrong) or text))
+    if expect.culprit is not None:
+        checks.append(_culprit(expect.culprit, faults, kinds, seen))
+    if expect.leftovers is not None:
+        checks.append(_leftovers(seen))
+    if expect.recovery is not None:
+        checks += _limits(expect.recovery, found)
+    return tuple(checks)
+
+
+def verdict(checks: Sequence[Check]) -> Result:
+    """Returns the verdict of a case: that of its worst check, where failed is worse than invalid.
+
+    A run that failed has often ended before its last fault could strike: that it failed is what counts.
+    """
+    results = {each.result for each in checks}
+    return "failed" if "failed" in results else "invalid" if "invalid" in results else "passed"
+
+
+def exit_code(checks: Sequence[Check], seen: Observed) -> ExitCode:
+    """Returns the exit code of a case."""
+    outcome = next(each.result for each in checks if each.name == "outcome")
+    if outcome == "invalid":
+        return ExitCode(seen.exit_code)
+    if outcome == "failed" and seen.exit_code:
+        return ExitCode.STATE_LOST if seen.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
+    return {
+        "passed": ExitCode.OK,
+        "failed": ExitCode.EXPECTATION_FAILED,
+        "invalid": ExitCode.INVALID_CASE,
+    }[verdict(checks)]
+
+
+def _judged(name: str, good: bool, text: str) -> Check:
+    return Check(name, "passed" if good else "failed", text)
+
+
+def _first(texts: Sequence[str]) -> str:
+    return texts[0] + (f", and {len(texts) - 1} more" if len(texts) > 1 else "") if texts else ""
+
+
+def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
+    """Every fault must have struck as many as it was for, and its effect must have been seen."""
+    confirmed = {event["fault"] for event in seen.of("confirmed")}
+    wrong = []
+    for fault in faults:
+        victims = {event["of"] for event in seen.of("fault") if event["fault"] == fault.id}
+        if not victims:
+            wrong.append(f"{fault.id} did not strike ({fault})")
+        elif len(victims) < len(fault.victims):
+            wrong.append(f"{fault.id} struck {len(victims)} of {len(fault.victims)}")
+        elif fault.id not in confirmed:
+            wrong.append(f"{fault.id} struck, but nobody saw what it does ({fault.do})")
+    text = f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck"
+    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or text)
+
+
+def _outcome(expected: Outcome, seen: Observed) -> Check:
+    why = f": {seen.error.splitlines()[0]}" if seen.error else ""
+    if seen.exit_code in _NOT_RUN:
+        return Check("outcome", "invalid", f"the run ended with exit code {seen.exit_code}{why}")
+    outcome = _OUTCOMES.get(seen.exit_code, "not recovered")
+    text = outcome if outcome == expected else f"{outcome}, but {expected} was expected{why}"
+    return _judged("outcome", outcome == expected, text)
+
+
+def _trajectory(seen: Observed) -> Check:
+    """No hash may differ, and those of the last committed step must have been compared."""
+    if seen.twin is None:
+        return Check("trajectory", "invalid", "there is no twin to compare with")
+    found = compare(seen.rows, seen.twin)
+    if found.difference is not None:
+        return Check("trajectory", "failed", found.difference)
+    committed = max((event["step"] for event in seen.of("commit")), default=-1)
+    if found.last_step < committed and not seen.exit_code:
+        return Check("trajectory", "invalid", f"compared up to step {found.last_step}, committed up to {committed}")
+    if not found.num_steps:
+        return Check("trajectory", "invalid", "no step could be compared")
+    return Check("trajectory", "passed", f"identical in {found.num_steps} steps, up to step {found.last_step}")
+
+
+def _culprit(
+    expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
+) -> Check:
+    """Whoever was put out must have been struck; whoever was struck with what ends a worker must have been put out."""
+    struck = {event["of"] for event in seen.of("fault")} if expected == "exact" else set()
+    ending = {fault.id for fault in faults if expected == "exact" and kinds[fault.do].ends}
+    must = {event["of"] for event in seen.of("fault") if event["fault"] in ending}
+    out = {worker for event in seen.of("epoch") for worker, _ in event["verdict"]}
+    out |= {event["of"] for event in seen.of("exit") if not event["expected"]}
+    gone = out | {event["of"] for event in seen.of("notice")}
+    if seen.exit_code:  # a run that halts gives no further verdict
+        gone |= {event["of"] for event in seen.of("exit") if event["code"]}
+    wrong = [f"worker {worker} was put out, and should not have been" for worker in sorted(out - struck)]
+    wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
+    named = ", ".join(str(worker) for worker in sorted(out & struck)) or "nobody"
+    return _judged("culprit", not wrong, _first(wrong) or f"put out: {named}")
+
+
+def _leftovers(seen: Observed) -> Check:
+    if seen.leftovers is None:
+        return Check("leftovers", "invalid", "nobody looked")
+    return _judged("leftovers", not seen.leftovers, _first(seen.leftovers) or "none")
+
+
+def _limits(limits: Limits, found: Sequence[Recovery]) -> Iterator[Check]:
+    pauses = sorted(each.pause_ns for each in found if each.pause_ns is not None)
+    if not pauses:
+        yield Check("recovery", "invalid", "there was no recovery to time")
+        return
+    p95_ns = pauses[math.ceil(0.95 * len(pauses)) - 1]  # nearest rank
+    for name, taken_ns, limit_ns in (("p95", p95_ns, limits.p95_ns), ("max", pauses[-1], limits.max_ns)):
+        if limit_ns is not None:
+            yield _within(f"recovery.{name}", taken_ns, limit_ns)
+    for phase, limit in limits.phases_ns.items():
+        taken = [each.phases_ns[phase] for each in found if phase in each.phases_ns]
+        name = f"recovery.phases.{phase}"
+        yield _within(name, max(taken), limit) if taken else Check(name, "invalid", "no recovery had this phase")
+
+
+def _within(name: str, taken_ns: int, limit_ns: int) -> Check:
+    return _judged(name, taken_ns <= limit_ns, f"{taken_ns / 1e6:.1f} ms, {duration_text(limit_ns)} at most")

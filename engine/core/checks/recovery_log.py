@@ -1,0 +1,158 @@
+"""Finds the recoveries of a run in its events, in the order of the file; `recovery_times` has the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
+from engine.core.checks.recovery_times import Event, Recovery
+from engine.core.checks.usual_step import Entry, left_ns, usual_ns
+from engine.core.ownership import Slot
+
+# Made again, a forward leaves no trace; a backward may be made whole, or for the input only.
+SAME = {Op.REDO_F: Op.F, Op.I: Op.B}
+_USUAL = 10  # steps
+
+
+def recoveries(events: Iterable[Event]) -> list[Recovery]:
+    """Returns the recoveries of a run, from its events in the order of the file; of an open one what is known of it."""
+    log = RecoveryLog()
+    found = [recovery for event in events for recovery in log.read(event)]
+    return found + ([log.recovery(None)] if log.epochs else [])
+
+
+@dataclass(slots=True)
+class RecoveryLog:
+    """What has been read so far, as far as it matters to a recovery that may come, or is going on.
+
+    Who reads the events from the middle of a run, says how many stages it has, that it is training, and who owns what.
+    """
+
+    stages: int = 1
+    training: bool = False
+    owners: dict[Slot, int] = field(default_factory=dict)  # before the recovery
+    commits: list[tuple[int, int]] = field(default_factory=list)  # (step, time), the last few since a recovery
+    actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
+    epochs: list[Event] = field(default_factory=list)  # since the last commit
+    signs: list[Event] = field(default_factory=list)  # faults, exits, suspicions since the last commit
+    marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
+    adopted: set[Slot] = field(default_factory=set)
+    out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
+    is_over: bool = False  # no step is left
+
+    def read(self, event: Event) -> Iterator[Recovery]:
+        """Takes in one event; yields the recovery that it ends."""
+        match event["event"]:
+            case "job":
+                self.stages = event["stages"]
+            case "started":
+                for pipeline, stage in event["slots"]:
+                    self.owners[pipeline, stage] = event["of"]
+            case "action" if event["end_ns"] <= self.out_since.get(event["worker"], event["end_ns"]):
+                entry = (event["worker"], parse_action(event["action"]), event["end_ns"])
+                self.actions.setdefault(event["step"], []).append(entry)
+            case "fault" | "suspicion" | "exit" if not event.get("expected", False):
+                self.signs.append(event)
+            case "epoch" if self.training:
+                self.epochs.append(event)
+                for worker, _ in event["verdict"]:
+                    self.out_since.setdefault(worker, event["at_ns"])
+            case "heirs" if self.epochs:
+                self.epochs[-1] = {**self.epochs[-1], "owners": event["owners"]}
+            case "mark":
+                self.marks.append((event["epoch"], event["phase"], event["at_ns"]))
+                self.adopted |= {(pipeline, stage) for pipeline, stage in event.get("adopted", ())}
+            case "go":
+                self.training = True
+                self.is_over = self.is_over or event.get("end", False)  # interrupted while an epoch was being made
+                self.marks.append((event["epoch"], "plan", event["at_ns"]))
+            case "commit":
+                if self.epochs:
+                    yield self.recovery(event)
+                self._close(event)
+
+    def _close(self, commit: Event) -> None:
+        if self.epochs:
+            self.owners = self._owners_now()
+            self.commits = []
+        self.commits = [*self.commits[-_USUAL:], (commit["step"], commit["at_ns"])]
+        self.is_over = self.is_over or commit.get("last", False)
+        self.epochs, self.adopted = [], set()
+        # What workers do after a commit may stand before its record.
+        self.signs = [sign for sign in self.signs if sign["at_ns"] > commit["at_ns"]]
+        self.marks = [mark for mark in self.marks if mark[2] > commit["at_ns"]]
+        # A fast worker may have begun the next step before this record was written.
+        since = self.commits[0][0]
+        self.actions = {step: entries for step, entries in self.actions.items() if step >= since}
+
+    def _owners_now(self) -> dict[Slot, int]:
+        return {divmod(place, self.stages): owner for place, owner in enumerate(self.epochs[-1]["owners"])}
+
+    def recovery(self, commit: Event | None) -> Recovery:
+        """Returns the recovery that is going on, which `commit` ends."""
+        last = self.epochs[-1]
+        before = self.commits[-1][0] if self.commits else -1
+        after_end = commit is None and self.is_over
+        step = before + (not after_end) if commit is None else commit["step"]
+        verdict = tuple((worker, why) for epoch in self.epochs for worker, why in epoch["verdict"])
+        out = {worker for worker, _ in verdict}
+        now = self._owners_now()
+        moved = [] if after_end else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
+        faults = [each for each in self.signs if each["event"] == "fault"]
+        usual = usual_ns(self.commits)
+        seen_ns = [each.get("seen_ns", each["at_ns"]) for each in self.signs if each["event"] != "fault"]
+        detect_ns = min([*seen_ns, self.epochs[0]["at_ns"]])
+        begin_ns = min([detect_ns, *(each["at_ns"] for each in faults)])
+        points = {"detect": detect_ns, "agree": last["at_ns"]}
+        for phase in ("fence", "regroup", "inventory", "plan"):
+            # A worker's mark may stand before the agent's record of the same epoch.
+            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last["epoch"], phase)]
+            if at_ns:
+                points[phase] = max(at_ns)
+        if commit is not None and "plan" in points:
+            points["replay"] = max([*points.values(), *self._redone(step, out, last["at_ns"])])
+        return Recovery(
+            last["epoch"],
+            step,
+            last["reason"],
+            verdict,
+            {worker: self.last_action(worker) for worker in sorted(out)},
+            tuple((slot, old, now[slot]) for slot, old in moved),
+            tuple(each["fault"] for each in faults),
+            begin_ns,
+            points,
+            None if commit is None else commit["at_ns"],
+            max(0, before + 1 - step),
+            left_ns(self.commits, self._entries(), begin_ns),
+            None if commit is None or usual is None else commit["at_ns"] - self.commits[-1][1] - usual,
+            frozenset(self.adopted),
+            after_end,
+        )
+
+    def _entries(self) -> list[Entry]:
+        """Returns all actions that are known."""
+        return [(step, *entry) for step, entries in self.actions.items() for entry in entries]
+
+    def _redone(self, step: int, out: set[int], since_ns: int) -> list[int]:
+        """Returns when the survivors had made again what those who are out had finished of their slots."""
+        entries = [entry for entry in self.actions.get(step, []) if entry[1].op in COMPUTE_OPS]
+        done = {_what(action) for worker, action, _ in entries if worker in out and self._owned(worker, action)}
+        return [
+            end_ns
+            for worker, action, end_ns in entries
+            if worker not in out and end_ns > since_ns and _what(action) in done
+        ]
+
+    def _owned(self, worker: int, action: Action) -> bool:
+        return self.owners.get((action.pipeline, action.stage)) == worker
+
+    def last_action(self, worker: int) -> tuple[int, str] | None:
+        """Returns (step, action) of what a worker has finished last, or None when that is long ago."""
+        mine = [(end_ns, step, str(action)) for step, who, action, end_ns in self._entries() if who == worker]
+        return max(mine)[1:] if mine else None
+
+
+def _what(action: Action) -> tuple[Op, int, int, int]:
+    """Returns what an action makes, which others may make again."""
+    return (SAME.get(action.op, action.op), action.pipeline, action.stage, action.microbatch)

@@ -1,0 +1,91 @@
+"""Whether every committed step counted every sample exactly once, read off the actions of a run.
+
+A gradient is that of one worker's accumulator, and so are the buffers: of a slot in a step, those of whoever ran the
+slot's last backward. What others made of it before they died is gone with them, and what a worker did after the verdict
+that put it out is not looked at. So in a committed step that worker must have run each microbatch's backward once, and
+its forward once: a forward that is redone (`f`) and a backward for the input only (`I`) do not count. Where
+accumulators are streamed, an heir may go on behind a streamed microbatch; what came before, one other has counted once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.core.action import Action, Op, parse_action
+from engine.core.config.job import Job
+from engine.core.ownership import Slot
+from engine.core.program.stream_pass import is_streamed
+
+_ADDS = frozenset({Op.B, Op.W})
+_COUNTS = _ADDS | {Op.F}
+
+Entry = tuple[int, int, Action]  # end, worker, action
+Count = tuple[bool, int]  # whether it adds, the microbatch
+
+
+def miscounted(events: Iterable[Mapping[str, Any]], job: Job) -> list[str]:
+    """Returns one sentence for each (step, slot, microbatch) that was not counted once, in order."""
+    committed: set[int] = set()
+    out_since: dict[int, int] = {}
+    entries: dict[tuple[int, Slot], list[Entry]] = {}
+    for event in events:
+        match event["event"]:
+            case "commit":
+                committed.add(event["step"])
+            case "epoch":
+                for worker, _ in event["verdict"]:
+                    out_since.setdefault(worker, event["at_ns"])
+            case "action":
+                action = parse_action(event["action"])
+                if action.op in _COUNTS:
+                    key = (event["step"], (action.pipeline, action.stage))
+                    entries.setdefault(key, []).append((event["end_ns"], event["worker"], action))
+    found = []
+    for step in sorted(committed):
+        for pipeline in range(job.pipelines):
+            for stage in range(job.stages):
+                slot = (pipeline, stage)
+                mine = [each for each in entries.get((step, slot), []) if _counts(each, out_since)]
+                found += [f"step {step}: {text}" for text in _of_slot(mine, slot, job)]
+    return found
+
+
+def _counts(entry: Entry, out_since: Mapping[int, int]) -> bool:
+    end_ns, worker, _ = entry
+    return worker not in out_since or end_ns <= out_since[worker]
+
+
+def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
+    name = f"stage {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
+    backwards = [each for each in entries if each[2].op in _ADDS]
+    if not backwards:
+        return [f"nobody ran a backward of {name}"]
+    owner = max(backwards, key=lambda each: each[0])[1]
+    counts = _counts_of(owner, entries)
+    counts.update(_streamed(owner, entries, job))
+    return [
+        f"worker {owner} counted the {'backward' if adds else 'forward'} of microbatch {microbatch} of {name} "
+        f"{counts[adds, microbatch]} times"
+        for adds in (False, True)
+        for microbatch in range(job.microbatches)
+        if counts[adds, microbatch] != 1
+    ]
+
+
+def _counts_of(worker: int, entries: Iterable[Entry]) -> Counter[Count]:
+    return Counter((each[2].op in _ADDS, each[2].microbatch) for each in entries if each[1] == worker)
+
+
+def _streamed(owner: int, entries: Sequence[Entry], job: Job) -> set[Count]:
+    """Returns what the owner has from a stream: all backwards before its own first one, and forwards that it lacks."""
+    own = _counts_of(owner, entries)
+    first = min(microbatch for adds, microbatch in own if adds)
+    if first and is_streamed(first - 1, job.log_every, job.microbatches):
+        for other in sorted({each[1] for each in entries} - {owner}):
+            theirs = _counts_of(other, entries)
+            if all(theirs[True, microbatch] == 1 for microbatch in range(first)):
+                forwards = {(False, microbatch) for adds, microbatch in theirs if not adds}
+                return {(True, microbatch) for microbatch in range(first)} | (forwards - own.keys())
+    return set()

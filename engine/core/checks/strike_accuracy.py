@@ -1,0 +1,81 @@
+"""Precision: whether a fault struck where its scenario said, read off what its victim recorded.
+
+Rules: at the strike the victim has recorded last the named action (after), or the one before it in its program (before,
+during). Whom a fault ends at once records nothing more, but for the action that it was struck in. Where a program is
+not known, because a recovery has made another, only the named action is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.core.checks.expectations import Check
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.faults.fault import At, Fault, slot_owner
+from engine.core.faults.fault_kind import AT_ONCE
+
+Event = Mapping[str, Any]
+
+
+def precision(job: Job, faults: Sequence[Fault], events: Sequence[Event]) -> Check:
+    """Returns whether every fault that struck at an action struck the owner of its slot there."""
+    by_id = {fault.id: fault for fault in faults}
+    wrong: list[str] = []
+    number = 0
+    for event in events:
+        if event["event"] != "fault":
+            continue
+        fault = by_id.get(event["fault"])
+        if fault is None or not isinstance(fault.moment, At):
+            continue
+        victim = slot_owner(fault.moment.action)
+        if victim not in fault.victims or event["slot"] != [victim.pipeline, victim.stage]:
+            continue  # somebody who was anywhere, while the owner was there
+        number += 1
+        wrong += _misses(job, fault, fault.moment, event, events)
+    text = wrong[0] if wrong else f"{number} struck where the scenario says"
+    return Check("precision", "failed" if wrong else "passed", text)
+
+
+def _misses(job: Job, fault: Fault, moment: At, strike: Event, events: Sequence[Event]) -> Iterator[str]:
+    mine = [each for each in events if each["event"] == "action" and each["worker"] == strike["of"]]
+    mine.sort(key=lambda each: int(each["end_ns"]))
+    before = [(each["step"], each["action"]) for each in mine if each["end_ns"] <= strike["at_ns"]]
+    later = [(each["step"], each["action"]) for each in mine if each["end_ns"] > strike["at_ns"]]
+    named = (moment.step, str(moment.action))
+    who = f"{fault.id}: worker {strike['of']}"
+    last = before[-1] if before else None
+    if moment.when == "after":
+        if last != named:
+            yield f"{who} was to be struck after {_text(named)}, and had done {_text(last)} last"
+    else:
+        is_first = not any(each["event"] == "epoch" and each["epoch"] > 1 for each in _until(events, strike["at_ns"]))
+        expected = _previous(job, moment, strike["of"]) if is_first else None
+        if named in before or (is_first and last != expected):
+            yield (
+                f"{who} was to be struck {moment.when} {_text(named)}, and had done {_text(last)} last"
+                + (f" instead of {_text(expected)}" if is_first else "")
+            )
+    allowed = [named] if moment.when == "during" else []
+    if fault.do in AT_ONCE and later not in ([], allowed):
+        yield f"{who} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
+
+
+def _until(events: Sequence[Event], at_ns: int) -> Iterator[Event]:
+    return (event for event in events if event.get("at_ns", event.get("end_ns", 0)) <= at_ns)
+
+
+def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:
+    """Returns the action before the named one in a worker's program, which may be the last of the step before."""
+    program, _ = planned(job)
+    own = [str(action) for action in program[worker]]
+    place = own.index(str(moment.action))
+    if place:
+        return moment.step, own[place - 1]
+    return (moment.step - 1, own[-1]) if moment.step else None
+
+
+def _text(at: tuple[int, str] | None) -> str:
+    return f"{at[1]} of step {at[0]}" if at else "nothing"

@@ -1,0 +1,14 @@
+"""What a job plans: the program of one step while nobody has failed."""
+
+from __future__ import annotations
+
+from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership
+from engine.core.ownership import Ownership
+from engine.core.program.build import Program, build_program
+
+
+def planned(job: Job) -> tuple[Program, Ownership]:
+    """Returns the program of one step of a job, and who owns and shadows what."""
+    ownership = fresh_ownership(job)
+    return build_program(job.schedule, ownership, job.redundancy, log_every=job.log_every, fsdp=job.fsdp), ownership

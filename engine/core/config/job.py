@@ -1,0 +1,95 @@
+"""The job: everything that decides what a run computes, resolved to plain values.
+
+The fields and their defaults stand here once: job files, ``BAMBOO_*``, ``--set``, flags and schemas are made from them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from engine.core.ownership import Redundancy
+from engine.core.placement import PlacementChoice
+from engine.core.scalar import Args, Scalar
+from engine.core.schedules.registry import SCHEDULES
+
+Backend = Literal["auto", "gloo", "nccl"]
+Dtype = Literal["float32", "bfloat16"]
+OptimizerName = Literal["sgd", "adamw"]
+
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
+FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _field(default: Scalar, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _args(text: str) -> Any:
+    return field(default_factory=dict, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A resolved job. Sizes are counts, learning rates are per optimizer step."""
+
+    model: str = _field("gpt", "built-in model, or package.module:factory (trusted code)")
+    model_args: Args = _args("arguments of the model, such as width or tied")
+    data: str = _field(
+        "auto", "text, digits, synthetic, a FILE.txt, a folder of MNIST or CIFAR-10 files, or package.module:factory"
+    )
+    data_args: Args = _args("arguments of the data source")
+    stages: int = _field(4, "stages of one pipeline (P)")
+    pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
+    microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
+    microbatch_size: int = _field(4, "samples in one microbatch")
+    steps: int = _field(80, "optimizer steps")
+    schedule: str = _field(
+        "1f1b",
+        f"pipeline schedule: {', '.join(sorted(SCHEDULES))}, FILE.csv with compute lists, "
+        "or package.module:generator (trusted code)",
+    )
+    stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
+    placement: PlacementChoice = _field(
+        "auto", "which stages stand on one worker: loop, v (there and back), or what the schedule wants"
+    )
+    optimizer: OptimizerName = _field("adamw", "optimizer")
+    optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
+    lr: float = _field(2e-3, "peak learning rate")
+    lr_schedule: str = _field("cosine", "constant, linear or cosine")
+    warmup_steps: int = _field(10, "steps of linear warm-up of the learning rate")
+    clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
+    dtype: Dtype = _field("float32", "bfloat16 runs the layers under autocast")
+    partition: str = _field("uniform", PARTITION_FORMS)
+    redundancy: Redundancy = _field(
+        "lazy",
+        "who can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also runs its "
+        "forwards when idle; reroute: the next pipeline",
+    )
+    redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
+    log_every: int = _field(0, "send gradients to the shadows every N microbatches, to redo less after a kill; 0 = off")
+    fsdp: int = _field(
+        0, "shard weights and optimizer state over the pipelines; stages of a worker whole at once, at most; 0 = off"
+    )
+    activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
+    backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
+    seed: int = _field(0, "seed of weights, data and dropout")
+    threads: int = _field(1, "compute threads of each worker; another count changes bits")
+    check_pure: bool = _field(
+        True,
+        "the check before training, which refuses layers whose bits depend on more than weights, buffers and inputs",
+    )
+    audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
+    validate_every: int = _field(20, "validation pass every N steps; 0 = off")
+    validation_microbatches: int = _field(8, "microbatches of one validation pass")
+    name: str = _field("", "name of the run; the model's by default")
+    results: str = _field("results", "folder that receives one folder per run")
+
+    @property
+    def retains(self) -> bool:
+        """Whether a slot could be taken over, so that what a worker makes must stay until the commit."""
+        return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
+
+
+FIELD_HELP = {each.name: str(each.metadata["help"]) for each in fields(Job)}

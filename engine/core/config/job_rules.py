@@ -1,0 +1,125 @@
+"""The rules between the fields of a job: what cannot be, in words that name the field, the expected and the found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from engine.core.config.job import PARTITION_FORMS, Job
+from engine.core.config.lr_schedule import LR_SCHEDULES
+from engine.core.config.partition import written
+from engine.core.config.schedule_choice import check_schedule
+from engine.core.errors import Problem, nearest
+from engine.core.scalar import MOST_FLOAT
+
+_AT_LEAST = {
+    "stages": 1,
+    "stages_per_worker": 1,
+    "pipelines": 1,
+    "microbatches": 1,
+    "microbatch_size": 1,
+    "redundancy_level": 1,
+    "steps": 1,
+    "threads": 1,
+    "seed": 0,
+    "warmup_steps": 0,
+    "log_every": 0,
+    "fsdp": 0,
+    "activation_checkpoint": 0,
+    "audit": 0,
+    "validate_every": 0,
+    "validation_microbatches": 1,
+}
+# 4096 workers or microbatches are far beyond what one machine starts; a typo should not try.
+_MAX_FORWARDS = 1_000_000
+_AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
+
+
+def check_job(job: Job) -> list[Problem]:
+    """Returns every rule between values that `job` breaks; types have been checked by whoever built it."""
+    problems = [
+        Problem(name, f"a whole number >= {least}", repr(getattr(job, name)))
+        for name, least in _AT_LEAST.items()
+        if getattr(job, name) < least
+    ]
+    problems += [
+        Problem(name, f"a whole number <= {most}", repr(getattr(job, name)))
+        for name, most in _AT_MOST.items()
+        if getattr(job, name) > most
+    ]
+    if not 0 < job.lr <= MOST_FLOAT:
+        problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
+    if not 0 <= job.clip_norm <= MOST_FLOAT:
+        problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
+    num_actions = job.stages * job.pipelines * job.microbatches
+    if num_actions > _MAX_FORWARDS and not _AT_MOST.keys() & {each.field for each in problems}:
+        problems.append(
+            Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
+        )
+    problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
+    problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
+    problems += _check_partition(job)
+    problems += [*_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
+    if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
+        problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
+    return problems
+
+
+def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
+    if value in known:
+        return []
+    return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]
+
+
+def _check_shards(job: Job) -> list[Problem]:
+    expected = hint = ""
+    if job.fsdp and job.pipelines == 1:
+        expected, hint = "0 with one pipeline", "shards lie over the pipelines: give --pipelines 2 or more"
+    elif job.fsdp and job.redundancy != "none":
+        expected = "0 with redundancy"
+        hint = "nobody can take over from shards, and a shadow holds whole stages: give --redundancy none"
+    elif job.fsdp > job.stages_per_worker >= 1:
+        expected = f"a whole number <= {job.stages_per_worker}"
+        hint = f"a worker has {job.stages_per_worker} of the stages (stages_per_worker)"
+    return [Problem("fsdp", expected, repr(job.fsdp), hint)] if expected else []
+
+
+def _check_streams(job: Job) -> list[Problem]:
+    expected = hint = ""
+    if job.log_every and job.redundancy not in ("lazy", "eager"):
+        expected = "0 without shadows"
+        hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
+    elif job.log_every >= job.microbatches >= 1:
+        expected = f"a whole number <= {job.microbatches - 1}"
+        hint = f"of {job.microbatches} microbatches; behind the last follows the log of the whole step"
+    return [Problem("log_every", expected, repr(job.log_every), hint)] if expected else []
+
+
+def _check_redundancy(job: Job) -> list[Problem]:
+    """A shadow is another worker than the owner; the one worker of a job of one slot has nobody, and trains alone."""
+    if job.redundancy == "reroute" and job.pipelines == 1:
+        hint = "the next pipeline takes over: give --pipelines 2 or more"
+        return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
+    num_workers = job.stages // max(1, job.stages_per_worker) * job.pipelines
+    most = max(1, num_workers - 1)
+    if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
+        expected = f"a whole number <= {most}"
+        hint = f"{num_workers} workers, and a shadow is another one than the owner"
+        return [Problem("redundancy_level", expected, repr(job.redundancy_level), hint)]
+    return []
+
+
+def _check_partition(job: Job) -> list[Problem]:
+    form = job.partition
+    if form in ("uniform", "parameters", "profile"):
+        return []
+    if form.startswith("type:"):
+        try:
+            re.compile(form[len("type:") :])
+        except re.error as error:
+            return [Problem("partition", "a regular expression after type:", repr(form), str(error))]
+        return []
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", form) or (job.stages == 1 and form == ""):
+        fits = written(form, job.stages) or job.stages < 1
+        return [] if fits else [Problem("partition", f"{job.stages - 1} rising layer numbers from 1", repr(form))]
+    return [Problem("partition", PARTITION_FORMS, repr(form), nearest(form, ("uniform", "parameters", "profile")))]

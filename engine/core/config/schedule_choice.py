@@ -1,0 +1,94 @@
+"""The choice of a schedule: the placement that it comes to, and what it asks of stages, workers and microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.core.errors import Problem, ScheduleError, nearest
+from engine.core.ownership import Grid, fresh
+from engine.core.placement import PlacementChoice
+from engine.core.program.build import Program, build_program
+from engine.core.program.verify import Violation, verify
+from engine.core.schedules.csv_text import cell_of, is_text, lists_from_csv, stages_on
+from engine.core.schedules.placement_choice import placement_of, stands_as
+from engine.core.schedules.registry import SCHEDULES, Schedule
+
+_MOST_SHOWN = 5
+
+
+def check_schedule(
+    schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+) -> list[Problem]:
+    """Returns every rule about a schedule that these fields of a job break."""
+    if not is_text(schedule) and schedule not in SCHEDULES:
+        expected = f"one of {', '.join(sorted(SCHEDULES))}"
+        return [Problem("schedule", expected, repr(schedule), nearest(schedule, SCHEDULES))]
+    if stages_per_worker < 1 or stages < 1 or microbatches < 1:
+        return []  # which is told where counts are checked
+    if stages % stages_per_worker:
+        fitting = [str(each) for each in range(1, stages + 1) if stages % each == 0]
+        return [
+            Problem("stages_per_worker", f"a divisor of {stages} stages: {', '.join(fitting)}", str(stages_per_worker))
+        ]
+    num_workers = stages // stages_per_worker
+    if is_text(schedule):
+        return _check_text(schedule, num_workers, stages_per_worker, microbatches, choice)
+    return _check_named(schedule, SCHEDULES[schedule], num_workers, stages_per_worker, microbatches, choice)
+
+
+def _check_named(
+    name: str, schedule: Schedule, num_workers: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+) -> list[Problem]:
+    problems = []
+    least, most = schedule.stages_per_worker
+    if not schedule.takes(stages_per_worker):
+        stages, wanted = num_workers * stages_per_worker, str(least) if least == most else f"{least} to {most}"
+        hint = f"{stages} stages are then on {stages // least} workers"
+        if stages % least:
+            hint = f"and a number of stages that {least} divides"
+        problems.append(Problem("stages_per_worker", f"{wanted} with schedule {name}", str(stages_per_worker), hint))
+    if choice not in ("auto", schedule.placement) and stages_per_worker > 1:
+        problems.append(Problem("placement", f"{schedule.placement} with schedule {name}", repr(choice)))
+    few = schedule.least_microbatches(num_workers)
+    if microbatches < few and not problems:
+        expected = f"a whole number >= {few} with schedule {name} on {num_workers} workers"
+        problems.append(Problem("microbatches", expected, str(microbatches)))
+    return problems
+
+
+def _check_text(
+    text: str, num_workers: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+) -> list[Problem]:
+    try:
+        lists = lists_from_csv(text)
+        stages_on(lists)
+    except ScheduleError as error:
+        return [Problem("schedule", "the compute lists of every worker", "a file of which", str(error))]
+    if len(lists) != num_workers:
+        expected = f"one row per worker of a pipeline: {num_workers}"
+        hint = f"{num_workers * stages_per_worker} stages, {stages_per_worker} on each worker"
+        return [Problem("schedule", expected, f"{len(lists)} rows", hint)]
+    placement = placement_of(text, choice)
+    if not stands_as(lists, placement):
+        expected = f"the stages on the workers as placement {placement} has them"
+        return [Problem("schedule", expected, _named(stages_on(lists)))]
+    grid = Grid(num_workers * stages_per_worker, microbatches)
+    ownership = fresh(grid, stages_per_worker, placement)
+    program = build_program(text, ownership)
+    broken = verify(program, ownership)[:_MOST_SHOWN]
+    told = [str(_in_text(each, text, program)) for each in broken]
+    return [Problem("schedule", "a program that runs to its end", each) for each in told]
+
+
+def _in_text(broken: Violation, text: str, program: Program) -> Violation:
+    """Returns a broken rule with the position in the text that the program was made of."""
+    if broken.position < 0:
+        return broken
+    actions = program[broken.worker]
+    action = actions[broken.position]
+    nth = actions[: broken.position].count(action)
+    return replace(broken, position=cell_of(text, broken.worker, action, nth))
+
+
+def _named(stages: dict[int, int]) -> str:
+    return ", ".join(f"stage {stage} on worker {worker}" for stage, worker in sorted(stages.items()))

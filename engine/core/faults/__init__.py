@@ -1,0 +1,1 @@
+"""Faults: kinds, moments, victims, scenarios and matrices, and their spelling."""

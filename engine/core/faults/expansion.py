@@ -1,0 +1,170 @@
+"""Expansion: the faults that a scenario asks for become concrete ones, before anything runs.
+
+Rules: pure and seeded: the same scenario and seed make the same faults, whatever else is drawn, since every draw is
+named by what it is for. Every slot is as likely a victim as any other. What is left to the run is only who owns a slot,
+or plays a part, by the time of the strike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from engine.core.action import Op
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
+from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker
+from engine.core.faults.scenario import Every, Scenario, Target, Wanted
+from engine.core.ownership import Slot
+from engine.core.random_key import random_key
+
+# These a slot has in every step, whoever owns it; transfers between stages that meet on one worker fall away.
+_ALWAYS = frozenset({Op.F, Op.B, Op.LOG, Op.COMMIT, Op.STEP})
+
+
+def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
+    """Returns the concrete faults of a scenario that breaks no rule (`scenario_rules.py`), in its order.
+
+    Raises:
+        UserError: with everything for which the grid has no room, or the job no time.
+    """
+    faults: list[Fault] = []
+    problems: list[Problem] = []
+    taken = {each.trigger for each in scenario.faults if isinstance(each.trigger, At)}
+    for number, wanted in enumerate(scenario.faults):
+        dice = _Dice(seed, wanted.id)
+        try:
+            faults += _expanded(wanted, scenario.job, dice, taken, f"faults.{number}")
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return tuple(faults)
+
+
+def _expanded(wanted: Wanted, job: Job, dice: _Dice, taken: set[At], place: str) -> list[Fault]:
+    trigger, target = wanted.trigger, wanted.target
+    if isinstance(trigger, Every):
+        moments = list(_arrivals(trigger, target, job, dice, taken))
+        if not moments:
+            hint = "a smaller mtbf, more steps, or another --seed"
+            raise UserError([Problem(f"{place}.every", f"a fault in the {job.steps} steps of the job", "none", hint)])
+        return [
+            Fault(
+                f"{wanted.id}-{number}",
+                at,
+                _from_slot((at.action.pipeline, at.action.stage), target, job, dice, place),
+                wanted.do,
+                wanted.parameters,
+            )
+            for number, at in enumerate(moments, start=1)
+        ]
+    victims = _victims(trigger, target, job, dice, place)
+    return [Fault(wanted.id, trigger, victims, wanted.do, wanted.parameters)]
+
+
+def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At]) -> Iterator[At]:
+    """Yields moments at exponential gaps; the fraction of a step says how far in its owner's list the action is.
+
+    No moment comes twice: at one that is taken the next action of the slot is meant.
+    """
+    program, ownership = planned(job)
+    at_steps = 0.0
+    for _ in range(every.count):
+        at_steps -= math.log(1.0 - dice.fraction()) * every.mtbf_steps
+        if at_steps >= job.steps:
+            return
+        pipeline, stage = _slot_of(target) or dice.choice(_slots(job))
+        actions = [
+            action
+            for action in program[ownership.owner(pipeline, stage)]
+            if (action.pipeline, action.stage) == (pipeline, stage) and action.op in _ALWAYS
+        ]
+        first = int(at_steps % 1.0 * len(actions))
+        moments = [At(int(at_steps), action) for action in (*actions[first:], *actions[:first])]
+        moment = next((each for each in moments if each not in taken), None)
+        if moment is not None:
+            taken.add(moment)
+            yield moment
+
+
+def _victims(trigger: At | After, target: Target, job: Job, dice: _Dice, place: str) -> tuple[Victim, ...]:
+    if target.worker is not None:
+        return (Worker(target.worker),)
+    slot = _slot_of(target)
+    if target.role == "random":
+        slot = dice.choice(_slots(job))
+    elif target.role is not None:
+        return (Role(target.role),)
+    if slot is None and isinstance(trigger, At):
+        slot = (trigger.action.pipeline, trigger.action.stage)
+    return (Role("recoverer"),) if slot is None else _from_slot(slot, target, job, dice, place)
+
+
+def _from_slot(first: Slot, target: Target, job: Job, dice: _Dice, place: str) -> tuple[Victim, ...]:
+    """Returns the owners of a slot and of as many others as the target counts."""
+    pipeline, stage = first
+    slots = [first]
+    if target.adjacent:
+        slots += [(pipeline, (stage + more) % job.stages) for more in range(1, target.count)]
+    while len(slots) < target.count:
+        left = [
+            slot
+            for slot in _slots(job)
+            if slot not in slots
+            and not (target.adjacent is False and any(_adjacent(slot, other, job) for other in slots))
+        ]
+        if not left:
+            expected = f"a grid with room for {target.count} victims" + (
+                " that are not adjacent" if target.adjacent is False else ""
+            )
+            raise UserError([Problem(f"{place}.target.count", expected, f"{job.pipelines} x {job.stages} slots")])
+        slots.append(dice.choice(left))
+    return tuple(Owner(*slot) for slot in slots)
+
+
+def _adjacent(one: Slot, other: Slot, job: Job) -> bool:
+    """Says whether two slots are neighbours in one pipeline, where the last and the first stage are too."""
+    return one[0] == other[0] and (one[1] - other[1]) % job.stages in (1, job.stages - 1)
+
+
+def _slots(job: Job) -> list[Slot]:
+    return [(pipeline, stage) for pipeline in range(job.pipelines) for stage in range(job.stages)]
+
+
+def _slot_of(target: Target) -> Slot | None:
+    if target.pipeline is None or target.stage is None:
+        return None
+    return (target.pipeline, target.stage)
+
+
+class _Dice:
+    """The draws of one fault, each with its own key."""
+
+    def __init__(self, seed: int, name: str):
+        self.seed, self.name, self.drawn = seed, name, 0
+
+    def fraction(self) -> float:
+        """Returns a number from 0 to below 1."""
+        self.drawn += 1
+        return (random_key(self.seed, "fault", self.name, self.drawn) >> 10) / (1 << 53)
+
+    def choice(self, slots: Sequence[Slot]) -> Slot:
+        """Returns one of the slots."""
+        return slots[int(self.fraction() * len(slots))]
+
+
+def describe(faults: Sequence[Fault], job: Job) -> list[str]:
+    """Returns one line per fault: exactly what would strike whom and when."""
+    lines = []
+    _, ownership = planned(job)
+    for fault in faults:
+        lines.append(f"{fault.id}: {fault}")
+        slots = [each for each in fault.victims if isinstance(each, Owner)]
+        named = [f"worker {ownership.owner(each.pipeline, each.stage)}" for each in slots]
+        if named:
+            lines[-1] += (
+                f"; {' and '.join(named)}, unless the {'stage has' if len(named) == 1 else 'stages have'} moved"
+            )
+    return lines

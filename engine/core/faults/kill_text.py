@@ -1,0 +1,135 @@
+"""How the command line spells a kill: ``STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]``.
+
+Rules: whether a kill can strike is known before the run, by the rules for faults of a scenario. What a text leaves out
+is what the stage does in the middle of its microbatches, as the job's program has it; in a step after another kill has
+been recovered from, its backwards are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError, nearest
+from engine.core.faults.fault import WHENS, At, Fault, slot_owner
+from engine.core.faults.scenario import Expect, Target, Wanted
+from engine.core.faults.scenario_rules import Found, changes_by, check_found, own_actions
+from engine.core.ownership import Slot
+
+KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"
+
+_OPS = {op.value: op for op in Op}
+_BACKWARDS = (Op.B, Op.I)  # a microbatch has one of them: the whole, or its part for the inputs
+
+
+def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:
+    """Returns the faults that the values of ``--kill`` spell for a job.
+
+    Raises:
+        UserError: with every problem found; one that can never strike is one.
+    """
+    found: list[tuple[Fault, At]] = []
+    problems: list[Problem] = []
+    for text in texts:
+        try:
+            found.append(_parsed(text, job))
+        except UserError as error:
+            problems += error.problems
+    changed_by = min((changes_by(at) for _, at in found), default=job.steps)
+    faults: dict[At, Fault] = {}
+    for fault, meant in found:
+        is_whole = meant.step > changed_by and meant.action.op is Op.I and not _names(fault.id, Op.I)
+        at = replace(meant, action=meant.action._replace(op=Op.B)) if is_whole else meant
+        if at in faults:
+            problems.append(_problem("each fault once", fault.id))
+        faults.setdefault(at, replace(fault, moment=at))
+    problems += _never_striking(faults, job, whole=not problems)
+    if problems:
+        raise UserError(problems)
+    return tuple(faults.values())
+
+
+def parse_kill(text: str, job: Job) -> Fault:
+    """Returns the fault that a value of ``--kill`` spells; its id is the text.
+
+    Without an action it is before the middle backward of the stage; without a pipeline it is pipeline 0. Whether it can
+    strike, which may need others, is for `parse_kills`.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    return _parsed(text, job)[0]
+
+
+def _parsed(text: str, job: Job) -> tuple[Fault, At]:
+    left, _, pipeline_text = text.strip().partition("@")
+    step_text, *rest = left.split(":")
+    if not rest or len(rest) > 4 or ("@" in text and not pipeline_text):
+        raise UserError([_problem(KILL_FORM, text, "such as 5:2 or 5:2:B:3")])
+    problems: list[Problem] = []
+    stage_text, *parts = rest
+    when = next((each for each in WHENS if parts and parts[-1] == each), None)
+    parts = parts[:-1] if when else parts
+    step = _number("a step", step_text, text, problems)
+    slot = _number("a pipeline", pipeline_text or "0", text, problems), _number("a stage", stage_text, text, problems)
+    ops = _ops(parts, text, problems)
+    microbatch = _number("a microbatch", parts[1], text, problems) if len(parts) > 1 else None
+    if problems:
+        raise UserError(problems)
+    at = At(step, _action(job, slot, ops, microbatch), when or "before")
+    return Fault(text.strip(), at, (slot_owner(at.action),)), at
+
+
+def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, ...]:
+    """Returns which ops ``ACTION[:MICROBATCH]`` can mean; appends what is wrong with it."""
+    if len(parts) > 2:
+        problems.append(_problem(KILL_FORM, text, f"WHEN is one of {', '.join(WHENS)}"))
+    if not parts:
+        return _BACKWARDS
+    op = _OPS.get(parts[0])
+    if op is None:
+        problems.append(_problem(f"an action: one of {', '.join(_OPS)}", text, nearest(parts[0], _OPS)))
+        return ()
+    if op in STAGE_OPS and len(parts) > 1:
+        problems.append(_problem(f"no microbatch after {op}, which concerns the whole stage", text))
+    return (op,)
+
+
+def _names(text: str, op: Op) -> bool:
+    """Says whether a kill spells this op out."""
+    return op.value in text.partition("@")[0].split(":")
+
+
+def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> Action:
+    """Returns the action of a slot that is meant, with one of these ops; where it has none, the likeliest."""
+    pipeline, stage = slot
+    if ops[0] in STAGE_OPS:
+        return Action(stage, ops[0], WHOLE_STAGE, pipeline)
+    numbers = {each.microbatch: each for each in own_actions(*planned(job), slot) if each.op in ops}
+    middle = sorted(numbers)[len(numbers) // 2] if numbers else job.microbatches // 2
+    microbatch = middle if microbatch is None else microbatch
+    return numbers.get(microbatch, Action(stage, ops[0], microbatch, pipeline))
+
+
+def _never_striking(faults: Mapping[At, Fault], job: Job, *, whole: bool) -> Iterator[Problem]:
+    """Yields what the rules for faults of a scenario say; unless these are the `whole` there may be others."""
+    wanted = [Wanted(fault.id, at, Target(), fault.do) for at, fault in faults.items()]
+    found = check_found(Found(job, dict(enumerate(wanted)), whole), Expect(), {each.do for each in wanted})
+    for problem in found:
+        number = int(problem.field.split(".")[1])  # faults.NUMBER.at
+        yield replace(problem, field=f"--kill {wanted[number].id}")
+
+
+def _number(what: str, part: str, text: str, problems: list[Problem]) -> int:
+    """Returns the whole number that `part` spells, or 0; appends what is wrong with it."""
+    if part.isascii() and part.isdigit() and len(part) < 10:
+        return int(part)
+    problems.append(Problem(f"--kill {text}", f"{what}, a whole number", repr(part) if part else "nothing"))
+    return 0
+
+
+def _problem(expected: str, text: str, hint: str = "") -> Problem:
+    return Problem("--kill", expected, repr(text), hint)

@@ -1,0 +1,167 @@
+"""Matrices: axes x cases make cells, each a whole scenario as plain values.
+
+Rules: a case is a scenario in which ``$axis`` stands for the value that the axis has in the cell; ``with: $axis`` puts
+in all the fields of such a value. A case is made once for every combination of the axes that it names. ``first``,
+``middle`` and ``last`` are stages of the cell's own job. Nothing is drawn: the same matrix makes the same cells in the
+same order. Of every value it is known where in the matrix it was written, so that a mistake is shown there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError, nearest
+
+Path = tuple[str | int, ...]
+Fields = Mapping[str, Any]
+
+SPREAD = "with"
+_STAGES = ("first", "middle", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis: label -> value, which is a scalar or a mapping of fields; `places` says where each is written."""
+
+    name: str
+    values: Mapping[str, Any]
+    places: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case: a scenario with placeholders; `only` names the labels of an axis that it is made for, if not all."""
+
+    name: str
+    values: Fields
+    only: Mapping[str, tuple[str, ...]]
+    place: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell: the labels of its axes, its scenario as plain values, and where each of them was written."""
+
+    case: str
+    labels: tuple[tuple[str, str], ...]
+    values: dict[str, Any]
+    origins: Mapping[Path, Path]
+
+    @property
+    def name(self) -> str:
+        """The name of the cell, unique in its matrix."""
+        return "/".join([self.case, *(label for _, label in self.labels)])
+
+
+def cells(axes: tuple[Axis, ...], cases: tuple[Case, ...]) -> list[Cell]:
+    """Returns the cells of a matrix, case by case, the last axis changing fastest.
+
+    Raises:
+        UserError: with every placeholder that no axis has, every label that an axis lacks, every axis that is not used.
+    """
+    problems: list[Problem] = []
+    used: set[str] = set()
+    by_name = {axis.name: axis for axis in axes}
+    found: list[Cell] = []
+    for case in cases:
+        names = dict.fromkeys(_placeholders(case.values, case.place, problems, by_name))
+        used |= names.keys()
+        own = [axis for axis in axes if axis.name in names]
+        problems += _wrong_labels(case, by_name, names)
+        if not problems:
+            labels = [case.only.get(axis.name, tuple(axis.values)) for axis in own]
+            found += [_cell(case, list(zip(own, each, strict=True))) for each in product(*labels)]
+    unused = [axis.name for axis in axes if axis.name not in used]
+    problems += [Problem(f"axes.{name}", "an axis that a case uses", repr(f"${name}")) for name in unused]
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def _placeholders(value: Any, path: Path, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
+    """Yields the axes that a value names; notes those that there are not."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _placeholders(each, (*path, key), problems, axes)
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _placeholders(each, (*path, number), problems, axes)
+    elif isinstance(value, str) and value.startswith("$"):
+        if value[1:] in axes:
+            yield value[1:]
+        else:
+            hint = nearest(value[1:], axes) or f"there is {', '.join(axes) or 'none'}"
+            problems.append(Problem(_dotted(path), "the name of an axis after $", repr(value), hint))
+
+
+def _wrong_labels(case: Case, axes: Mapping[str, Axis], names: Mapping[str, None]) -> Iterator[Problem]:
+    for name, labels in case.only.items():
+        place = _dotted((*case.place, "only", name))
+        if name not in names:
+            yield Problem(place, "an axis that the case uses", repr(name), nearest(name, names))
+            continue
+        known = axes[name].values
+        for label in labels:
+            if label not in known:
+                yield Problem(place, f"one of {', '.join(known)}", repr(label), nearest(label, known))
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _cell(case: Case, chosen: list[tuple[Axis, str]]) -> Cell:
+    labels = tuple((axis.name, label) for axis, label in chosen)
+    values = {axis.name: axis.values[label] for axis, label in chosen}
+    places = {axis.name: axis.places.get(label, ("axes", axis.name)) for axis, label in chosen}
+    origins: dict[Path, Path] = {}
+    filled = _filled(case.values, (), case.place, values, places, origins)
+    num_stages = filled.get("job", {}).get("stages", Job().stages) if isinstance(filled.get("job", {}), dict) else 0
+    _name_stages(filled.get("faults"), num_stages)
+    return Cell(case.name, labels, filled, origins)
+
+
+def _filled(
+    value: Any, path: Path, place: Path, axes: Fields, places: Mapping[str, Path], origins: dict[Path, Path]
+) -> Any:
+    """Returns a value with its placeholders filled in; notes in `origins` where each part was written."""
+    origins[path] = place
+    if isinstance(value, Mapping):
+        filled: dict[str, Any] = {}
+        for key, each in value.items():
+            if key == SPREAD:
+                for name in spread_axes(each):
+                    filled |= _filled(axes[name], path, places[name], axes, places, origins)
+                origins[path] = place
+            else:
+                filled[key] = _filled(each, (*path, key), (*place, key), axes, places, origins)
+        return filled
+    if isinstance(value, (list, tuple)):
+        return [
+            _filled(each, (*path, number), (*place, number), axes, places, origins) for number, each in enumerate(value)
+        ]
+    if isinstance(value, str) and value.startswith("$"):
+        return _filled(axes[value[1:]], path, places[value[1:]], axes, places, origins)
+    return value
+
+
+def spread_axes(value: Any) -> list[str]:
+    """Returns the axes whose fields ``with`` puts in: one, or a list of them."""
+    return [str(each).removeprefix("$") for each in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _name_stages(value: Any, num_stages: int) -> None:
+    """Puts numbers in place of first, middle and last, wherever a stage is named in some faults."""
+    if isinstance(value, list):
+        for each in value:
+            _name_stages(each, num_stages)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key == "stage" and each in _STAGES and type(num_stages) is int:
+                value[key] = (0, num_stages // 2, num_stages - 1)[_STAGES.index(each)]
+            else:
+                _name_stages(each, num_stages)

@@ -1,0 +1,281 @@
+"""The rules between the parts of a scenario: what can be known before the run to be impossible.
+
+Rules: a fault that can never strike is a mistake, found here and not after a run that proved nothing. A problem's field
+is the place in the file: ``faults.0.at.stage``. Of what is no good by itself nothing is concluded, so that one mistake
+is told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.errors import Problem, nearest
+from engine.core.faults.fault import After, At
+from engine.core.faults.fault_kind import AT_ONCE
+from engine.core.faults.scenario import Every, Expect, Scenario, Target, Wanted
+from engine.core.ownership import Ownership, Slot
+from engine.core.program.build import Program
+from engine.core.schedules.csv_text import is_text
+
+_MOST_LISTED = 8
+# Which of these a slot has depends on who owns its neighbours, and on what a recovery does again.
+_OF_OTHER_PLANS = COMPUTE_OPS | SEND_OPS | RECEIVE_OPS
+# Why a stage has none of these while nobody has failed.
+_HALVES = f"this schedule has whole backwards: {Op.B} instead of {Op.I} and {Op.W}"
+_UNDISTURBED = {
+    Op.W: _HALVES,
+    Op.I: _HALVES,
+    Op.B: f"this schedule has halves of backwards: {Op.I} and {Op.W} instead of {Op.B}",
+    Op.REDO_F: "only a recovery runs a forward again: add a fault that ends a worker in that step",
+}
+WHOLE_AFTERWARDS = f"once a worker is lost, backwards are whole: {Op.B} instead of {Op.I} and {Op.W}"
+
+
+def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
+    """Returns every rule that a scenario, with a good job, breaks; `ending` are the kinds that end their victim."""
+    found = Found(scenario.job, dict(enumerate(scenario.faults)), whole=True)
+    return check_found(found, scenario.expect, ending)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is good by itself of a scenario: its job, or None; its faults by their numbers, and whether it is `whole`.
+
+    While it is not, a fault that is missed may be one that could not be read.
+    """
+
+    job: Job | None
+    faults: Mapping[int, Wanted]
+    whole: bool
+
+
+def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[Problem]:
+    """Returns every rule that these parts of a scenario break together."""
+    problems = [*_ids(found.faults), *_moments(found.faults)]
+    for number, wanted in found.faults.items():
+        if isinstance(wanted.trigger, After):
+            problems += _after(f"faults.{number}.after", wanted, wanted.trigger, found)
+    return problems + _of_job(found, found.job, expect, ending) if found.job is not None else problems
+
+
+def _of_job(found: Found, job: Job, expect: Expect, ending: Collection[str]) -> list[Problem]:
+    """Returns the rules that are broken between a job and the rest."""
+    problems = list(_expectations(expect, job))
+    program, ownership = planned(job)
+    for number, wanted in found.faults.items():
+        place = f"faults.{number}"
+        if isinstance(wanted.trigger, At):
+            at, failures = wanted.trigger, _Failures(wanted.trigger, found, ending)
+            own = own_actions(program, ownership, (at.action.pipeline, at.action.stage))
+            problems += _limits(f"{place}.at", at, job) or _action(f"{place}.at", at.action, own, job, failures)
+        problems += _target(f"{place}.target", wanted, job, len(ownership.workers()))
+    return problems
+
+
+def _ids(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for number, wanted in faults.items():
+        trigger = wanted.trigger
+        many = range(1, trigger.count + 1) if isinstance(trigger, Every) else ()
+        for name in (wanted.id, *(f"{wanted.id}-{each}" for each in many)):
+            if name in seen:
+                hint = f"faults.{seen[name]} has it" if seen[name] != number else ""
+                yield Problem(f"faults.{number}.id", "an id of its own", repr(name), hint)
+            seen.setdefault(name, number)
+
+
+def _moments(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
+    seen: dict[At, int] = {}
+    for number, wanted in faults.items():
+        if isinstance(wanted.trigger, At):
+            if wanted.trigger in seen:
+                hint = "one fault may have several victims: target {count: 2}"
+                expected = f"another moment than faults.{seen[wanted.trigger]}"
+                yield Problem(f"faults.{number}.at", expected, str(wanted.trigger), hint)
+            seen.setdefault(wanted.trigger, number)
+
+
+def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Action, ...]:
+    """Returns the actions of a slot that its owner runs, in order; none where there is no such slot."""
+    if slot not in ownership.grid.slots():
+        return ()
+    return tuple(each for each in program[ownership.owner(*slot)] if (each.pipeline, each.stage) == slot)
+
+
+def _limits(place: str, at: At, job: Job) -> list[Problem]:
+    action = at.action
+    limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
+    limits["stage"] = (action.stage, job.stages)
+    if action.op not in STAGE_OPS:
+        limits["microbatch"] = (action.microbatch, job.microbatches)
+    return [
+        Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
+        for name, (value, limit) in limits.items()
+        if not 0 <= value < limit
+    ]
+
+
+def is_part(at: At) -> bool:
+    """Says whether a moment is at half of a backward."""
+    return at.action.op in (Op.I, Op.W)
+
+
+def changes_by(at: At) -> int:
+    """Returns the last step that may still run as if nobody had failed, when a worker is killed at a moment.
+
+    At the end of a step others may have begun the next one.
+    """
+    return at.step + (at.action.op in STAGE_OPS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    """The other faults, which may end a worker before a moment."""
+
+    at: At
+    found: Found
+    ending: Collection[str]
+
+    def before(self, step: int) -> bool:
+        """Says whether one may strike before this step; one that could not be read may at any time."""
+        triggers = [each.trigger for each in self.found.faults.values() if each.do in self.ending]
+        others = [each for each in triggers if each != self.at]
+        return not self.found.whole or any(not isinstance(each, At) or each.step < step for each in others)
+
+    def surely_before(self, step: int) -> bool:
+        """Says whether a worker is lost, and its recovery over, before this step begins."""
+        return any(changes_by(each) < step for each in self._kills())
+
+    def recovered_in(self, step: int) -> bool:
+        """Says whether this step may be one that a recovery finishes."""
+        kills = self._kills()
+        if all(each.do not in self.ending or each.trigger in (self.at, *kills) for each in self.found.faults.values()):
+            return not self.found.whole or any(each.step <= step <= changes_by(each) for each in kills)
+        return self.before(step + 1)  # of the others nobody knows when they end their victim
+
+    def _kills(self) -> list[At]:
+        """Returns the moments of the others that end a worker at once."""
+        triggers = [each.trigger for each in self.found.faults.values() if each.do in AT_ONCE]
+        return [each for each in triggers if isinstance(each, At) and each != self.at]
+
+
+def _action(place: str, action: Action, own: Collection[Action], job: Job, failures: _Failures) -> list[Problem]:
+    """Returns why an action can never come; `own` are those of its slot while nobody has failed."""
+    op, step = action.op, failures.at.step
+    if op is Op.HEAL:
+        return _heal(f"{place}.action", job, step, can_follow=failures.before(step))
+    if is_part(failures.at) and failures.surely_before(step):
+        return [Problem(f"{place}.action", "an action of a step after a failure", repr(op.value), WHOLE_AFTERWARDS)]
+    why = _why_never(op, action.stage, job)
+    can_come = failures.recovered_in(step) if op is Op.REDO_F else failures.before(step + 1)
+    if action in own or (not why and op in _OF_OTHER_PLANS and can_come):
+        return []
+    if numbers := sorted(each.microbatch for each in own if each.op is op):
+        listed = ", ".join(map(str, numbers[:_MOST_LISTED])) + ", ..." * (len(numbers) > _MOST_LISTED)
+        return [Problem(f"{place}.microbatch", f"a microbatch with {op}: {listed}", str(action.microbatch), why)]
+    name = "a schedule of one's own" if is_text(job.schedule) else f"schedule {job.schedule}"
+    hint = why or _UNDISTURBED.get(op) or f"it has {', '.join(dict.fromkeys(each.op.value for each in own))}"
+    return [Problem(f"{place}.action", f"an action of stage {action.stage} with {name}", repr(op.value), hint)]
+
+
+def _why_never(op: Op, stage: int, job: Job) -> str:
+    """Returns why a stage has no such action, or not for every microbatch, whoever has failed."""
+    if op in (Op.RECV_F, Op.SEND_B) and stage == 0:
+        return f"the first stage has nobody before it: no {op}"
+    if op in (Op.SEND_F, Op.RECV_B) and stage == job.stages - 1:
+        return f"the last stage has nobody after it: no {op}"
+    if op is Op.STREAM:
+        return f"log_every is {job.log_every}, and behind the last backward follows the log"
+    if op in SHARD_OPS and not job.fsdp:
+        return f"without fsdp there is no {op}"
+    return ""
+
+
+def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]:
+    """A slot is healed in the first step after one in which somebody was lost, where there are shadows at all."""
+    if job.redundancy == "none":
+        hint = "with redundancy none nobody gets a shadow"
+        return [Problem(place, "an action that this job has", "'HEAL'", hint)]
+    if can_follow:
+        return []
+    hint = f"nobody is healed while nobody has failed: add a fault that ends a worker before step {step}"
+    return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
+
+
+def _after(place: str, wanted: Wanted, after: After, found: Found) -> list[Problem]:
+    by_id = {each.id: each for each in found.faults.values()}
+    if after.fault not in by_id:
+        if not found.whole:
+            return []
+        known = [each for each in by_id if each != wanted.id]
+        hint = nearest(after.fault, known) or (f"there is {', '.join(known)}" if known else "there is no other fault")
+        return [Problem(f"{place}.fault", "the id of another fault", repr(after.fault), hint)]
+    if isinstance(by_id[after.fault].trigger, Every):
+        hint = "what `every` makes is drawn before the run; write the first fault out with `at`"
+        return [Problem(f"{place}.fault", "a fault with `at` or `after`", repr(after.fault), hint)]
+    seen = [wanted.id]
+    trigger: object = after
+    while isinstance(trigger, After) and trigger.fault in by_id:
+        seen.append(trigger.fault)
+        if trigger.fault == wanted.id:
+            return [Problem(f"{place}.fault", "a fault that does not wait for this one", " -> ".join(seen))]
+        if len(seen) > len(by_id) + 1:
+            break  # a circle of others, which is told at their place
+        trigger = by_id[trigger.fault].trigger
+    return []
+
+
+def _target(place: str, wanted: Wanted, job: Job, num_workers: int) -> Iterator[Problem]:
+    target, trigger = wanted.target, wanted.trigger
+    for name, value, limit in (
+        ("pipeline", target.pipeline, job.pipelines),
+        ("stage", target.stage, job.stages),
+        ("worker", target.worker, num_workers),
+    ):
+        if value is not None and not 0 <= value < limit:
+            yield Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
+    if (target.pipeline is None) != (target.stage is None):
+        name = "pipeline" if target.pipeline is None else "stage"
+        yield Problem(place, "both pipeline and stage", f"no {name}", f"add {name}: 0")
+    named = _named(target)
+    if len(named) > 1:
+        yield Problem(place, "one of a slot, a worker and a role", " and ".join(named))
+    one_only = target.worker is not None or target.role not in (None, "random")
+    if isinstance(trigger, Every) and one_only:
+        yield Problem(place, "role random or a slot with `every`", " and ".join(named), "a worker dies but once")
+    if target.role == "recoverer" and isinstance(trigger, At):
+        hint = "it recovers from a fault: use `after`"
+        yield Problem(f"{place}.role", "random, shadow or neighbour with `at`", "'recoverer'", hint)
+    yield from _count(place, wanted, job, one_only=one_only)
+
+
+def _count(place: str, wanted: Wanted, job: Job, *, one_only: bool) -> Iterator[Problem]:
+    target = wanted.target
+    most = job.stages if target.adjacent else job.stages * job.pipelines
+    if target.count > most:
+        where = "stages in a pipeline" if target.adjacent else "slots"
+        yield Problem(f"{place}.count", f"a whole number <= {most}", str(target.count), f"there are {most} {where}")
+    if target.count == 1 and target.adjacent is not None:
+        yield Problem(f"{place}.adjacent", "a count of 2 or more beside it", "count 1")
+    first_is_known = isinstance(wanted.trigger, (At, Every)) or _named(target)
+    if target.count > 1 and (one_only or not first_is_known):
+        yield Problem(f"{place}.count", "1 beside a worker or such a role", str(target.count), "name a slot, or random")
+
+
+def _named(target: Target) -> list[str]:
+    found = ["a slot"] if target.pipeline is not None or target.stage is not None else []
+    found += ["a worker"] if target.worker is not None else []
+    return found + ([f"role {target.role}"] if target.role is not None else [])
+
+
+def _expectations(expect: Expect, job: Job) -> Iterator[Problem]:
+    if expect.trajectory is not None and job.audit != 1:
+        hint = "without the hashes of every step nothing can be compared; set audit: 1 in the job"
+        yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
+    if expect.outcome != "recovered" and expect.recovery is not None:
+        hint = "a run that stops has no recovery to time"
+        yield Problem("expect.recovery", "outcome recovered beside it", repr(expect.outcome), hint)

@@ -1,0 +1,124 @@
+"""Shrinking: from a scenario that fails to the smallest one that still does.
+
+Rules: pure: whether a scenario fails is asked of the caller. What is tried is always smaller, and a scenario that
+breaks no rule: fewer faults first, then fewer pipelines, stages, steps and microbatches, by halves and then by ones.
+Faults move with what is taken away: they keep their place at the first or last stage, and their distance from the first
+fault. The result is one of which no proposal fails any more, or the best when `budget` tries are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+from engine.core.action import STAGE_OPS
+from engine.core.config.job import Job
+from engine.core.config.job_rules import check_job
+from engine.core.faults.fault import After, At
+from engine.core.faults.scenario import Scenario, Wanted
+from engine.core.faults.scenario_rules import check_scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The smallest scenario found, after how many tries, and whether there was time for all of them."""
+
+    scenario: Scenario
+    num_tries: int
+    is_minimal: bool
+
+
+def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], ending: Collection[str], budget: int = 40) -> Shrunk:
+    """Returns the smallest scenario found of which `fails` says yes, as it does of the one given.
+
+    `ending` are the kinds of faults that end their victim.
+    """
+    num_tries = 0
+    tried: list[Scenario] = []
+    while True:
+        for proposal in proposals(scenario):
+            if proposal in tried or not is_possible(proposal, ending):
+                continue
+            if num_tries == budget:
+                return Shrunk(scenario, num_tries, is_minimal=False)
+            num_tries += 1
+            tried.append(proposal)
+            if fails(proposal):
+                scenario = proposal
+                break
+        else:
+            return Shrunk(scenario, num_tries, is_minimal=True)
+
+
+def is_possible(scenario: Scenario, ending: Collection[str]) -> bool:
+    """Says whether a scenario breaks no rule."""
+    return not check_job(scenario.job) and not check_scenario(scenario, ending)
+
+
+def proposals(scenario: Scenario) -> Iterator[Scenario]:
+    """Yields smaller scenarios, the boldest first; some may break a rule."""
+    for number in range(len(scenario.faults)):
+        if len(scenario.faults) > 1:
+            yield _without_fault(scenario, number)
+    job = scenario.job
+    for count in _fewer(job.pipelines):
+        yield _mapped(scenario, replace(job, pipelines=count), pipelines=count)
+    for count in _fewer(job.stages):
+        yield _mapped(scenario, replace(job, stages=count), stages=count)
+    first = min((each.trigger.step for each in scenario.faults if isinstance(each.trigger, At)), default=0)
+    for earlier in dict.fromkeys((first, first // 2, 1)):
+        if 0 < earlier <= first:
+            yield _mapped(scenario, replace(job, steps=job.steps - earlier), earlier=earlier)
+    for count in _fewer(job.steps):
+        yield replace(scenario, job=replace(job, steps=count))
+    for count in _fewer(job.microbatches):
+        yield _mapped(scenario, replace(job, microbatches=count), microbatches=count)
+
+
+def _fewer(count: int) -> list[int]:
+    """Returns what to try instead of a count: one, a half, one less."""
+    return [each for each in dict.fromkeys((1, count // 2, count - 1)) if 0 < each < count]
+
+
+def _without_fault(scenario: Scenario, number: int) -> Scenario:
+    """Takes a fault away, with those that wait for it."""
+    gone = {scenario.faults[number].id}
+    left = list(scenario.faults)
+    while True:
+        staying = [
+            each
+            for each in left
+            if each.id not in gone and not (isinstance(each.trigger, After) and each.trigger.fault in gone)
+        ]
+        gone |= {each.id for each in left} - {each.id for each in staying}
+        if len(staying) == len(left):
+            return replace(scenario, faults=tuple(staying))
+        left = staying
+
+
+def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
+    """Moves every fault to where it fits in the smaller job."""
+    stages, old = smaller.get("stages"), scenario.job.stages
+    pipelines = smaller.get("pipelines", scenario.job.pipelines)
+    microbatches = smaller.get("microbatches", scenario.job.microbatches)
+
+    def stage_of(stage: int) -> int:
+        if stages is None:
+            return stage
+        return stages - 1 if stage == old - 1 else min(stage, max(0, stages - 2))
+
+    def moved(wanted: Wanted) -> Wanted:
+        trigger, target = wanted.trigger, wanted.target
+        if isinstance(trigger, At):
+            action = trigger.action._replace(
+                stage=stage_of(trigger.action.stage),
+                pipeline=min(trigger.action.pipeline, pipelines - 1),
+            )
+            if action.op not in STAGE_OPS:
+                action = action._replace(microbatch=min(action.microbatch, microbatches - 1))
+            trigger = replace(trigger, action=action, step=trigger.step - smaller.get("earlier", 0))
+        if target.stage is not None and target.pipeline is not None:
+            target = replace(target, stage=stage_of(target.stage), pipeline=min(target.pipeline, pipelines - 1))
+        return replace(wanted, trigger=trigger, target=target)
+
+    return replace(scenario, job=job, faults=tuple(moved(each) for each in scenario.faults))

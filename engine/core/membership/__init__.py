@@ -1,0 +1,1 @@
+"""The membership protocol: one state, and one table of events and phases."""

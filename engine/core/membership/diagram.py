@@ -1,0 +1,34 @@
+"""The picture of the membership protocol, drawn from its table: mermaid, as ARCHITECTURE.md shows it."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+from engine.core.membership.protocol import TABLE
+from engine.core.membership.state import Phase
+from engine.core.membership.transitions import Rule
+
+
+def picture() -> str:
+    """Returns the phases and what leads from one to another; events that change no phase are left out."""
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
+    for (phase, event), rule in TABLE.items():
+        for target in rule.leads_to if isinstance(rule, Rule) else ():
+            arrows.setdefault((phase, target), []).append(_words(event.__name__))
+    lines = ["stateDiagram-v2", *(f'    state "{phase}" as {_name(phase)}' for phase in Phase if " " in phase)]
+    lines.append(f"    [*] --> {_name(Phase.FORMING)}")
+    for phase, target in product(Phase, Phase):
+        if (phase, target) in arrows:
+            lines.append(f"    {_name(phase)} --> {_name(target)}: {', '.join(arrows[phase, target])}")
+    lines += [f"    {phase} --> [*]" for phase in (Phase.FINISHED, Phase.HALTED)]
+    return "\n".join(["```mermaid", *lines, "```"])
+
+
+def _name(phase: Phase) -> str:
+    return phase.replace(" ", "_")
+
+
+def _words(name: str) -> str:
+    """Returns ``step committed`` for ``StepCommitted``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()

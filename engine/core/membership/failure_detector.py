@@ -1,0 +1,74 @@
+"""What the clock says of the workers: where each is, and whom silence or an endless action convicts.
+
+Rules: a waiting worker never hangs, because when one worker stops, everybody's counters stand still; only being inside
+an action for longer than the adaptive deadline is hanging. A coordinator that was asleep itself judges nobody.
+"""
+
+from __future__ import annotations
+
+from engine.core.membership.events import Heartbeat
+from engine.core.membership.state import Sighting, State
+
+
+def alive(state: State, worker: int, now_ns: int) -> State:
+    """Returns the state after a sign of life that says nothing more."""
+    seen = state.sightings.get(worker) or Sighting(now_ns, now_ns)
+    return state._replace(sightings={**state.sightings, worker: seen._replace(heard_ns=now_ns)})
+
+
+def heard(state: State, beat: Heartbeat) -> State:
+    """Returns the state after a heartbeat; one that comes late is no more than a sign of life."""
+    now_ns = beat.now_ns
+    was = state.sightings.get(beat.worker) or Sighting(now_ns, now_ns)
+    at = (beat.epoch, beat.step, beat.index, not beat.inside)
+    seen = was._replace(heard_ns=now_ns)
+    if at > was.at:
+        slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if _is_inside(was) else was.slowest_ns
+        same_step = was.at[1] == beat.step
+        seen = Sighting(
+            now_ns, now_ns, at, slowest_ns if same_step else 0, was.slowest_before_ns if same_step else slowest_ns
+        )
+    moves = beat.worker not in state.done and (at > was.at or _is_inside(seen))
+    moved_ns = now_ns if moves else state.moved_ns
+    return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
+
+
+def unresponsive(state: State, now_ns: int) -> dict[int, str]:
+    """Returns the members that are silent or hang, and why, in words that follow "worker N"."""
+    options, found = state.patience, {}
+    for worker in state.members:
+        seen = state.sightings.get(worker)
+        if seen is None or worker in state.done:
+            continue
+        allowed_ns = max(options.hang_ns, options.hang_factor * max(seen.slowest_ns, seen.slowest_before_ns))
+        if now_ns - seen.heard_ns > options.silence_ns:
+            found[worker] = f"has been silent for {_seconds(now_ns - seen.heard_ns)}{where(state, worker)}"
+        elif _is_inside(seen) and now_ns - seen.since_ns > allowed_ns:
+            limit = f"longer than {_seconds(allowed_ns)}"
+            found[worker] = f"hangs for {_seconds(now_ns - seen.since_ns)}, {limit}{where(state, worker)}"
+    return found
+
+
+def ticked(state: State, now_ns: int) -> State:
+    """Returns the state after a tick; if the last one is so long ago that this coordinator slept, all begins afresh."""
+    if now_ns - state.ticked_ns <= state.options.silence_ns // 2:
+        return state._replace(ticked_ns=now_ns)
+    awake = {worker: seen._replace(heard_ns=now_ns, since_ns=now_ns) for worker, seen in state.sightings.items()}
+    return state._replace(moved_ns=now_ns, looked_ns=now_ns, ticked_ns=now_ns, sightings=awake)
+
+
+def where(state: State, worker: int) -> str:
+    """Returns what a worker was last seen at, in words; nothing if it has not been seen in the open step."""
+    seen = state.sightings.get(worker)
+    if seen is None or not seen.at[0] or seen.at[1] <= state.committed:
+        return ""
+    _, step, index, waiting = seen.at
+    return f", {'after' if waiting else 'inside'} action {index} of step {step}"
+
+
+def _is_inside(seen: Sighting) -> bool:
+    return not seen.at[3]
+
+
+def _seconds(duration_ns: int) -> str:
+    return f"{duration_ns / 1e9:.1f} s"

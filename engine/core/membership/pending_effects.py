@@ -1,0 +1,71 @@
+"""Orders: everything that the world must be told, read off the state.
+
+Rules: rules only change the state; what has come into the orders is told at once, and all of them are told again when
+nothing moves. So an order that was lost, or told twice, or decided by a coordinator that has ended, needs no care.
+"""
+
+from __future__ import annotations
+
+from engine.core.membership.effects import (
+    Commit,
+    Effect,
+    Evict,
+    Finish,
+    GatherInventories,
+    Halt,
+    Look,
+    OrderHandOver,
+    PublishEpoch,
+    PublishPlanInput,
+    StartTraining,
+)
+from engine.core.membership.state import GATHERING, Phase, State
+from engine.core.membership.verdicts import leavers
+
+
+def orders(state: State) -> tuple[Effect, ...]:
+    """Returns all that holds now, in the order in which it is to be told."""
+    epoch = state.epoch
+    if state.phase is Phase.HALTED:
+        return (Halt(epoch, state.committed, state.exit_code, state.lost_stages, state.reason),)
+    if state.phase is Phase.FINISHED:
+        is_whole = state.members and len(state.done) == len(state.members)
+        return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
+    found: list[Effect] = []
+    if state.phase is Phase.RECONFIGURING:
+        found.append(Commit(epoch - 1, state.committed, "epoch"))  # the last word of the epoch before
+    if epoch:
+        found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason))
+    found += (Evict(epoch, worker, why) for worker, why in state.out.items() if worker not in state.exited)
+    if state.look:
+        found.append(Look(epoch, state.look))
+    if state.phase in GATHERING:
+        found.append(_gathering(state))
+    elif state.phase is not Phase.FORMING:
+        found += _training(state)
+    return tuple(found)
+
+
+def _gathering(state: State) -> Effect:
+    if len(state.inventories) < len(state.members):
+        return GatherInventories(state.epoch)
+    inventories = tuple(sorted(state.inventories.items()))
+    return PublishPlanInput(
+        state.epoch,
+        state.committed,
+        state.members,
+        state.excused,
+        state.owners,
+        state.shadows,
+        state.verdict,
+        inventories,
+    )
+
+
+def _training(state: State) -> list[Effect]:
+    found: list[Effect] = [StartTraining(state.epoch)]
+    if state.committed >= 0:
+        found.append(Commit(state.epoch, state.committed, "end" if state.phase is Phase.DRAINING else "step"))
+    if state.phase is Phase.RUNNING and (moving := leavers(state)):
+        found.append(OrderHandOver(state.epoch, state.committed + 1, moving))
+    return found

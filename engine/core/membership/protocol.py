@@ -1,0 +1,140 @@
+"""The membership protocol: `step(state, event) -> (state, effects)`, from one table, time handed in.
+
+Rules: the rule for an event is `TABLE[phase, type of event]`. It changes only the state; the effects are what has come
+into the `orders` of the state with it, and all of them again when nothing moves. Nobody listens to a worker that is
+out, nor to an answer from another epoch. The coordinator writes the new state by compare-and-swap before it carries
+out an effect, so that one who has been replaced does nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.errors import InvariantError
+from engine.core.membership.effects import Effect, Fence
+from engine.core.membership.events import (
+    Answer,
+    Done,
+    Event,
+    ExitSeen,
+    Heartbeat,
+    Inventory,
+    Joined,
+    LeaseExpired,
+    Notice,
+    PlanAcknowledged,
+    Spoken,
+    StepCommitted,
+    Suspicion,
+    Tick,
+)
+from engine.core.membership.pending_effects import orders
+from engine.core.membership.state import GATHERING, Phase, State
+from engine.core.membership.transitions import (
+    Rule,
+    agrees,
+    changes_nothing,
+    commits,
+    ends,
+    is_done,
+    is_heard,
+    is_inventoried,
+    joins,
+    joins_first,
+    leaves,
+    leaves_early,
+    looks_at_clock,
+    loses_node,
+    suspects,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Impossible:
+    """A pair that only a bug can bring about, and why."""
+
+    reason: str
+
+
+_UNASKED = Impossible("nobody is asked for anything before the first epoch")
+_UNTRAINED = Impossible("nobody trains before the first epoch")
+_UNDONE = Impossible("nobody is done before the last step is committed, and with that commit the job drains")
+_FROZEN = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
+_LATE = changes_nothing  # it repeats what has been settled
+_OVER = changes_nothing  # the job has ended, or is about to
+
+_COLUMNS = (
+    (Phase.FORMING,),
+    (Phase.RUNNING,),
+    (Phase.FAILING_OVER, Phase.RECONFIGURING),
+    (Phase.DRAINING,),
+    (Phase.FINISHED, Phase.HALTED),
+)
+# fmt: off
+_ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
+    #                  forming         running         gathering       draining        over
+    Joined:           (joins_first,    joins,          joins,          joins,          _OVER),
+    Heartbeat:        (is_heard,       is_heard,       is_heard,       is_heard,       _OVER),
+    Suspicion:        (suspects,       suspects,       suspects,       suspects,       _OVER),
+    ExitSeen:         (ends,           ends,           ends,           ends,           _OVER),
+    LeaseExpired:     (loses_node,     loses_node,     loses_node,     loses_node,     _OVER),
+    Inventory:        (_UNASKED,       _LATE,          is_inventoried, _LATE,          _OVER),
+    PlanAcknowledged: (_UNASKED,       _LATE,          agrees,         _LATE,          _OVER),
+    StepCommitted:    (_UNTRAINED,     commits,        _FROZEN,        _LATE,          _OVER),
+    Notice:           (leaves_early,   leaves,         leaves,         _OVER,          _OVER),
+    Done:             (_UNASKED,       _UNDONE,        _UNDONE,        is_done,        _OVER),
+    Tick:             (looks_at_clock, looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
+}
+# fmt: on
+
+
+def _in_phase(phase: Phase, cell: Rule | Impossible) -> Rule | Impossible:
+    """Returns a cell as it is in one phase: when every step is committed, a job that is past help has finished."""
+    if isinstance(cell, Impossible) or Phase.HALTED not in cell.leads_to:
+        return cell
+    others = tuple(target for target in cell.leads_to if target is not Phase.HALTED)
+    if phase is Phase.DRAINING:
+        return Rule(cell.decide, (*others, Phase.FINISHED))
+    return Rule(cell.decide, (*others, Phase.FINISHED, Phase.HALTED)) if phase in GATHERING else cell
+
+
+TABLE: dict[tuple[Phase, type[Event]], Rule | Impossible] = {
+    (phase, event): _in_phase(phase, cell)
+    for event, row in _ROWS.items()
+    for phases, cell in zip(_COLUMNS, row, strict=True)
+    for phase in phases
+}
+
+
+def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
+    """Returns the state after an event, and what is to be done.
+
+    Raises InvariantError for a pair that is impossible.
+    """
+    if isinstance(event, Spoken) and (why := _unheard(state, event)):
+        return state, (Fence(state.epoch, event.worker, why),)
+    if isinstance(event, (Answer, StepCommitted)) and event.epoch != state.epoch:
+        return state, ()  # from a lower epoch it is late; from a higher one, this coordinator has been replaced
+    rule = TABLE[state.phase, type(event)]
+    if isinstance(rule, Impossible):
+        raise InvariantError(f"{type(event).__name__} while {state.phase}: {rule.reason}")
+    new = rule.decide(state, event)
+    if isinstance(event, Tick) and _is_quiet(new, event.now_ns):
+        return new._replace(repeated_ns=event.now_ns), orders(new)
+    if new.decided() == state.decided():
+        return new, ()
+    before = orders(state)
+    return new, tuple(order for order in orders(new) if order not in before)
+
+
+def _unheard(state: State, event: Spoken) -> str:
+    """Returns why nobody listens to a worker, or nothing."""
+    if event.worker not in state.members:
+        return state.out.get(event.worker, "does not belong to this job")
+    if isinstance(event, Answer) and event.epoch < state.epoch:
+        return f"speaks of epoch {event.epoch}"
+    return ""
+
+
+def _is_quiet(state: State, now_ns: int) -> bool:
+    return now_ns - max(state.moved_ns, state.repeated_ns) >= state.options.repeat_ns

@@ -1,0 +1,192 @@
+"""The state of the membership protocol: one immutable value, all that a coordinator must know to go on.
+
+Rules: the value round-trips to JSON, so that it can be kept outside and the next coordinator resumes it. Times stay
+behind: they belong to one coordinator's monotonic clock, and the next one starts afresh. The state is a tuple with
+names, because simulated histories copy it millions of times and a data class takes seven times as long to copy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from functools import cache
+from typing import Any, NamedTuple
+
+from engine.core.errors import InvariantError
+from engine.core.membership.effects import Verdict
+
+_S = 1_000_000_000
+
+
+class Phase(StrEnum):
+    """Where a job is."""
+
+    FORMING = "forming"  # the workers join
+    RUNNING = "running"
+    FAILING_OVER = "failing over"  # after a verdict, an empty one too
+    RECONFIGURING = "reconfiguring"  # at a step boundary, nobody has died: somebody hands over, or has left
+    DRAINING = "draining"  # the last step is committed, what follows it is under way
+    FINISHED = "finished"
+    HALTED = "halted"
+
+
+GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the protocol goes by. Stages are counted per pipeline; `redundant` is false where nobody gets a shadow."""
+
+    stages: int
+    redundant: bool
+    form_ns: int = 60 * _S  # until every worker has joined
+    hail_ns: int = 60 * _S  # until each has been heard at all, which takes it no more than to be there
+    answer_ns: int = 10 * _S  # until every member has said its inventory, and again until it has made the plan
+    stall_ns: int = 60 * _S  # all are waiting: longer than that, somebody has been forgotten
+    silence_ns: int = 5 * _S  # without a heartbeat
+    hang_ns: int = 30 * _S  # inside one action, at least; adaptive above that:
+    hang_factor: int = 10  # times the slowest action of the worker in this step and the one before
+    look_ns: int = _S // 5  # from a suspicion until it is clear that nobody has died
+    repeat_ns: int = _S // 2  # without movement until the orders are repeated
+    max_repeats: int = 3  # verdicts with nobody out, for one cause and with no step committed in between
+
+
+_USUAL = Options(stages=0, redundant=False)
+
+
+@cache
+def _hurried(options: Options) -> Options:
+    most = {name: min(getattr(options, name), getattr(_USUAL, name)) for name in ("stall_ns", "silence_ns", "hang_ns")}
+    return replace(options, **most)
+
+
+class Sighting(NamedTuple):
+    """What was last heard of a worker; `at` is (epoch, step, index, waiting) and only ever grows."""
+
+    heard_ns: int
+    since_ns: int  # when it came to where it is
+    at: tuple[int, int, int, bool] = (0, 0, 0, True)
+    slowest_ns: int = 0  # its slowest action in this step
+    slowest_before_ns: int = 0  # and in the step before
+
+
+class State(NamedTuple):
+    """Everything decided so far. Slots are numbered as in `Ownership`; mappings are by worker and never changed."""
+
+    options: Options
+    phase: Phase
+    epoch: int
+    members: tuple[int, ...]
+    owners: tuple[int, ...]  # of each slot; one that is no member has left no replica that was known of
+    shadows: tuple[tuple[int, ...], ...]  # of each slot, in the order in which they would take over
+    committed: int  # the last committed step, -1 before the first
+    last_step: int
+    verdict: Verdict  # who is out with this epoch
+    reason: str  # why this epoch was made, or the job halted
+    out: Mapping[int, str]  # who was ever out, and why
+    exited: tuple[int, ...]  # whose exit has been seen or needs no care: the others that are out are evicted
+    nodes: Mapping[int, str]  # of whoever has joined
+    inventories: Mapping[int, str]  # of this epoch
+    copies: Mapping[int, tuple[int, ...]]  # of this epoch: the slots of which each member holds a whole replica
+    digests: Mapping[int, str]  # of this epoch's plan
+    done: tuple[int, ...]
+    leaving: tuple[int, ...]  # who has given notice
+    excused: tuple[int, ...]  # of them, those that the present epoch knew of when it was made
+    look: tuple[int, ...]  # the two ends of the failed transfer that is being looked into
+    repeats: Mapping[str, int]  # by cause: verdicts with nobody out since the last commit
+    exit_code: int
+    lost_stages: tuple[int, ...]
+    # What follows is on this coordinator's clock.
+    moved_ns: int  # when something last happened that the phase waits for
+    repeated_ns: int  # when the orders were last repeated
+    looked_ns: int  # when the look began
+    ticked_ns: int
+    sightings: Mapping[int, Sighting]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every step is committed: only what follows the last one can still be lost."""
+        return self.committed >= self.last_step
+
+    @property
+    def patience(self) -> Options:
+        """The options as they hold now: when every step is committed, giving up on a worker costs little."""
+        return _hurried(self.options) if self.is_over else self.options
+
+    def decided(self) -> tuple[object, ...]:
+        """Returns everything but the times."""
+        return self[:_NUM_DECIDED]
+
+
+_CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "sightings")
+_NUM_DECIDED = len(State._fields) - len(_CLOCK)
+
+
+def begin(
+    options: Options, owners: tuple[int, ...], shadows: tuple[tuple[int, ...], ...], last_step: int, now_ns: int
+) -> State:
+    """Returns the state of a job whose workers have been started and are about to join."""
+    return State(
+        options=options,
+        phase=Phase.FORMING,
+        epoch=0,
+        members=tuple(sorted(set(owners))),
+        owners=owners,
+        shadows=shadows,
+        committed=-1,
+        last_step=last_step,
+        verdict=(),
+        reason="the job begins",
+        out={},
+        exited=(),
+        nodes={},
+        inventories={},
+        copies={},
+        digests={},
+        done=(),
+        leaving=(),
+        excused=(),
+        look=(),
+        repeats={},
+        exit_code=0,
+        lost_stages=(),
+        **_just_now((), now_ns),
+    )
+
+
+def _just_now(workers: Iterable[int], now_ns: int) -> dict[str, Any]:
+    sightings = {worker: Sighting(now_ns, now_ns) for worker in workers}
+    return {**dict.fromkeys(_CLOCK, now_ns), "sightings": sightings}
+
+
+def to_json(state: State) -> str:
+    """Returns the state as one line of JSON, without its times."""
+    fields = {name: value for name, value in state._asdict().items() if name not in _CLOCK}
+    return json.dumps({**fields, "options": asdict(state.options)}, sort_keys=True, separators=(",", ":"))
+
+
+def resume(text: str, now_ns: int) -> State:
+    """Returns the state that another coordinator has left, on this one's clock; its `orders` are to be repeated.
+
+    Raises InvariantError when `text` is no such state.
+    """
+    try:
+        fields = json.loads(text)
+        options = Options(**fields.pop("options"))
+        phase = Phase(fields.pop("phase"))
+        known = {name: _frozen(value) for name, value in fields.items()}
+        joined = [worker for worker in known["members"] if worker in known["nodes"]]
+        return State(options=options, phase=phase, **known, **_just_now(joined, now_ns))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvariantError(f"this is no state of the membership protocol: {error!r}: {text[:200]!r}") from error
+
+
+def _frozen(value: Any) -> Any:
+    """Returns what JSON has made of tuples and of mappings by worker as what they were."""
+    if isinstance(value, list):
+        return tuple(_frozen(each) for each in value)
+    if isinstance(value, dict):
+        return {int(key) if key.isdigit() else key: _frozen(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,229 @@
+"""The rules of the membership protocol: what each kind of event does to the state.
+
+Rules: a rule only changes the state; what is to be done follows from the `orders` of the state. A rule sees only words
+of members, and of answers only those of the present epoch. An event that is repeated, or comes too late to matter,
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core.errors import ExitCode
+from engine.core.membership.events import (
+    Done,
+    Event,
+    ExitSeen,
+    Heartbeat,
+    Inventory,
+    Joined,
+    LeaseExpired,
+    Notice,
+    PlanAcknowledged,
+    StepCommitted,
+    Suspicion,
+    Tick,
+)
+from engine.core.membership.failure_detector import alive, heard, ticked, unresponsive, where
+from engine.core.membership.state import GATHERING, Phase, State
+from engine.core.membership.verdicts import (
+    all_inventoried,
+    departing,
+    halted,
+    handed_over,
+    leavers,
+    new_epoch,
+    nobody_died,
+    state_lost,
+    workers_in_words,
+)
+
+_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an event does to the state, and the phases that it may lead to beside the one it finds."""
+
+    decide: Callable[[State, Any], State]
+    leads_to: tuple[Phase, ...]
+
+
+def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
+    """Makes a rule of a function."""
+    return lambda decide: Rule(decide, leads_to)
+
+
+@rule()
+def joins(state: State, event: Joined) -> State:
+    """A member is ready, or its coordinator reads again that it is."""
+    new = alive(state, event.worker, event.now_ns)
+    if event.worker in state.nodes:
+        return new
+    return new._replace(nodes={**state.nodes, event.worker: event.node}, moved_ns=event.now_ns)
+
+
+@rule(Phase.RUNNING)
+def joins_first(state: State, event: Joined) -> State:
+    """The last to join starts the first epoch."""
+    new = joins.decide(state, event)
+    if len(new.nodes) < len(new.members):
+        return new
+    return new._replace(phase=Phase.RUNNING, epoch=state.epoch + 1, reason="every worker has joined")
+
+
+@rule()
+def is_heard(state: State, event: Heartbeat) -> State:
+    """Decides nothing; the next tick may."""
+    return heard(state, event)
+
+
+@rule()
+def suspects(state: State, event: Suspicion) -> State:
+    """A suspicion is no verdict: it starts a look. The first of an epoch is looked into; others follow from it."""
+    if state.look:
+        return state
+    pair = {event.worker, event.worker if event.peer is None else event.peer}
+    look = tuple(sorted(worker for worker in pair if worker in state.members))
+    return state._replace(look=look, looked_ns=event.now_ns)
+
+
+@rule(Phase.FAILING_OVER, Phase.HALTED)
+def ends(state: State, event: ExitSeen) -> State:
+    """Whoever ends before it was done has died, with exit code 0 too."""
+    if event.worker in state.exited:
+        return state
+    new = state._replace(exited=(*state.exited, event.worker))
+    if event.worker not in state.members or event.worker in state.done:
+        return new
+    code = event.code
+    how = f"was ended by {_SIGNALS.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
+    return new_epoch(new, event.now_ns, {event.worker: how + where(state, event.worker)})
+
+
+@rule(Phase.FAILING_OVER, Phase.HALTED)
+def loses_node(state: State, event: LeaseExpired) -> State:
+    """Everyone on the node is out, and nobody is left there who could evict them."""
+    there = [worker for worker in state.members if state.nodes.get(worker) == event.node]
+    out = {
+        worker: f"was on node {event.node}, whose lease has expired{where(state, worker)}"
+        for worker in there
+        if worker not in state.done
+    }
+    new = state._replace(exited=tuple(dict.fromkeys((*state.exited, *there))))
+    return new_epoch(new, event.now_ns, out) if out else new
+
+
+@rule(Phase.HALTED)
+def is_inventoried(state: State, event: Inventory) -> State:
+    """The first word counts: the worker has been frozen since. With the last one it is known who holds what."""
+    if event.worker in state.inventories:
+        return state
+    new = state._replace(
+        inventories={**state.inventories, event.worker: event.holds},
+        copies={**state.copies, event.worker: event.whole},
+        moved_ns=event.now_ns,
+    )
+    return all_inventoried(new) if len(new.inventories) == len(new.members) else new
+
+
+@rule(Phase.RUNNING, Phase.DRAINING, Phase.HALTED)
+def agrees(state: State, event: PlanAcknowledged) -> State:
+    """When all have made the same plan, training goes on; two different plans are a bug, and nobody may run one."""
+    if len(state.inventories) < len(state.members) or event.worker in state.digests:
+        return state
+    for worker, digest in state.digests.items():
+        if digest != event.digest:
+            who = workers_in_words(tuple(sorted((worker, event.worker))))
+            return halted(state, ExitCode.INTERNAL, f"{who} made different plans for epoch {state.epoch}")
+    new = state._replace(digests={**state.digests, event.worker: event.digest}, moved_ns=event.now_ns)
+    if len(new.digests) < len(new.members):
+        return new
+    if event.lost_stages:
+        return state_lost(new, event.lost_stages)
+    return new._replace(phase=Phase.DRAINING if new.committed >= new.last_step else Phase.RUNNING)
+
+
+@rule(Phase.RECONFIGURING, Phase.DRAINING)
+def commits(state: State, event: StepCommitted) -> State:
+    """A step boundary: the job may end here, or somebody who is leaving hands over, or goes."""
+    if event.step != state.committed + 1:
+        return state
+    new = state._replace(
+        committed=event.step, shadows=event.shadows or state.shadows, repeats={}, moved_ns=event.now_ns
+    )
+    if event.step >= state.last_step:
+        return new._replace(phase=Phase.DRAINING)
+    if event.waits:
+        return new
+    moving = leavers(state)  # as ordered before this commit
+    return handed_over(new, event.now_ns, moving) if moving or departing(new) else new
+
+
+@rule()
+def leaves(state: State, event: Notice) -> State:
+    """It will hand over at the next step boundary; if it dies before, that is a death like any other."""
+    if event.worker is None:
+        running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary there is none to finish
+        return state._replace(last_step=min(state.last_step, running))
+    if event.worker not in state.members or event.worker in state.leaving:
+        return state
+    return state._replace(leaving=(*state.leaving, event.worker))
+
+
+@rule(Phase.HALTED)
+def leaves_early(state: State, event: Notice) -> State:
+    """A job that is told to stop before its first step has nothing to finish."""
+    if event.worker is None:
+        return halted(state, ExitCode.TERMINATED, "the job was stopped before training began")
+    return leaves.decide(state, event)
+
+
+@rule(Phase.FINISHED)
+def is_done(state: State, event: Done) -> State:
+    """Nobody leaves before the last one is done: the others might have to take over from it."""
+    if event.worker in state.done:
+        return state
+    new = state._replace(done=(*state.done, event.worker), moved_ns=event.now_ns)
+    return new._replace(phase=Phase.FINISHED) if len(new.done) == len(new.members) else new
+
+
+@rule(Phase.FAILING_OVER, Phase.HALTED)
+def looks_at_clock(state: State, event: Tick) -> State:
+    """Whom the clock convicts is out; a look that found nobody dead, and a standstill, make an empty verdict."""
+    now_ns, options = event.now_ns, state.options
+    state = ticked(state, now_ns)
+    if dead := unresponsive(state, now_ns):
+        return new_epoch(state, now_ns, dead)
+    if state.look and now_ns - state.looked_ns >= options.look_ns:
+        return nobody_died(state, now_ns, state.look, f"a transfer failed at {workers_in_words(state.look)}")
+    patience_ns, owing, failed_to = _owed(state)
+    if now_ns - state.moved_ns < patience_ns:
+        return state
+    within = f"within {patience_ns / 1e9:.1f} s"
+    if owing:
+        return new_epoch(state, now_ns, dict.fromkeys(owing, f"did not {failed_to} {within}"))
+    return nobody_died(state, now_ns, (), f"nobody moved {within}")
+
+
+def _owed(state: State) -> tuple[int, list[int], str]:
+    """Returns the patience of the phase, and who is then out for what; nobody where the culprit is not known."""
+    options, members = state.patience, state.members
+    unheard = [worker for worker in members if worker not in state.sightings]
+    if state.phase is Phase.FORMING and unheard:
+        return options.hail_ns, unheard, "say a word"
+    if state.phase is Phase.FORMING or state.phase in GATHERING:
+        if unjoined := [worker for worker in members if worker not in state.nodes]:
+            return options.form_ns, unjoined, "join"
+        if silent := [worker for worker in members if worker not in state.inventories]:
+            return options.answer_ns, silent, "say what it holds"
+        return options.answer_ns, [worker for worker in members if worker not in state.digests], "make the plan"
+    return options.stall_ns, [], ""
+
+
+@rule()
+def changes_nothing(state: State, event: Event) -> State:
+    """It comes too late to matter."""
+    return state

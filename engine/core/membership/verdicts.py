@@ -1,0 +1,206 @@
+"""Verdicts: who is out, who inherits their slots, and when a job must halt.
+
+Rules: a verdict makes the next epoch, an empty one too, and every epoch begins with nothing gathered. A slot goes to
+the first of its shadows that is in and stays, or else to whoever holds the same stage in another pipeline; only if
+nobody who stays has it, to one who is leaving. What moves with a hand-over moves at a step boundary; what the dead
+leave behind moves at once. A shadow that is healed in the open step is not known of before everybody has said what it
+holds; then its replica is a replica like any other. Only then, or where nobody is ever healed, is a slot lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from engine.core.errors import ExitCode
+from engine.core.membership.state import Phase, State
+
+
+class Heirs(NamedTuple):
+    """The owners and shadows of each slot as they shall be, and the slots that nobody can take over."""
+
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...]
+
+
+def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs:
+    """Returns what becomes of every slot without `dead`, and with a hand-over without those who are leaving."""
+    owners, shadows, lost = [], [], []
+    for slot, owner in enumerate(state.owners):
+        live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
+        line = [*live, *(worker for worker in elsewhere(state, slot) if worker not in dead)]
+        staying = [worker for worker in line if worker not in state.leaving]
+        heir, is_gone = owner, owner in dead or owner not in state.members
+        if is_gone:
+            heir = next(iter(staying + line), owner)
+        elif hand_over and owner in state.leaving:
+            heir = next(iter(staying), owner)
+            live.append(owner)  # it holds the slot still, until it leaves
+        if is_gone and heir == owner:
+            lost.append(slot)
+        owners.append(heir)
+        shadows.append(tuple(worker for worker in live if worker != heir))
+    return Heirs(tuple(owners), tuple(shadows), tuple(lost))
+
+
+def elsewhere(state: State, slot: int) -> list[int]:
+    """Returns the members that hold the stage of a slot in other pipelines, owners first, the next pipeline first."""
+    num_slots, stages = len(state.owners), state.options.stages
+    others = [(slot + more) % num_slots for more in range(stages, num_slots, stages)]
+    holders = [state.owners[each] for each in others] + [worker for each in others for worker in state.shadows[each]]
+    return [worker for worker in dict.fromkeys(holders) if worker in state.members]
+
+
+def new_epoch(
+    state: State, now_ns: int, out: Mapping[int, str], reason: str = "", phase: Phase = Phase.FAILING_OVER
+) -> State:
+    """Returns the next epoch without those who are `out`, who and why in words; the end if a slot is lost with them."""
+    finished = {worker: "had finished and left" for worker in state.members if worker in state.exited}
+    out = {**finished, **out}
+    inherited = heirs(state, out, hand_over=phase is Phase.RECONFIGURING)
+    new = state._replace(
+        phase=phase,
+        epoch=state.epoch + 1,
+        members=tuple(worker for worker in state.members if worker not in out),
+        owners=inherited.owners,
+        shadows=inherited.shadows,
+        verdict=tuple(out.items()),
+        reason=reason or in_words(out),
+        out={**state.out, **out},
+        inventories={},
+        copies={},
+        digests={},
+        done=(),
+        excused=tuple(worker for worker in state.leaving if worker not in out),
+        look=(),
+        moved_ns=now_ns,
+    )
+    may_hold = state.options.redundant and new.members and not state.is_over  # beside those that are known of
+    return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
+
+
+def all_inventoried(state: State) -> State:
+    """Returns the state when everybody has said what it holds: a replica that was healed in the open step counts too.
+
+    A slot whose owner is out goes to a worker that holds it, or the same stage of another pipeline.
+    """
+    owners, shadows, lost = [], [], []
+    for slot, owner in enumerate(state.owners):
+        copies = [worker for worker in state.members if slot in state.copies.get(worker, ()) and worker != owner]
+        line = list(dict.fromkeys((*state.shadows[slot], *copies)))
+        candidates = [owner]
+        if owner not in state.members:
+            others = [worker for worker in state.members if _has_stage(state, worker, slot)]
+            staying = [worker for worker in (*line, *others) if worker not in state.leaving]
+            candidates = [*staying, *line, *others, owner]
+            lost += [slot] if candidates == [owner] else []
+        owners.append(candidates[0])
+        shadows.append(tuple(worker for worker in line if worker != candidates[0]))
+    new = state._replace(owners=tuple(owners), shadows=tuple(shadows))
+    return state_lost(new, tuple(lost)) if lost else new
+
+
+def _has_stage(state: State, worker: int, slot: int) -> bool:
+    stages = state.options.stages
+    return any(copy % stages == slot % stages for copy in state.copies.get(worker, ()))
+
+
+def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str) -> State:
+    """Returns the next epoch with the same members; when that did not help, without one of the suspects.
+
+    The rule is fixed: the one with the highest number whose slots others can take over; if nobody can, the job halts.
+    """
+    count = state.repeats.get(cause, 0) + 1
+    if count <= state.options.max_repeats:
+        new = state._replace(repeats={**state.repeats, cause: count})
+        return new_epoch(new, now_ns, {}, f"{cause}, but nobody has died")
+    told = cause if count == 1 else f"{cause}, {count} times in a row"
+    highest_first = sorted(suspects, reverse=True)
+    lost = heirs(state, ()).lost  # already
+    victim = next((worker for worker in highest_first if heirs(state, (worker,)).lost == lost), None)
+    if victim is None:
+        return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
+    return new_epoch(state, now_ns, {victim: f"is given up: {told}"})
+
+
+def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
+    """Returns the next epoch at a step boundary: `moving` hand over their slots; whom nobody needs has left."""
+    gone = dict.fromkeys(departing(state), f"has left after step {state.committed}")
+    told = [f"{workers_in_words(moving)} handed over after step {state.committed}"] if moving else []
+    told += [in_words(gone)] if gone else []
+    state = state._replace(exited=(*state.exited, *gone))
+    return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING)
+
+
+def leavers(state: State) -> tuple[int, ...]:
+    """Returns those who are leaving and whose slots others can take over at the next step boundary."""
+    if not state.leaving:
+        return ()
+    after = heirs(state, (), hand_over=True).owners
+    moving = {before for before, heir in zip(state.owners, after, strict=True) if before != heir}
+    return tuple(sorted(moving))
+
+
+def held_back(state: State) -> dict[int, tuple[int, ...]]:
+    """Returns those who are leaving and never can, each with the stages that nobody who stays has, or can be given."""
+    if state.options.redundant and any(worker not in state.leaving for worker in state.members):
+        return {}
+    stages: dict[int, set[int]] = {}
+    for slot, heir in enumerate(heirs(state, (), hand_over=True).owners):
+        if heir in state.leaving and heir in state.members:
+            stages.setdefault(heir, set()).add(slot % state.options.stages)
+    return {worker: tuple(sorted(stages[worker])) for worker in sorted(stages)}
+
+
+def departing(state: State) -> tuple[int, ...]:
+    """Returns those who are leaving and no longer needed: every slot lives without them as well as it can."""
+    return tuple(worker for worker in state.leaving if worker in state.members and not _is_needed(state, worker))
+
+
+def _is_needed(state: State, worker: int) -> bool:
+    staying = [member for member in state.members if member not in state.leaving]
+    for owner, line in zip(state.owners, state.shadows, strict=True):
+        if owner == worker:
+            return True
+        if not state.options.redundant:
+            continue  # nobody is going to take its place as a shadow
+        replaced = any(shadow in staying for shadow in line)
+        if worker in line and not replaced and any(member != owner for member in staying):
+            return True
+    return False
+
+
+def state_lost(state: State, slots: tuple[int, ...]) -> State:
+    """Returns the state halted because nobody holds the stages of some slots any more."""
+    stages = tuple(sorted({slot % state.options.stages for slot in slots}))
+    where = f"in epoch {state.epoch}; last committed step {state.committed}"
+    text = f"the state of {stages_in_words(stages)} is lost {where}; {state.reason}"
+    return cannot_go_on(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
+
+
+def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
+    """Returns the end of a job that is past help: it has finished if every step is committed, and has halted if not."""
+    if state.is_over:
+        return state._replace(phase=Phase.FINISHED, reason=reason, look=())
+    return halted(state, exit_code, reason)
+
+
+def halted(state: State, exit_code: ExitCode, reason: str) -> State:
+    """Returns the state halted; `reason` is what the user reads."""
+    return state._replace(phase=Phase.HALTED, exit_code=int(exit_code), reason=reason, look=())
+
+
+def in_words(out: Mapping[int, str]) -> str:
+    """Returns who is out and why."""
+    return "; ".join(f"worker {worker} {why}" for worker, why in out.items())
+
+
+def workers_in_words(workers: tuple[int, ...]) -> str:
+    """Returns ``worker 1``, ``workers 1 and 2``."""
+    return ("worker " if len(workers) == 1 else "workers ") + " and ".join(map(str, workers))
+
+
+def stages_in_words(stages: tuple[int, ...]) -> str:
+    """Returns ``stage 1``, ``stages 1, 2``."""
+    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))

@@ -1,0 +1,1 @@
+"""Programs: the needs and products of actions, the passes that build a program, dry run and verification."""

@@ -1,0 +1,126 @@
+"""Programs: worker -> actions of one step; built from a schedule by passes, written and read as CSV.
+
+Each pass maps a program to a program. The order of passes is `build_program`, and nothing else orders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from engine.core.action import Action, Op
+from engine.core.ownership import Ownership, Redundancy, Slot
+from engine.core.program.early_receive_pass import with_early_receives
+from engine.core.program.list_scheduler import merged_compute
+from engine.core.program.redundant_forward_pass import with_redundant_forwards
+from engine.core.program.step_end_pass import with_end_of_step
+from engine.core.program.stream_pass import with_streams
+from engine.core.program.transfer_pass import with_transfers
+from engine.core.program.unshard_pass import with_unshards
+from engine.core.schedules.compute import ComputeLists
+from engine.core.schedules.csv_text import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
+from engine.core.schedules.overlap_pairs import with_pairs_together
+from engine.core.schedules.registry import SCHEDULES
+
+Program = Mapping[int, tuple[Action, ...]]
+
+
+def build_program(
+    schedule: str,
+    ownership: Ownership,
+    redundancy: Redundancy = "none",
+    healing: Collection[tuple[int, Slot]] = (),
+    log_every: int = 0,
+    fsdp: int = 0,
+    blocking: bool = False,
+) -> Program:
+    """Returns the whole program of one step, for every worker that owns or shadows something.
+
+    `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages that it would in
+    a fresh job; beyond, a list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of
+    their slot during this step. `log_every` is after how many microbatches accumulators are streamed, 0 for never;
+    `fsdp` is how many stages of a worker may be whole at once, 0 where none are in shards.
+    With `blocking` the program suits a backend on which a send waits for its receive.
+    """
+    lists = _lists(schedule, ownership)
+    program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
+    if redundancy == "eager":
+        program = with_redundant_forwards(program, ownership, healing=healing)
+    if fsdp:
+        program = with_unshards(program, fsdp)
+    program = _for_all_workers(with_transfers(program, ownership), ownership)
+    if lists is not None and overlaps(schedule):
+        program = with_pairs_together(program)
+    if blocking:
+        program = with_early_receives(program)
+    program = with_streams(program, ownership, log_every, healing, blocking)
+    return with_end_of_step(program, ownership, healing=healing)
+
+
+def overlaps(schedule: str) -> bool:
+    """Says whether a schedule, a name or CSV, asks for forwards and backwards to be run at once."""
+    return has_pairs(schedule) if is_text(schedule) else SCHEDULES[schedule].overlaps
+
+
+def build_validation(ownership: Ownership) -> Program:
+    """Returns the program of a validation pass: pipeline 0 runs forwards, the others rest.
+
+    Each worker takes its forwards in the order of one wave through the pipeline, so that none waits in a circle.
+    """
+    grid = ownership.grid
+    forwards: dict[int, list[Action]] = {}
+    for wave in range(grid.stages + grid.microbatches - 1):
+        for stage in range(max(0, wave - grid.microbatches + 1), min(grid.stages, wave + 1)):
+            forwards.setdefault(ownership.owner(0, stage), []).append(Action(stage, Op.F, wave - stage))
+    program = with_transfers({worker: tuple(actions) for worker, actions in forwards.items()}, ownership)
+    return _for_all_workers(program, ownership)
+
+
+def _lists(schedule: str, ownership: Ownership) -> ComputeLists | None:
+    """Returns the compute lists of each pipeline; None when the stages do not stand on workers as in a fresh job."""
+    grid, teams = ownership.grid, []
+    for pipeline in range(grid.pipelines):
+        first = pipeline * grid.stages
+        teams.append(tuple(dict.fromkeys(ownership.owners[first : first + grid.stages])))
+    num_workers = len(teams[0])
+    if len({worker for team in teams for worker in team}) != grid.pipelines * num_workers:
+        return None
+    if is_text(schedule):
+        lists = lists_from_csv(schedule)
+    else:
+        stages_per_worker, rest = divmod(grid.stages, num_workers)
+        known = SCHEDULES[schedule]
+        if rest or not known.takes(stages_per_worker) or grid.microbatches < known.least_microbatches(num_workers):
+            return None
+        lists = known(num_workers, grid.microbatches, stages_per_worker)
+    for line in lists:
+        stages = {action.stage for action in line}
+        for pipeline in range(grid.pipelines):
+            if len({ownership.owner(pipeline, stage) for stage in stages}) != 1:
+                return None
+    return lists if len(lists) == num_workers else None
+
+
+def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
+    """Gives every pipeline the same compute lists, each to the owner of its stages."""
+    program: dict[int, tuple[Action, ...]] = {}
+    for pipeline in range(ownership.grid.pipelines):
+        for line in lists:
+            worker = ownership.owner(pipeline, line[0].stage)
+            assert worker not in program, f"worker {worker} owns the stages of two lists"
+            mine = line if pipeline == 0 else tuple(Action(stage, op, each, pipeline) for stage, op, each, _ in line)
+            program[worker] = mine
+    return dict(sorted(program.items()))
+
+
+def _for_all_workers(program: Program, ownership: Ownership) -> Program:
+    return {worker: program.get(worker, ()) for worker in ownership.workers()}
+
+
+def to_csv(program: Program, pairs: bool = False) -> str:
+    """Returns the program as CSV: row n is worker n, a cell is an action, or a pair of them, as torch writes it."""
+    return rows_to_csv((program.get(worker, ()) for worker in range(max(program, default=-1) + 1)), pairs)
+
+
+def from_csv(text: str) -> Program:
+    """Returns the program that `text` holds; empty cells are skipped. Raises ScheduleError with worker and position."""
+    return dict(enumerate(rows_from_csv(text)))

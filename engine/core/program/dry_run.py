@@ -1,0 +1,230 @@
+"""The dry run: walks a program with a virtual clock, without a process.
+
+Each worker runs its actions in order, one at a time; an action starts when its worker is free and every value that it
+needs is there. What it makes is there when it ends, what it sends a latency later; what is held at the start is there
+at once. Sends do not block; a receive holds its worker until the transfer has arrived. What cannot finish comes back as
+the cycle of actions that wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
+
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op
+from engine.core.errors import DeadlockError, ScheduleError
+from engine.core.ownership import Ownership
+from engine.core.program.dependencies import WIRE, Held, Kind
+from engine.core.program.dependency_index import TAKEN, Line, Numbers
+from engine.core.program.list_scheduler import COSTS
+from engine.core.schedules.overlap_pairs import overlapped_costs
+
+Program = Mapping[int, tuple[Action, ...]]  # whose module is above this one: one of its passes runs programs dry
+Cost = Callable[[Action], float]
+_NEVER = inf
+_PLACES = {WIRE: "on the wire", TAKEN: "to be taken"}
+
+
+class Span(NamedTuple):
+    """One action of one worker, from `start` to `end`, in the unit of the costs."""
+
+    start: float
+    end: float
+    worker: int
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a program would do: its spans in order of start, its length, idle share and stashed residuals.
+
+    `waits` is how long each worker waits between its first compute action and its last.
+    """
+
+    spans: tuple[Span, ...]
+    makespan: float
+    bubble: float
+    peak_stash: dict[int, int]
+    waits: dict[int, float] = field(default_factory=dict)
+
+
+def unit_costs(action: Action) -> float:
+    """Costs a forward 1, a backward 2, half of one 1, everything else nothing: the usual picture of a schedule."""
+    return COSTS.get(action.op, 0.0)
+
+
+def dry_run(
+    program: Program,
+    ownership: Ownership,
+    cost: Cost = unit_costs,
+    held: Collection[Held] = (),
+    blocking: bool = False,
+    overlapping: bool = False,
+    latency: float = 0.0,
+) -> DryRun:
+    """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
+
+    `held` is what is there at the start. With `blocking` a SEND holds its worker until somebody has begun to receive,
+    with `overlapping` a pair takes as long as the longer of its two, not both. What is sent arrives `latency` after the
+    end of its SEND.
+    """
+    costs_of = overlapped_costs if overlapping else map
+    costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
+    walk = _Walk(program, ownership, held, blocking, latency)
+    walk.run(costs)
+    lines = {
+        worker: [
+            Span(start, start + cost, worker, action)
+            for start, cost, action in zip(walk.starts[worker], costs[worker], program[worker], strict=True)
+        ]
+        for worker in sorted(program)
+    }
+    # By start; of those that start together by worker, and as they stand in its program.
+    spans = tuple(sorted(chain.from_iterable(lines.values()), key=itemgetter(0)))
+    makespan = max((line[-1].end for line in lines.values() if line), default=0.0)
+    busy = sum(end - start for start, end, _, action in spans if action.op in COMPUTE_OPS)
+    bubble = 1.0 - busy / (makespan * len(program)) if makespan else 0.0
+    stashed = Counter(worker for worker, value in held if value.kind is Kind.RESIDUAL)
+    peaks = {worker: peak_stash(actions, stashed[worker]) for worker, actions in program.items()}
+    return DryRun(spans, makespan, bubble, peaks, {worker: _waits(line) for worker, line in lines.items()})
+
+
+def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = (), blocking: bool = False) -> None:
+    """Raises what `dry_run` raises, of a program that does not come to its end; it draws no timeline."""
+    _Walk(program, ownership, held, blocking).run(dict.fromkeys(program, repeat(0.0)))
+
+
+def _waits(spans: list[Span]) -> float:
+    compute = [(start, end) for start, end, _, action in spans if action.op in COMPUTE_OPS]
+    return compute[-1][1] - compute[0][0] - sum(end - start for start, end in compute) if compute else 0.0
+
+
+def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
+    """Returns the most residuals that a worker holds at once, of `stashed` at the start."""
+    return max(chain((stashed,), stash_after(actions, stashed)))
+
+
+def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
+    """Yields how many residuals a worker holds after each of its actions, of `stashed` at the start.
+
+    A forward makes one, the backward of its slot frees it: the part for the weights where the two are split. Those of
+    redundant forwards have no backward there: they stay to the end.
+    """
+    in_parts = {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
+    for stage, op, microbatch, pipeline in actions:
+        if op in FORWARD_OPS:
+            stashed += 1
+        elif op in (Op.B, Op.W) or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
+            stashed -= 1
+        yield stashed
+
+
+class _Walk:
+    """The state of one walk over a program: how far each worker is, what is there since when, who waits for what."""
+
+    def __init__(
+        self, program: Program, ownership: Ownership, held: Collection[Held], blocking: bool, latency: float = 0.0
+    ):
+        self.program = program
+        self.latency = latency
+        self.numbers = Numbers(program, ownership, blocking)
+        self.there: list[float] = []  # by number
+        for thing in held:
+            number = self.numbers.of(thing)
+            self._make_room()
+            self.there[number] = 0.0
+        self.starts: dict[int, list[float]] = {worker: [] for worker in program}
+        self.waiting: dict[int, list[int]] = {}  # number -> workers
+        self.ready = deque(program)
+
+    def _make_room(self) -> None:
+        self.there += [_NEVER] * (len(self.numbers) - len(self.there))
+
+    def run(self, costs: Mapping[int, Iterable[float]]) -> None:
+        """Runs every worker as far as it comes; raises when that is not to its end."""
+        lines = {worker: self._goes(worker, costs[worker]) for worker in self.program}
+        while self.ready:
+            worker = self.ready.popleft()
+            missing = next(lines[worker], None)
+            if missing is not None:
+                self.waiting.setdefault(missing, []).append(worker)
+        if self.waiting:
+            self._refuse({worker: number for number, workers in self.waiting.items() for worker in workers})
+
+    def _goes(self, worker: int, costs: Iterable[float]) -> Iterator[int]:
+        """Runs one worker to its end; whenever something is missing it yields its number, and goes on when asked."""
+        there, starts, waiting = self.there, self.starts[worker], self.waiting
+        lines: dict[tuple[int, Op, bool, int], Line] = {}
+        free_at, latency = 0.0, self.latency
+        for action, cost in zip(self.program[worker], costs, strict=False):
+            stage, op, microbatch, pipeline = action
+            line = lines.get((stage, op, microbatch > 0, pipeline))
+            if line is None:
+                line = lines[stage, op, microbatch > 0, pipeline] = self.numbers.line(action, worker)
+                self._make_room()
+            needed, begun, met, made = line
+            start = free_at
+            for number in needed:
+                at = there[number + microbatch]
+                if at > start:  # noqa: PLR1730 - max() would take longer than all the rest of the line
+                    start = at
+            if start == _NEVER:
+                start = yield from self._all_there(needed, microbatch, free_at)
+            if met:
+                self._put(begun, microbatch, start)
+                start = yield from self._all_there(met, microbatch, start)
+            free_at = start + cost if cost else start  # the same number, not a new one for each of a million
+            starts.append(start)
+            at = free_at + latency if latency and op in SEND_OPS else free_at
+            for number in made:  # what `_put` does, which is called a million times elsewise
+                place = number + microbatch
+                if there[place] == _NEVER:
+                    there[place] = at
+                    if place in waiting:
+                        self.ready += waiting.pop(place)
+
+    def _all_there(self, numbers: Sequence[int], microbatch: int, start: float) -> Generator[int, None, float]:
+        for number in numbers:
+            while self.there[number + microbatch] == _NEVER:
+                yield number + microbatch
+            start = max(start, self.there[number + microbatch])
+        return start
+
+    def _put(self, numbers: Sequence[int], microbatch: int, at: float) -> None:
+        there = self.there
+        for number in numbers:
+            made = number + microbatch
+            if there[made] == _NEVER:  # what is there already stays as it is
+                there[made] = at
+                if made in self.waiting:
+                    self.ready += self.waiting.pop(made)
+
+    def _refuse(self, waits_for: Mapping[int, int]) -> None:
+        """Raises ScheduleError if nobody does what a worker waits for, else the cycle."""
+        left = {worker: actions[len(self.starts[worker]) :] for worker, actions in self.program.items()}
+        comes_from: dict[int, int] = {}
+        for worker, actions in left.items():
+            for action in actions:
+                line = self.numbers.line(action, worker)
+                for number in (*line.begins, *line.makes):
+                    comes_from.setdefault(number + action.microbatch, worker)
+        path: list[int] = []
+        worker = next(each for each in self.program if each in waits_for)
+        while worker not in path:
+            path.append(worker)
+            missing = waits_for[worker]
+            if missing not in comes_from:
+                place, what = self.numbers.thing(missing)
+                where = _PLACES.get(place, f"at worker {place}")
+                raise ScheduleError(
+                    f"worker {worker}, position {len(self.starts[worker])}: {left[worker][0]} needs {what} {where}, "
+                    "which nobody makes"
+                )
+            worker = comes_from[missing]
+        cycle = [*path[path.index(worker) :], worker]
+        raise DeadlockError(tuple((each, str(left[each][0])) for each in cycle))

@@ -1,0 +1,51 @@
+"""The pass for backends on which a send blocks: it moves receives ahead of their use, to where the sender sends.
+
+Rules: the program is walked in columns, one compute action of each worker in turn. When a send is met, its receive is
+put where its taker has come to. So all workers' lists are parts of one order in which each receive follows its send at
+once: nobody waits in a circle, even where a send ends only when its receive has begun, and no two transfers cross. A
+program without this pass relies on sends that do not block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action
+from engine.core.program.dependencies import Value, carried
+
+
+def with_early_receives(program: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
+    """Returns a program of compute actions and transfers with its receives moved ahead; each value has one taker.
+
+    A program that cannot come to its end comes back as it is.
+    """
+    taker = {
+        carried(action): (worker, action)
+        for worker, actions in program.items()
+        for action in actions
+        if action.op in RECEIVE_OPS
+    }
+    moved: dict[int, list[Action]] = {worker: [] for worker in program}
+    sent: set[Value] = set()
+
+    def columns(worker: int) -> Iterator[None]:
+        for action in program[worker]:
+            if action.op in RECEIVE_OPS:
+                while carried(action) not in sent:
+                    yield
+                continue
+            moved[worker].append(action)
+            if action.op in SEND_OPS and carried(action) in taker:
+                to, receive = taker[carried(action)]
+                moved[to].append(receive)
+                sent.add(carried(action))
+            if action.op in COMPUTE_OPS:
+                yield
+
+    lines = [columns(worker) for worker in program]
+    num_moved = -1
+    while num_moved < (num_moved := sum(map(len, moved.values()))):
+        for line in lines:
+            next(line, None)
+    whole = num_moved == sum(map(len, program.values()))
+    return {worker: tuple(moved[worker]) if whole else actions for worker, actions in program.items()}

@@ -1,0 +1,124 @@
+"""The pass that adds redundant forwards: the first shadow of a slot runs the slot's forwards while it would wait.
+
+Rules: only a shadow that has the input at hand takes part: it owns the preceding stage of the same pipeline, or the
+slot is of stage 0, whose input is data. So nothing more is sent. A worker's own actions keep their order and come
+first: when the next one may start it starts, else a redundant forward that is ready fills the gap, lowest microbatch
+first; what no gap takes stands behind the last backward. The gaps are those of a run with the costs given.
+
+What no gap takes makes the step longer, wherever it stands. So as much of it stands sooner, behind backwards, where a
+kill finds it done: one behind each of the first backwards that a forward follows, at all workers, which then wait for
+each other no longer than for one. That this costs nothing more is looked at; else it is left.
+
+The pass belongs before that of the transfers, where a redundant forward receives nothing and sends nothing: its input
+is made on its own worker, and its output goes out from the owner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from engine.core.action import FORWARD_OPS, Action, Op
+from engine.core.ownership import Ownership, Slot
+from engine.core.program.dependencies import Kind, makes, needs
+from engine.core.program.list_scheduler import COSTS, starts
+
+_Task = tuple[int, Action]  # (worker, action)
+
+
+def with_redundant_forwards(
+    program: Mapping[int, tuple[Action, ...]],
+    ownership: Ownership,
+    cost: Callable[[Action], float] = lambda action: COSTS[action.op],
+    healing: Collection[tuple[int, Slot]] = (),
+) -> dict[int, tuple[Action, ...]]:
+    """Returns a program of compute actions with the redundant forwards; `healing` (worker, slot) are still unfilled."""
+    own = [(worker, action) for worker, actions in program.items() for action in actions]
+    tasks = own + sorted(_redundant(ownership, healing), key=lambda task: (task[1].microbatch, task[1].stage, task))
+    workers, costs = [worker for worker, _ in tasks], [cost(action) for _, action in tasks]
+    before = _predecessors(tasks, len(own), ownership)
+    order, length = starts(workers, costs, before)
+    _, least = starts(workers[: len(own)], costs[: len(own)], before[: len(own)])
+    if length > least:
+        num_sooner = int((length - least) / max(costs[len(own) :]))
+        sooner, its_length = starts(workers, costs, _sooner(order, tasks, len(own), before, num_sooner))
+        order = sooner if its_length <= length else order
+    lists: dict[int, list[Action]] = {worker: [] for worker in sorted({*program, *workers})}
+    for number in order:
+        worker, action = tasks[number]
+        lists[worker].append(action)
+    return {worker: tuple(actions) for worker, actions in lists.items()}
+
+
+def _sooner(
+    order: Sequence[int], tasks: Sequence[_Task], num_own: int, before: Sequence[list[int]], most: int
+) -> list[list[int]]:
+    """Returns `before` with `most` redundant forwards of each worker behind a backward each, if their input is there.
+
+    Which ones is read off `order`: those that follow on what runs before the first backward.
+    """
+    found = [list(each) for each in before]
+    lines: dict[int, list[int]] = {}
+    for number in order:
+        lines.setdefault(tasks[number][0], []).append(number)
+    for line in lines.values():
+        own = [number for number in line if number < num_own]
+        backwards = {number for number in own if tasks[number][1].op not in FORWARD_OPS}
+        first = next((place for place, number in enumerate(line) if number in backwards), len(line))
+        left = deque([number for number in line[first:] if number >= num_own][:most])
+        for number, following in pairwise(own):
+            turns = number in backwards and following not in backwards
+            if turns and left and all(each <= number or each >= num_own for each in before[left[0]]):
+                found[following].append(left.popleft())
+    return found
+
+
+def redundant_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> dict[Slot, int]:
+    """Returns the slots whose forwards are run twice, and the shadow that runs them the second time."""
+    found = {}
+    for pipeline, stage in ownership.grid.slots():
+        first = ownership.shadows_of(pipeline, stage)[:1]
+        for shadow in first:
+            at_hand = stage == 0 or ownership.owner(pipeline, stage - 1) == shadow
+            if at_hand and (shadow, (pipeline, stage)) not in healing:
+                found[pipeline, stage] = shadow
+    return found
+
+
+def overhead_floor(num_stages: int, num_microbatches: int, forward: float, backward: float) -> float:
+    """Returns by which share redundant forwards lengthen 1F1B at least, with equal stages that do one thing at a time.
+
+    A worker has M (2F + B) to do, and the last but one cannot begin before (P - 2) F.
+    """
+    excess = (num_microbatches - 1) * forward - (num_stages - 1) * backward
+    return max(0.0, excess) / ((num_microbatches + num_stages - 1) * (forward + backward))
+
+
+def _redundant(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> Iterator[_Task]:
+    for (pipeline, stage), shadow in redundant_slots(ownership, healing).items():
+        for microbatch in range(ownership.grid.microbatches):
+            yield shadow, Action(stage, Op.F, microbatch, pipeline)
+
+
+def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) -> list[list[int]]:
+    """Returns for each task the numbers of those that must end before it starts.
+
+    The first `num_own` tasks are the owners', in order on each worker; they alone hand on what they make. The others
+    are redundant, in order for each slot.
+    """
+    maker = {
+        value: number
+        for number, (worker, action) in enumerate(tasks[:num_own])
+        for _, value in makes(action, worker, ownership)
+        if value.kind is not Kind.COUNTED  # a replica counts for itself, which the order sees to
+    }
+    last: dict[int | Slot, int] = {}
+    found: list[list[int]] = []
+    for number, (worker, action) in enumerate(tasks):
+        found.append([maker[value] for _, value in needs(action, worker, ownership) if value in maker])
+        line = worker if number < num_own else (action.pipeline, action.stage)
+        if line in last:
+            found[number].append(last[line])
+        last[line] = number
+    return found

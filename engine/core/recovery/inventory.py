@@ -1,0 +1,99 @@
+"""Inventories: what a worker says it holds when it has been frozen, as plain values that round-trip to JSON.
+
+Rules: an inventory is one worker's, of one epoch; it lists values of the open step only. A counter says how many
+microbatches the worker's replica of a slot has taken in. `whole` are the slots whose state (weights, optimizer state,
+buffers) the worker holds as of the last step boundary; such a replica can also stand for the same stage of another
+pipeline, because the reduction brings every pipeline's buffers to all of them.
+
+As text, the values of one kind and slot are runs of microbatches, first and last: a step of 512 microbatches is as
+long as one of two. There is one text for an inventory, and no other is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from engine.core.errors import InvariantError
+from engine.core.ownership import Slot
+from engine.core.program.dependencies import Kind, Value
+
+_LISTED = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.PENDING})
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one worker holds. `step` is the step that is open at it: its replicas have taken `step` optimizer steps."""
+
+    worker: int
+    step: int
+    whole: tuple[Slot, ...]
+    counted: Mapping[Slot, int] = field(default_factory=dict)
+    added: Mapping[Slot, int] = field(default_factory=dict)
+    logged: tuple[Slot, ...] = ()
+    values: tuple[Value, ...] = ()  # activations, gradients, residuals and pendings, sorted
+
+
+def to_json(inventory: Inventory) -> str:
+    """Returns the inventory's one text; equal inventories have the same."""
+    held = {
+        "worker": inventory.worker,
+        "step": inventory.step,
+        "whole": sorted(inventory.whole),
+        "counted": [[*slot, count] for slot, count in sorted(inventory.counted.items())],
+        "added": [[*slot, count] for slot, count in sorted(inventory.added.items())],
+        "logged": sorted(inventory.logged),
+        "values": [
+            [*owned, *(list(run) for run in _runs(value.index for value in values))]
+            for owned, values in groupby(sorted(inventory.values), key=lambda value: value[:3])
+        ],
+    }
+    return json.dumps(held, separators=(",", ":"))
+
+
+def from_json(text: str) -> Inventory:
+    """Returns the inventory that `text` holds; raises InvariantError when `to_json` would not have written it."""
+    try:
+        held = json.loads(text)
+        inventory = Inventory(
+            held["worker"],
+            held["step"],
+            tuple((pipeline, stage) for pipeline, stage in held["whole"]),
+            {(pipeline, stage): count for pipeline, stage, count in held["counted"]},
+            {(pipeline, stage): count for pipeline, stage, count in held["added"]},
+            tuple((pipeline, stage) for pipeline, stage in held["logged"]),
+            tuple(value for line in held["values"] for value in _values_of(*line)),
+        )
+        same = all(type(each) is int and each >= 0 for each in _numbers(inventory)) and to_json(inventory) == text
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvariantError(f"not an inventory: {error!r} in {text[:200]!r}") from error
+    if not same:
+        raise InvariantError(f"not an inventory as it is written: {text[:200]!r}")
+    return inventory
+
+
+def _runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last of each run of successive numbers."""
+    for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]):
+        numbers = [number for _, number in run]
+        yield numbers[0], numbers[-1]
+
+
+def _values_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> Iterator[Value]:
+    if kind not in _LISTED:
+        raise ValueError(f"{kind!r} is not what an inventory lists")
+    for first, last in runs:
+        yield from (Value(Kind(kind), pipeline, stage, index) for index in range(first, last + 1))
+
+
+def _numbers(inventory: Inventory) -> Iterator[int]:
+    """Yields every number in an inventory."""
+    yield from (inventory.worker, inventory.step)
+    for slot in (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added):
+        yield from slot
+    yield from inventory.counted.values()
+    yield from inventory.added.values()
+    for value in inventory.values:
+        yield from value[1:]

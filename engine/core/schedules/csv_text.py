@@ -1,0 +1,146 @@
+"""Compute lists as CSV: row n is worker n, a cell is an action, as torch's pipelining writes and reads it.
+
+Rules for what is read: an empty cell is an idle step and is skipped, a pair that is to be overlapped stands for its two
+parts in a row, a reduction is skipped, for a pass adds it; a transfer is refused. What is wrong is told with worker and
+position: the numbers of row and cell, from 0. Of every stage the microbatches of the forwards, and of the backwards,
+are put in order at the places that they take: so what is computed does not depend on the schedule. Whether the result
+can run is for the verification to say.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
+
+from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
+from engine.core.errors import ScheduleError
+from engine.core.schedules.compute import ComputeLists
+from engine.core.schedules.overlap_pairs import OVERLAPS, overlap_of
+
+_TAKEN = (COMPUTE_OPS - {Op.REDO_F}) | {Op.REDUCE_GRAD}
+
+
+def is_text(schedule: str) -> bool:
+    """Says whether a schedule is given as CSV, not by name."""
+    return "," in schedule or "\n" in schedule
+
+
+def has_pairs(text: str) -> bool:
+    """Says whether compute lists as CSV ask for a forward and a backward to be run at once."""
+    return any(op in text for op in OVERLAPS.values())
+
+
+def name_of(schedule: str) -> str:
+    """Returns a schedule's name for people."""
+    return "a schedule of one's own" if is_text(schedule) else schedule
+
+
+def rows_to_csv(rows: Iterable[Sequence[Action]], pairs: bool = False) -> str:
+    """Returns actions as CSV; with `pairs`, a forward and the backward to be run at once with it share a cell."""
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(
+        _cells(row) if pairs else [str(action) for action in row] for row in rows
+    )
+    return text.getvalue()
+
+
+def rows_from_csv(text: str) -> list[tuple[Action, ...]]:
+    """Returns the actions of each row; raises ScheduleError with worker and position."""
+    return [tuple(action for _, action in row) for row in _placed_rows(text)]
+
+
+def _placed_rows(text: str) -> list[list[tuple[int, Action]]]:
+    rows: list[list[tuple[int, Action]]] = []
+    try:
+        for worker, row in enumerate(csv.reader(StringIO(text))):
+            rows.append(list(_parse_row(worker, row)))
+    except csv.Error as error:
+        raise ScheduleError(f"worker {len(rows)}: expected actions as CSV: {error}") from error
+    return rows
+
+
+def lists_from_csv(text: str) -> ComputeLists:
+    """Returns the compute lists that `text` holds, microbatches in order; raises ScheduleError."""
+    rows = _placed_rows(text)
+    for worker, row in enumerate(rows):
+        for position, action in row:
+            if action.op not in _TAKEN or action.pipeline:
+                expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
+                found = f"found {action}; bamboo schedule export --compute-only leaves them out"
+                raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, {found}")
+    return tuple(_in_order(tuple(action for _, action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
+
+
+def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
+    """Returns the position, in the row of a worker, of the cell of its nth such action; -1 where it is none of these.
+
+    What is added to compute lists, such as transfers, stands in no cell.
+    """
+    cells = [cell for cell, each in _placed_rows(text)[worker] if each.op is not Op.REDUCE_GRAD]
+    found = [cell for cell, each in zip(cells, lists_from_csv(text)[worker], strict=True) if each == action]
+    return found[nth] if nth < len(found) else -1
+
+
+def stages_on(lists: ComputeLists) -> dict[int, int]:
+    """Returns the number of the worker of each stage; raises ScheduleError where a stage is on two."""
+    found: dict[int, int] = {}
+    for worker, row in enumerate(lists):
+        for stage in sorted({action.stage for action in row}):
+            if found.setdefault(stage, worker) != worker:
+                raise ScheduleError(f"worker {worker}: stage {stage} is on worker {found[stage]} too")
+    return found
+
+
+def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Puts the microbatches of each stage in order: of its forwards, of its backwards, of those for the weights."""
+    queues: dict[tuple[int, Op], list[int]] = {}
+    line = [(each, (each.stage, Op.B if each.op is Op.I else each.op)) for each in row]
+    for action, key in line:
+        if action.op is not Op.W:
+            queues.setdefault(key, []).append(action.microbatch)
+    # Where one stands twice nothing will run, and it is told where it stands.
+    rest = {key: iter(sorted(each) if len(set(each)) == len(each) else each) for key, each in queues.items()}
+    in_parts: dict[int, list[int]] = {}
+    ordered = []
+    for action, key in line:
+        microbatch = action.microbatch
+        if action.op is not Op.W:
+            microbatch = next(rest[key])
+            if action.op is Op.I:
+                in_parts.setdefault(action.stage, []).append(microbatch)
+        ordered.append(action._replace(microbatch=microbatch))
+    weights = {stage: iter(microbatches) for stage, microbatches in in_parts.items()}
+    return tuple(
+        each._replace(microbatch=next(weights.get(each.stage, iter(())), each.microbatch)) if each.op is Op.W else each
+        for each in ordered
+    )
+
+
+def _parse_row(worker: int, row: Sequence[str]) -> Iterator[tuple[int, Action]]:
+    """Yields the actions of a row, each with the position of its cell."""
+    for position, cell in enumerate(row):
+        for text in _parts(cell.strip()):
+            try:
+                yield position, parse_action(text)
+            except ScheduleError as error:
+                raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
+
+
+def _cells(row: Sequence[Action]) -> list[str]:
+    cells: list[str] = []
+    for before, action in zip([None, *row], row, strict=False):
+        kind = before and overlap_of(before, action)
+        if kind == "OVERLAP_F_B":  # the only kind that torch's rows have
+            cells[-1] = f"({cells[-1]};{action}){kind}"
+        else:
+            cells.append(str(action))
+    return cells
+
+
+def _parts(cell: str) -> list[str]:
+    """Returns the texts of a cell's actions: none, one, or the two of a pair such as (2F0;1B3)OVERLAP_F_B."""
+    pair, end, op = cell.removeprefix("(").partition(")")
+    if cell.startswith("(") and end and op in OVERLAPS.values():
+        return pair.split(";")
+    return [cell] if cell else []

@@ -1,0 +1,1 @@
+"""The store of coordination as a protocol: keys, conditions and transactions."""

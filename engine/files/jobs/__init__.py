@@ -1,0 +1,1 @@
+"""Job files, and the layers of values that make a job."""

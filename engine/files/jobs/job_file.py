@@ -1,0 +1,129 @@
+"""Resolves a job from all its layers: default < user file < project file < job file < ``BAMBOO_*`` < ``--set`` < flag.
+
+Rules: the layers meet field by field, and argument by argument within ``model_args`` and its like. All problems of all
+layers come out at once, each at the place of its value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from engine.core.config.job import Job
+from engine.core.config.job_rules import check_job
+from engine.core.errors import Problem, UserError
+from engine.files.jobs.job_layers import Layer, environment_layer, file_layer, flag_layer, set_layer
+from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given
+from engine.files.jobs.resolved_job import Resolved
+from engine.files.jobs.schedule_file import own_schedule
+from engine.files.strict_yaml import Document
+
+PROJECT_FILE = "bamboo.yaml"
+Offered = Callable[[Job], Iterable[Problem]]  # what is wrong with the models, data and arguments that a job names
+
+NAMES = {"model", "data", "optimizer"}
+
+
+def anything(job: Job) -> Iterable[Problem]:
+    """Finds nothing wrong with what a job names."""
+    return ()
+
+
+def resolve_job(
+    job_file: Path | None,
+    environment: Mapping[str, str],
+    settings: Iterable[str] = (),
+    flags: Mapping[str, str] | None = None,
+    project: Path = Path(),
+    offered: Offered = anything,
+) -> Resolved:
+    """Returns the job that all layers make together.
+
+    `settings` are the ``FIELD=VALUE`` of ``--set``, `flags` the texts of flags by field, `project` the folder whose
+    ``bamboo.yaml`` is the project file.
+
+    Raises:
+        UserError: with every problem of every layer.
+    """
+    files = [path for path in (_user_file(environment), project / PROJECT_FILE) if path and os.path.exists(path)]
+    files += [job_file] if job_file else []
+    layers = [*(file_layer(path) for path in files), environment_layer(environment), set_layer(settings)]
+    layers.append(flag_layer(flags or {}))
+    return merge(layers, offered)
+
+
+def is_job(document: Document) -> bool:
+    """Says whether a document has the form of a job, and not of a scenario or a matrix, which have names too."""
+    keys = {path[0] for path in document.key_places if len(path) == 1}
+    return bool(keys & (FIELD_TYPES.keys() - {"name"})) and not keys & {"job", "faults", "expect", "cases", "axes"}
+
+
+def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:
+    """Returns the job that some layers make together, the later ones deciding.
+
+    Raises:
+        UserError: with every problem of every layer.
+    """
+    given = {each.path: each for layer in layers for each in layer.given}
+    job = _job(given.values())
+    problems = [problem for layer in layers for problem in layer.problems]
+    own = own_schedule(job)
+    if isinstance(own, Problem):
+        problems += [_at_its_place(own, given)]
+    else:
+        job = replace(job, schedule=own)
+    problems += [
+        _at_its_place(problem, given)
+        for problem in check_job(job)
+        if not (isinstance(own, Problem) and problem.field == "schedule")
+    ]
+    # A name that is no text has been left out of the job, and its arguments would be held against the default.
+    if not NAMES & {problem.field for problem in problems}:
+        problems += [_at_its_place(problem, given) for problem in offered(job)]
+    if problems:
+        raise UserError(_in_order(problems, layers))
+    return Resolved(job, _origins(job, given))
+
+
+def _user_file(environment: Mapping[str, str]) -> Path | None:
+    if folder := environment.get("XDG_CONFIG_HOME"):
+        return Path(folder, "bamboo", "job.yaml")
+    if home := environment.get("HOME"):
+        return Path(home, ".config", "bamboo", "job.yaml")
+    return None
+
+
+def _job(given: Iterable[Given]) -> Job:
+    values: dict[str, Any] = {}
+    for each in given:
+        if len(each.path) == 1:
+            values[each.name] = each.value
+        else:
+            values.setdefault(each.path[0], {})[each.path[1]] = each.value
+    return Job(**values)
+
+
+def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], Given]) -> Problem:
+    origin = given.get(tuple(problem.field.split(".", 1)))
+    if origin is None:
+        return problem
+    return replace(problem, source=origin.source, line=origin.line, column=origin.column)
+
+
+def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Problem]:
+    rank: dict[str, int] = {}
+    for layer in layers:
+        for source in [*(each.source for each in layer.problems), *(each.source for each in layer.given)]:
+            rank.setdefault(source, len(rank))
+    # A rule between defaults and given values may have no source; such a problem comes first.
+    return sorted(problems, key=lambda each: (rank.get(each.source, -1), each.line, each.column))
+
+
+def _origins(job: Job, given: Mapping[tuple[str, ...], Given]) -> dict[str, str]:
+    origins = {
+        each.name: "default" for each in fields(job) if each.name not in ARGS_FIELDS or not getattr(job, each.name)
+    }
+    return origins | {each.name: each.origin for each in given.values()}

@@ -1,0 +1,122 @@
+"""The layers that a job is resolved from: files, ``BAMBOO_*``, ``--set`` and flags, each read to checked values.
+
+Rules: every layer is checked on its own, so that a mistake shows even where a higher layer hides it. Texts of the
+command line and the environment are YAML scalars; for a field that holds text they are taken as they stand, unless
+quoted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import Problem, UserError, nearest
+from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
+from engine.files.strict_yaml import Document, read_scalar, read_yaml
+
+VERSION = 1
+# Variables of the program that are no fields of the job begin like this.
+RESERVED_PREFIX = "BAMBOO_ETCD"
+
+
+@dataclass(slots=True)
+class Layer:
+    """The good values of one layer, and its problems."""
+
+    given: list[Given] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, given: Given) -> None:
+        """Takes in a value, or the problem with it."""
+        checked = check(given)
+        if isinstance(checked, Problem):
+            self.problems.append(checked)
+        else:
+            self.given.append(checked)
+
+    def add_text(self, given: Given) -> None:
+        """Takes in a value that is a text of the command line or the environment."""
+        if not is_known(given.path) or (holds_text(given.path) and not given.value.startswith(("'", '"'))):
+            self.add(given)
+            return
+        document = read_scalar(given.value, given.source, given.name)
+        self.problems += document.problems
+        if not document.problems:
+            self.add(Given(given.path, document.value, given.origin, given.source))
+
+
+def file_layer(path: Path) -> Layer:
+    """Returns what a job file says."""
+    try:
+        return document_layer(read_yaml(path))
+    except UserError as error:
+        return Layer(problems=list(error.problems))
+
+
+def document_layer(document: Document) -> Layer:
+    """Returns what a document says that is a job."""
+    layer = Layer(problems=list(document.problems))
+    if isinstance(document.value, dict):
+        for name, value in document.value.items():
+            _add_from_file(layer, document, name, value)
+    elif document.value is not None:
+        found = shown(document.value)
+        layer.problems.append(Problem("", "a mapping of fields", found, "", document.source, *document.places[()]))
+    return layer
+
+
+def _add_from_file(layer: Layer, document: Document, name: str, value: Any) -> None:
+    def given(*path: str, value: Any) -> Given:
+        # Where a key means nothing, the key is what is wrong and not the value after it.
+        place = document.places[path] if is_known(path) or name == "version" else document.key_places[path]
+        return Given(path, value, f"{document.source}:{place[0]}:{place[1]}", document.source, *place)
+
+    if name == "version":
+        if type(value) is not int or value != VERSION:
+            layer.problems.append(given(name, value=value).problem(str(VERSION), shown(value)))
+    elif name in ARGS_FIELDS and isinstance(value, dict):
+        for key, each in value.items():
+            layer.add(given(name, key, value=each))
+    elif name == "partition" and isinstance(value, list) and value and all(type(each) is int for each in value):
+        layer.add(given(name, value=",".join(str(each) for each in value)))
+    else:
+        layer.add(given(name, value=value))
+
+
+def environment_layer(environment: Mapping[str, str]) -> Layer:
+    """Returns what the variables ``BAMBOO_STAGES``, ``BAMBOO_MODEL_ARGS__WIDTH`` and so on say."""
+    layer = Layer()
+    for variable in sorted(environment):
+        if not variable.startswith("BAMBOO_") or variable.startswith(RESERVED_PREFIX):
+            continue
+        path = tuple(variable.removeprefix("BAMBOO_").lower().split("__", 1))
+        if is_known(path):
+            layer.add_text(Given(path, environment[variable], variable, variable))
+        else:
+            known = [f"BAMBOO_{name.upper()}" for name in FIELD_TYPES]
+            layer.problems.append(Problem(variable, "a variable that bamboo knows", "", nearest(variable, known)))
+    return layer
+
+
+def set_layer(settings: Iterable[str]) -> Layer:
+    """Returns what ``--set`` says, each of `settings` being one ``FIELD=VALUE``."""
+    layer = Layer()
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if equals:
+            layer.add_text(Given(tuple(name.split(".", 1)), text, "--set", f"--set {setting}"))
+        else:
+            layer.problems.append(Problem("--set", "FIELD=VALUE", repr(setting)))
+    return layer
+
+
+def flag_layer(flags: Mapping[str, str]) -> Layer:
+    """Returns what flags such as ``--microbatch-size 4`` say, given as texts by the name of their field."""
+    layer = Layer()
+    for name, text in flags.items():
+        denial = "no-" if FIELD_TYPES.get(name) is bool and text == "false" else ""
+        flag = f"--{denial}{name.replace('_', '-')}"
+        layer.add_text(Given((name,), text, flag, flag))
+    return layer

@@ -1,0 +1,103 @@
+"""One value that somebody gave for a field of the job: where it stands, and whether it has the field's type.
+
+Types are those of `engine.core.config.job.Job`; a whole number passes for a number, nothing else is converted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from engine.core.config.job import Job
+from engine.core.errors import Problem, nearest
+from engine.core.scalar import Args, Scalar
+from engine.files.yaml_scalar import plain_value
+
+Path = tuple[str, ...]
+
+FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
+ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
+
+_EXPECTED: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Args: "a mapping",
+    Scalar: "text, a number, true or false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value for `path`: a field, or a field of arguments and the name of one.
+
+    `origin` names its place in a list of all values, `source` (with line and column in a file) in a message.
+    """
+
+    path: Path
+    value: Any
+    origin: str
+    source: str
+    line: int = 0
+    column: int = 0
+
+    @property
+    def name(self) -> str:
+        """The path as people write it, such as ``model_args.width``."""
+        return ".".join(self.path)
+
+    def problem(self, expected: str, found: str, hint: str = "") -> Problem:
+        """Returns a problem with this value, at its place."""
+        return Problem(self.name, expected, found, hint, self.source, self.line, self.column)
+
+
+def is_known(path: Path) -> bool:
+    """Returns whether a job has this field, or may have an argument of this name."""
+    if len(path) == 1:
+        return path[0] in FIELD_TYPES
+    return path[0] in ARGS_FIELDS and path[1].isidentifier()
+
+
+def holds_text(path: Path) -> bool:
+    """Returns whether a known `path` is a field of text only."""
+    return len(path) == 1 and (FIELD_TYPES[path[0]] is str or get_origin(FIELD_TYPES[path[0]]) is Literal)
+
+
+def check(given: Given) -> Given | Problem:
+    """Returns `given` with its value in the type of its field, or what is wrong with it."""
+    # pydantic takes 40 ms to import; help texts and files that cannot be read do without it.
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    if not is_known(given.path):
+        if given.path[0] in ARGS_FIELDS:
+            return given.problem("an argument named with letters, digits and _", repr(given.path[1]))
+        return given.problem("a field of the job", "", nearest(given.name, FIELD_TYPES))
+    kind: Any = Scalar if len(given.path) == 2 else FIELD_TYPES[given.name]
+    strict = ConfigDict(strict=True, allow_inf_nan=False)
+    try:
+        return replace(given, value=TypeAdapter(kind, config=strict).validate_python(given.value))
+    except ValidationError:
+        expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
+        return given.problem(expected, shown(given.value), _advice(given, kind))
+
+
+def shown(value: Any) -> str:
+    """Returns a value as a message shows it, in the words of YAML."""
+    if isinstance(value, (list, dict)):
+        return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
+    if value is None:
+        return "nothing"
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _advice(given: Given, kind: Any) -> str:
+    if kind == Args:
+        return f"give each as {given.name}.NAME"
+    if get_origin(kind) is Literal:
+        return nearest(str(given.value), get_args(kind))
+    if kind is str and isinstance(given.value, (int, float)):
+        return "quote it"
+    if isinstance(given.value, str) and not isinstance(plain_value(given.value), str):
+        return "remove the quotes"
+    return ""

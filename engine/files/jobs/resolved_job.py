@@ -1,0 +1,26 @@
+"""The outcome of resolving a job: its values, and where each of them came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from engine.core.config.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``."""
+
+    job: Job
+    origins: dict[str, str]
+
+
+def explain(resolved: Resolved) -> list[tuple[str, object, str]]:
+    """Returns (field, value, origin) in the order of the job's fields; arguments have a row each."""
+    rows: list[tuple[str, object, str]] = []
+    for each in fields(Job):
+        value = getattr(resolved.job, each.name)
+        values = {f"{each.name}.{key}": value[key] for key in value} if isinstance(value, dict) and value else None
+        for name, part in (values or {each.name: value}).items():
+            rows.append((name, part, resolved.origins[name]))
+    return rows

@@ -1,0 +1,1 @@
+"""Scenario and matrix files, their form and their JSON schema."""

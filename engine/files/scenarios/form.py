@@ -1,0 +1,194 @@
+"""Forms: what a part of a YAML file may look like, said once; files are checked against it and schemas made of it.
+
+Rules: a form finds every problem in its part, each at its place, and goes on. A value that is no good is left out, so
+that whoever builds on the values meets only good ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.core.errors import Problem, UserError, nearest
+from engine.files.jobs.job_value import shown
+from engine.files.strict_yaml import Document, KeyPath
+
+BAD: Any = object()
+
+
+@dataclass(slots=True)
+class Reading:
+    """One document that is being checked, and what has been found wrong with it."""
+
+    document: Document
+    problems: list[Problem] = field(default_factory=list)
+
+    def refuse(self, path: KeyPath, expected: str, found: str = "", hint: str = "", *, key: bool = False) -> None:
+        """Notes a problem with the value at a path, or with its key."""
+        name = ".".join(str(part) for part in path)
+        self.problems.append(Problem(name, expected, found, hint, self.document.source, *self.place(path, key=key)))
+
+    def place(self, path: KeyPath, *, key: bool = False) -> tuple[int, int]:
+        """Returns line and column of what stands at a path, or of the nearest thing around it."""
+        places = self.document.key_places if key else self.document.places
+        while path and path not in places:
+            path, places = path[:-1], self.document.places
+        return places.get(path, (1, 1))
+
+    def located(self, problem: Problem) -> Problem:
+        """Returns a problem that names its field only with the line and column of that field, or of what is around."""
+        path: KeyPath = tuple(
+            int(part) if part.isdecimal() and len(part) < 10 else part for part in problem.field.split(".")
+        )
+        line, column = self.place(path)
+        return replace(problem, source=self.document.source, line=line, column=column)
+
+
+def in_order(problems: Iterable[Problem]) -> UserError:
+    """Returns the error with all problems of one file, from its first line to its last."""
+    return UserError(sorted(problems, key=lambda each: (each.line, each.column)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One value; `read` returns it in the program's units, or None when it is not what is `expected`."""
+
+    expected: str
+    read: Callable[[object], Any]
+    json: Mapping[str, Any]
+    choices: tuple[str, ...] = ()
+
+    def check(self, reading: Reading, path: KeyPath, value: object) -> Any:
+        """Returns the value as read, or `BAD`."""
+        found = self.read(value)
+        if found is None:
+            reading.refuse(path, self.expected, shown(value), nearest(str(value), self.choices))
+            return BAD
+        return found
+
+    def schema(self) -> dict[str, Any]:
+        """Returns its JSON schema."""
+        return dict(self.json)
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list in which each item has one form."""
+
+    item: Form
+
+    def check(self, reading: Reading, path: KeyPath, value: object) -> Any:
+        """Returns the items that are good."""
+        if not isinstance(value, list) or not value:
+            reading.refuse(path, "a list of at least one", shown(value))
+            return BAD
+        # An item with a problem stays, with what is good of it, so that the numbers of the others do not shift.
+        return [self.item.check(reading, (*path, number), each) for number, each in enumerate(value)]
+
+    def schema(self) -> dict[str, Any]:
+        """Returns its JSON schema."""
+        return {"type": "array", "minItems": 1, "items": self.item.schema()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a mapping."""
+
+    form: Form
+    about: str
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A mapping with known keys; of those in `one_of` exactly one must be there, of `any_of` at least one."""
+
+    entries: Mapping[str, Entry]
+    one_of: tuple[str, ...] = ()
+    any_of: tuple[str, ...] = ()
+
+    def check(self, reading: Reading, path: KeyPath, value: object) -> Any:
+        """Returns a mapping of the entries that are good, or `BAD` when it is no mapping."""
+        if not isinstance(value, dict):
+            reading.refuse(path, f"a mapping with {_some(self.entries)}", shown(value))
+            return BAD
+        good = {}
+        for name, each in value.items():
+            if name not in self.entries:
+                hint = nearest(name, self.entries) or f"there is {_some(self.entries)}"
+                reading.refuse((*path, name), "a field that is known here", repr(name), hint, key=True)
+                continue
+            found = self.entries[name].form.check(reading, (*path, name), each)
+            if found is not BAD:
+                good[name] = found
+        self._check_presence(reading, path, value)
+        return good
+
+    def _check_presence(self, reading: Reading, path: KeyPath, value: Mapping[str, object]) -> None:
+        for name, entry in self.entries.items():
+            if entry.required and not _is_there(reading, path, name, value):
+                reading.refuse((*path, name), "a value", "nothing", entry.about)
+        there = [name for name in self.one_of if _is_there(reading, path, name, value)]
+        if self.one_of and len(there) != 1:
+            reading.refuse(path, f"one of {', '.join(self.one_of)}", " and ".join(there) or "none of them")
+        if self.any_of and not any(_is_there(reading, path, name, value) for name in self.any_of):
+            reading.refuse(path, f"{' or '.join(self.any_of)}", "none of them")
+
+    def schema(self) -> dict[str, Any]:
+        """Returns its JSON schema."""
+        properties = {name: {"description": each.about, **each.form.schema()} for name, each in self.entries.items()}
+        schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+        required = [name for name, each in self.entries.items() if each.required]
+        if required:
+            schema["required"] = required
+        for rule, names in (("oneOf", self.one_of), ("anyOf", self.any_of)):
+            if names:
+                schema[rule] = [{"required": [name]} for name in names]
+        return schema
+
+
+Form = Scalar | ListOf | Mapped
+
+
+def _is_there(reading: Reading, path: KeyPath, name: str, value: Mapping[str, object]) -> bool:
+    """Says whether a key is written, also when its value could not be read and has been reported for that."""
+    return name in value or (*path, name) in reading.document.key_places
+
+
+def _some(names: Mapping[str, object]) -> str:
+    return ", ".join(names)
+
+
+def text(about: str = "text", pattern: str = "") -> Scalar:
+    """Returns the form of a text that is not empty; `pattern` is for the schema and must match it whole."""
+    import re
+
+    def read(value: object) -> str | None:
+        good = isinstance(value, str) and value.strip() and (not pattern or re.fullmatch(pattern, value))
+        return str(value) if good else None
+
+    return Scalar(about, read, {"type": "string", "minLength": 1, **({"pattern": f"^{pattern}$"} if pattern else {})})
+
+
+def whole(least: int = 0) -> Scalar:
+    """Returns the form of a whole number."""
+
+    def read(value: object) -> int | None:
+        return value if type(value) is int and value >= least else None
+
+    return Scalar(f"a whole number >= {least}", read, {"type": "integer", "minimum": least})
+
+
+def choice(*choices: str) -> Scalar:
+    """Returns the form of one of several words."""
+
+    def read(value: object) -> str | None:
+        return value if isinstance(value, str) and value in choices else None
+
+    return Scalar(f"one of {', '.join(choices)}", read, {"enum": list(choices)}, choices)
+
+
+def flag() -> Scalar:
+    """Returns the form of true or false."""
+    return Scalar("true or false", lambda value: value if isinstance(value, bool) else None, {"type": "boolean"})

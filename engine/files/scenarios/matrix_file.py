@@ -1,0 +1,237 @@
+"""Reads matrix files, as strictly as scenario files: every mistake at its line and column, and no cell that cannot be.
+
+Rules: what a matrix says beside its cases, its job and what it expects, holds for every case, whose own fields decide.
+A combination of axes that names an action which a stage does not have, such as a first stage that receives, is no cell;
+a value of an axis that is left with no cell at all is a mistake. A scenario file is a matrix of one cell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import Problem, UserError
+from engine.core.faults.fault_kind import FaultKind
+from engine.core.faults.matrix import SPREAD, Axis, Case, Cell, cells, spread_axes
+from engine.files.jobs.job_file import Offered, anything
+from engine.files.jobs.job_value import shown
+from engine.files.scenarios.form import BAD, Entry, ListOf, Mapped, Reading, Scalar, in_order, text
+from engine.files.scenarios.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
+from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
+from engine.files.strict_yaml import Document, KeyPath, read_yaml
+
+_ID = text("a name of letters, digits and . _ -", ID_PATTERN)
+_MAPPING = Scalar("a mapping", lambda value: value if isinstance(value, dict) and value else None, {"type": "object"})
+_LIST = Scalar("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
+_CASE = Mapped(
+    {
+        "name": Entry(_ID, "its name", required=True),
+        "about": Entry(text("one sentence"), "what it shows (default: what the matrix shows)"),
+        "only": Entry(_MAPPING, "labels of an axis that it is made for, if not all"),
+        "job": Entry(_MAPPING, "fields of the job, beside the matrix's"),
+        "faults": Entry(_LIST, "what is done to whom, and when", required=True),
+        "expect": Entry(_MAPPING, "what must come of it, beside what the matrix expects"),
+    }
+)
+_MATRIX = Mapped(
+    {
+        "version": Entry(constant(VERSION), f"{VERSION}", required=True),
+        "name": Entry(_ID, "its name", required=True),
+        "about": Entry(text("one sentence"), "what it shows, in one sentence", required=True),
+        "job": Entry(_MAPPING, "fields of every case's job"),
+        "expect": Entry(_MAPPING, "what must come of every case"),
+        "axes": Entry(_MAPPING, "name: a list of values, or a mapping of label: fields"),
+        "cases": Entry(ListOf(_CASE), "scenarios, in which $axis stands for a value", required=True),
+    }
+)
+_ABSENT = re.compile(r"faults\.\d+\.at\.action")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One cell that can be run: its scenario, the faults that its seed makes, and the line of its case."""
+
+    cell: Cell
+    loaded: Loaded
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix with its cells, and the combinations that are none."""
+
+    path: Path
+    name: str
+    about: str
+    axes: tuple[Axis, ...]
+    cells: tuple[Planned, ...]
+    absent: tuple[Cell, ...]
+
+
+def matrix_schema() -> dict[str, Any]:
+    """Returns the JSON schema of matrix files; it says little of cases, where an axis may stand for anything."""
+    return {"$schema": DIALECT, "title": "a bamboo matrix", **_MATRIX.schema()}
+
+
+def read_matrix(
+    name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = (), offered: Offered = anything
+) -> Matrix:
+    """Returns the matrix of a file, or of a name in the library; `settings` replace fields of every cell's job.
+
+    `offered` knows what a job may name.
+
+    Raises:
+        UserError: with every problem found.
+        NothingMatchedError: the library has no such matrix.
+    """
+    path = find_file(name_or_path, "matrix", library_names())
+    document = read_yaml(path)
+    reading = Reading(document, list(document.problems))
+    settings = tuple(settings)
+
+    def load(scenario: Document) -> Loaded:
+        return load_document(path, scenario, kinds, None, settings, offered)
+
+    if isinstance(document.value, dict) and "faults" in document.value and not is_matrix(document):
+        return _of_one_scenario(path, load(document), document)
+    values = _MATRIX.check(reading, (), document.value)
+    if values is BAD:
+        raise in_order(reading.problems)
+    axes = tuple(_axis(reading, name, each) for name, each in values.get("axes", {}).items())
+    by_name = {axis.name: axis for axis in axes}
+    cases = tuple(_case(reading, number, values, by_name) for number in _whole_cases(values))
+    if reading.problems:
+        raise in_order(reading.problems)
+    try:
+        made = cells(axes, cases)
+    except UserError as error:
+        raise in_order(reading.located(each) for each in error.problems) from None
+    planned, absent = _checked(reading, path, made, load)
+    return Matrix(path, values["name"], values["about"].strip(), axes, planned, absent)
+
+
+def _of_one_scenario(path: Path, loaded: Loaded, document: Document) -> Matrix:
+    assert isinstance(document.value, dict)
+    scenario = loaded.scenario
+    cell = Cell(scenario.name, (), dict(document.value), {})
+    return Matrix(path, scenario.name, scenario.about, (), (Planned(cell, loaded, 1),), ())
+
+
+def _whole_cases(values: Mapping[str, Any]) -> list[int]:
+    """Returns the numbers of the cases that have what a case must have."""
+    cases = enumerate(values.get("cases", ()))
+    return [number for number, each in cases if each is not BAD and {"name", "faults"} <= each.keys()]
+
+
+def _axis(reading: Reading, name: str, value: Any) -> Axis:
+    path: KeyPath = ("axes", name)
+    if isinstance(value, dict) and value:
+        for label, fields in value.items():
+            if not isinstance(fields, dict) or not fields:
+                reading.refuse((*path, label), "a mapping of fields", shown(fields))
+        return Axis(name, value, {label: (*path, label) for label in value})
+    if not isinstance(value, list) or not value or any(isinstance(each, (dict, list)) for each in value):
+        reading.refuse(path, "a list of values, or a mapping of label: fields", shown(value))
+        return Axis(name, {})
+    labels = [str(each) for each in value]
+    for number, label in enumerate(labels):
+        if label in labels[:number]:
+            reading.refuse((*path, number), "each value once", repr(label))
+    places: dict[str, KeyPath] = {label: (*path, number) for number, label in enumerate(labels)}
+    return Axis(name, dict(zip(labels, value, strict=True)), places)
+
+
+def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mapping[str, Axis]) -> Case:
+    own = matrix["cases"][number]
+    path: KeyPath = ("cases", number)
+    if any(each is not BAD and each.get("name") == own["name"] for each in matrix["cases"][:number]):
+        reading.refuse((*path, "name"), "a name of its own", repr(own["name"]))
+    values = {
+        "version": VERSION,
+        "name": own["name"],
+        "about": own.get("about", matrix.get("about")),
+        "job": {**matrix.get("job", {}), **own.get("job", {})},
+        "faults": own["faults"],
+        "expect": {**matrix.get("expect", {}), **own.get("expect", {})},
+    }
+    only: dict[str, tuple[str, ...]] = {}
+    for name, labels in own.get("only", {}).items():
+        if not isinstance(labels, list) or not labels:
+            reading.refuse((*path, "only", name), "a list of labels", shown(labels))
+        else:
+            only[name] = tuple(str(label) for label in labels)
+    _check_uses(reading, path, values, axes, at=())
+    return Case(own["name"], {name: each for name, each in values.items() if each}, only, path)
+
+
+def _check_uses(reading: Reading, path: KeyPath, value: Any, axes: Mapping[str, Axis], at: KeyPath) -> None:
+    """Fields go in by ``with: $axis``, values by ``key: $axis``: neither can stand for the other."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            for name in spread_axes(each) if key == SPREAD else ():
+                if name in axes and not all(isinstance(one, dict) for one in axes[name].values.values()):
+                    expected = "an axis whose values are mappings of fields"
+                    reading.refuse((*path, *at, key), expected, repr(f"${name}"))
+            scalar = isinstance(each, str) and each.startswith("$") and key != SPREAD
+            if scalar and any(isinstance(one, dict) for one in _values(axes, str(each)[1:])):
+                reading.refuse((*path, *at, key), "an axis whose values are no mappings", repr(each), "use `with`")
+            if key != SPREAD:
+                _check_uses(reading, path, each, axes, (*at, key))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            _check_uses(reading, path, each, axes, (*at, number))
+
+
+def _values(axes: Mapping[str, Axis], name: str) -> Iterable[Any]:
+    return axes[name].values.values() if name in axes else ()
+
+
+def _checked(
+    reading: Reading, path: Path, made: list[Cell], load: Callable[[Document], Loaded]
+) -> tuple[tuple[Planned, ...], tuple[Cell, ...]]:
+    planned: list[Planned] = []
+    absent: list[Cell] = []
+    problems: dict[tuple[str, int, int, str], Problem] = {}
+    for cell in made:
+        try:
+            loaded = load(_document(reading, cell))
+        except UserError as error:
+            wrong = [each for each in error.problems if not _is_absent(each)]
+            problems |= {(each.field, each.line, each.column, each.expected): each for each in wrong}
+            if not wrong:
+                absent.append(cell)
+            continue
+        planned.append(Planned(cell, loaded, reading.place(cell.origins[()])[0]))
+    there = {label for each in planned for label in each.cell.labels}
+    for axis, label in dict.fromkeys(label for cell in absent for label in cell.labels):
+        if (axis, label) not in there and not problems:
+            origin = next(cell.origins for cell in absent if (axis, label) in cell.labels)[()]
+            line, column = reading.place(origin)
+            hint = "no stage of any case has it"
+            problem = Problem(f"axes.{axis}", "values with a cell", repr(label), hint, str(path), line, column)
+            problems[problem.field, line, column, label] = problem
+    if problems:
+        raise in_order(problems.values())
+    return tuple(planned), tuple(absent)
+
+
+def _is_absent(problem: Problem) -> bool:
+    return bool(_ABSENT.fullmatch(problem.field)) and problem.expected.startswith("an action of stage")
+
+
+def _document(reading: Reading, cell: Cell) -> Document:
+    """Returns the scenario of a cell, with the places at which the matrix file says each of its values."""
+    known = reading.document.places
+
+    def written(origin: KeyPath) -> KeyPath:
+        # What holds for every case stands beside the cases: cases.0.job.stages is job.stages there.
+        return origin[2:] if origin not in known and origin[2:] in known and origin[2:] else origin
+
+    places, key_places = (
+        {path: reading.place(written(origin), key=key) for path, origin in cell.origins.items()}
+        for key in (False, True)
+    )
+    return Document(reading.document.source, cell.values, places, key_places)

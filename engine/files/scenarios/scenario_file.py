@@ -1,0 +1,245 @@
+"""Reads scenario files, strictly: every mistake of a file comes out at once, each with its line and column.
+
+Rules: the job of a scenario is what its file says and the defaults are; neither the user's files nor the environment
+change it, so that a scenario means the same everywhere. A scenario is found by its path, or by its bare name in the
+library that comes with the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.config.job import Job
+from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
+from engine.core.faults.expansion import expand
+from engine.core.faults.fault import After, At, Fault
+from engine.core.faults.fault_kind import FaultKind
+from engine.core.faults.scenario import Every, Expect, Limits, Scenario, Target, Trigger, Wanted
+from engine.core.faults.scenario_rules import Found, check_found
+from engine.core.scalar import Scalar
+from engine.files.jobs.job_file import Offered, anything, merge
+from engine.files.jobs.job_layers import document_layer, set_layer
+from engine.files.jobs.job_value import shown
+from engine.files.scenarios.form import Reading, in_order
+from engine.files.scenarios.scenario_schema import CHECKPOINT, scenario_form
+from engine.files.strict_yaml import Document, KeyPath, read_yaml
+
+SUFFIX = ".yaml"
+MATRIX_PREFIX = "matrix-"
+RUN_MATRIX = "bamboo matrix {}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A scenario, where it stands, the concrete faults that a seed makes of it, and what was set beside the file."""
+
+    path: Path
+    scenario: Scenario
+    seed: int
+    faults: tuple[Fault, ...]
+    settings: tuple[str, ...] = ()
+
+
+def library() -> Path:
+    """Returns the folder of the scenarios that come with the program: in the package, or beside it in a checkout."""
+    package = Path(__file__).parents[2]
+    return next((each for each in (package / "scenarios", package.parent / "scenarios") if each.is_dir()), package)
+
+
+def library_names() -> list[str]:
+    """Returns the bare names of the library, in order."""
+    return sorted(path.stem for path in library().glob(f"*{SUFFIX}"))
+
+
+def scenario_names() -> list[str]:
+    """Returns those of them that are scenarios, and not matrices of many."""
+    return [name for name in library_names() if not name.startswith(MATRIX_PREFIX)]
+
+
+def find_scenario(name_or_path: str) -> Path:
+    """Returns the file of a scenario; whatever looks like a path is one.
+
+    Raises:
+        NothingMatchedError: it is a bare name that no scenario of the library has.
+    """
+    return find_file(name_or_path, "scenario", scenario_names())
+
+
+def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
+    """Returns the path that is given, or the file in the library of one of the bare `names`, which are of `what`.
+
+    Raises:
+        NothingMatchedError: it is another bare name.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (SUFFIX, ".yml") or len(path.parts) != 1:
+        return path
+    if name_or_path not in names:
+        is_matrix = name_or_path in library_names()
+        hint = f"it is a matrix: {RUN_MATRIX.format(name_or_path)}" if is_matrix else nearest(name_or_path, names)
+        hint = hint or f"there is {', '.join(names)}"
+        raise NothingMatchedError(f"no {what} is called {name_or_path!r} ({hint}); a file is given by its path")
+    return library() / f"{name_or_path}{SUFFIX}"
+
+
+def is_matrix(document: Document) -> bool:
+    """Says whether a document has the form of a matrix of many scenarios, and not of one."""
+    return any((name,) in document.key_places for name in ("cases", "axes"))
+
+
+def load_scenario(
+    name_or_path: str,
+    kinds: Mapping[str, FaultKind],
+    seed: int | None = None,
+    settings: Iterable[str] = (),
+    offered: Offered = anything,
+) -> Loaded:
+    """Returns a scenario and its faults; the seed is the job's unless given.
+
+    `settings` are ``FIELD=VALUE`` that replace fields of its job, `offered` knows what its job may name.
+
+    Raises:
+        UserError: with every problem found.
+        NothingMatchedError: the library has no such scenario.
+    """
+    path = find_scenario(name_or_path)
+    document = read_yaml(path)
+    if is_matrix(document):
+        hint = f"run it with {RUN_MATRIX.format(path)}"
+        raise UserError([Problem("", "a scenario", "a matrix of many", hint, document.source)])
+    return load_document(path, document, kinds, seed, settings, offered)
+
+
+def load_document(
+    path: Path,
+    document: Document,
+    kinds: Mapping[str, FaultKind],
+    seed: int | None = None,
+    settings: Iterable[str] = (),
+    offered: Offered = anything,
+) -> Loaded:
+    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file."""
+    reading, settings = Reading(document, list(document.problems)), tuple(settings)
+    scenario = _scenario(reading, kinds, settings, offered)
+    seed = scenario.job.seed if seed is None else seed
+    try:
+        return Loaded(path, scenario, seed, expand(scenario, seed), settings)
+    except UserError as error:
+        raise in_order(reading.located(each) for each in error.problems) from None
+
+
+def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterable[str], offered: Offered) -> Scenario:
+    document = reading.document
+    if document.value is None and not document.problems:
+        reading.refuse((), "a scenario", "an empty file")
+    job = _job(reading, settings, offered)
+    values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
+    values = values if isinstance(values, dict) else {}
+    listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
+    faults = {number: each for number, each in enumerate(listed) if each is not None}
+    expect = _expect(values.get("expect", {}))
+    whole = len(faults) == len(listed) and all(each.do for each in faults.values())
+    found = Found(job, faults, whole)
+    ending = {kind.name for kind in kinds.values() if kind.ends}
+    reading.problems += [reading.located(each) for each in check_found(found, expect, ending)]
+    if reading.problems or job is None:
+        raise in_order(reading.problems)
+    return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
+
+
+def _job(reading: Reading, settings: Iterable[str], offered: Offered) -> Job | None:
+    """Returns the job of a scenario; None, with its problems reported, when it is no good."""
+    # The document's own problems have been reported; a part of it has none but those of its values.
+    try:
+        return merge([document_layer(_part(reading.document, "job")), set_layer(settings)], offered).job
+    except UserError as error:
+        for each in error.problems:
+            name = f"job.{each.field}" if each.field else "job"
+            reading.problems.append(replace(each, field=name, source=each.source or reading.document.source))
+    return None
+
+
+def _part(document: Document, name: str) -> Document:
+    """Returns the part of a document under a key, as a document of its own; an absent part says nothing."""
+    value = document.value.get(name) if isinstance(document.value, dict) else None
+    places, key_places = (
+        {path[1:]: place for path, place in found.items() if path[:1] == (name,)}
+        for found in (document.places, document.key_places)
+    )
+    return Document(document.source, value if isinstance(value, dict) else None, places, key_places)
+
+
+def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job) -> Wanted | None:
+    """Returns one fault; None, with its problems reported, where its id or moment is no good."""
+    path: KeyPath = ("faults", number)
+    if not isinstance(values, dict):
+        return None
+    kind = kinds.get(str(values.get("do")))
+    parameters = {} if kind is None else _parameters(reading, path, kind, values, kinds)
+    trigger: Trigger | None = None
+    if "at" in values:
+        trigger = _at(reading, (*path, "at"), values["at"], job)
+    elif "after" in values and "fault" in values["after"]:
+        trigger = After(values["after"]["fault"], values["after"].get("phase"), values["after"].get("delay", 0))
+    elif "every" in values and {"mtbf", "count"} <= values["every"].keys():
+        trigger = Every(values["every"]["mtbf"], values["every"]["count"])
+    bad = {each.field for each in reading.problems}
+    name, moment, target = (".".join(map(str, (*path, each))) for each in ("id", "at", "target"))
+    if trigger is None or name in bad or any(each.startswith(moment) for each in bad):
+        return None
+    whom = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
+    do = "" if kind is None else kind.name
+    return Wanted(values.get("id", f"fault-{number + 1}"), trigger, Target(**whom), do, parameters)
+
+
+def _parameters(
+    reading: Reading, path: KeyPath, kind: FaultKind, values: Mapping[str, Any], kinds: Mapping[str, FaultKind]
+) -> dict[str, Scalar]:
+    known = {each.name: each for each in kind.parameters}
+    foreign = {each.name for other in kinds.values() for each in other.parameters} - known.keys()
+    given: dict[str, Scalar] = {}
+    for name, value in values.items():
+        if name in foreign:
+            hint = f"it has {', '.join(known)}" if known else "it has none"
+            reading.refuse((*path, name), f"a parameter of {kind.name}", repr(name), hint, key=True)
+        elif name in known:
+            found = known[name].read(value)
+            if found is None:
+                hint = nearest(str(value), known[name].choices)
+                reading.refuse((*path, name), known[name].expected, shown(value), hint)
+            else:
+                given[known[name].key] = found
+    for name, parameter in known.items():
+        if parameter.required and name not in values:
+            reading.refuse((*path, name), parameter.expected, "nothing", f"{kind.name} needs it: {parameter.about}")
+    return kind.with_defaults(given)
+
+
+def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:
+    name = values.get("action", Op.B.value)
+    if name == CHECKPOINT:
+        reading.refuse((*path, "action"), "an action that a step has", repr(name), "checkpoints are not built yet")
+        return None
+    op = Op(name)
+    microbatch = values.get("microbatch", job.microbatches // 2)
+    if op in STAGE_OPS:
+        if "microbatch" in values:
+            hint = f"{op} concerns the whole stage"
+            reading.refuse((*path, "microbatch"), f"no microbatch beside {op}", str(microbatch), hint, key=True)
+        microbatch = WHOLE_STAGE
+    if not {"step", "stage"} <= values.keys():
+        return None
+    return At(
+        values["step"], Action(values["stage"], op, microbatch, values.get("pipeline", 0)), values.get("when", "before")
+    )
+
+
+def _expect(values: Mapping[str, Any]) -> Expect:
+    limits = values.get("recovery")
+    if limits is not None:
+        limits = Limits(limits.get("p95"), limits.get("max"), limits.get("phases", {}))
+    return Expect(**{**values, "recovery": limits})

@@ -1,0 +1,183 @@
+"""The form of a scenario file, said once: files are checked against it, and the JSON schema is made of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from engine.core.action import Op
+from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
+from engine.core.config.job import FIELD_HELP
+from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
+from engine.core.faults.fault import PHASES, ROLES, WHENS
+from engine.core.faults.fault_kind import FaultKind, Parameter
+from engine.core.faults.scenario import OUTCOMES
+from engine.files.jobs.job_layers import VERSION as JOB_VERSION
+from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
+from engine.files.scenarios.form import Entry, Form, ListOf, Mapped, Scalar, choice, flag, text, whole
+
+VERSION = 1
+CHECKPOINT = "CHECKPOINT"  # read so that it can be refused with the reason
+ACTIONS = (*(op.value for op in Op if op is not Op.REDO_F), CHECKPOINT)
+ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}"
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_STEPS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) steps?")
+
+
+def _read_steps(value: object) -> float | None:
+    match = _STEPS.fullmatch(value) if isinstance(value, str) else None
+    return float(match[1]) if match and float(match[1]) > 0 else None
+
+
+def _read_duration(value: object) -> int | None:
+    return parse_duration(value) if isinstance(value, str) else None
+
+
+DURATION = Scalar(DURATION_FORM, _read_duration, {"type": "string", "pattern": DURATION_PATTERN})
+STEPS = Scalar("a number of steps such as 20 steps", _read_steps, {"type": "string", "pattern": f"^{_STEPS.pattern}$"})
+ANYTHING = Scalar("a mapping", lambda value: value if isinstance(value, dict) else None, {"type": "object"})
+
+AT = Mapped(
+    {
+        "step": Entry(whole(), "the step, from 0", required=True),
+        "pipeline": Entry(whole(), "the pipeline of the slot (default 0)"),
+        "stage": Entry(whole(), "the stage of the slot", required=True),
+        "action": Entry(choice(*ACTIONS), "the action of the slot's owner (default B)"),
+        "microbatch": Entry(whole(), "the microbatch of the action (default: the middle one)"),
+        "when": Entry(choice(*WHENS), "before, during or after the action (default before)"),
+    }
+)
+AFTER = Mapped(
+    {
+        "fault": Entry(text("the id of another fault", ID_PATTERN), "the fault that must have struck", required=True),
+        "phase": Entry(choice(*PHASES), "the phase of the recovery from it that must have begun"),
+        "delay": Entry(DURATION, "the time that must have passed since"),
+    },
+    any_of=("phase", "delay"),
+)
+EVERY = Mapped(
+    {
+        "mtbf": Entry(STEPS, "the mean number of steps between two faults", required=True),
+        "count": Entry(whole(1), "how many faults at most", required=True),
+    }
+)
+TARGET = Mapped(
+    {
+        "pipeline": Entry(whole(), "the pipeline of a slot"),
+        "stage": Entry(whole(), "the stage of a slot: whoever owns it then"),
+        "worker": Entry(whole(), "a worker by its number"),
+        "role": Entry(choice("random", *ROLES), "who plays a part then; random is drawn before the run"),
+        "count": Entry(whole(1), "victims that are struck at the same moment (default 1)"),
+        "adjacent": Entry(flag(), "whether their slots are neighbours in one pipeline"),
+    }
+)
+EXPECT = Mapped(
+    {
+        "outcome": Entry(choice(*OUTCOMES), "what becomes of the run (default recovered)"),
+        "trajectory": Entry(choice("identical"), "every committed step has the bits of the fault-free twin"),
+        "steps_lost": Entry(whole(), "committed steps that are done again, at most"),
+        "samples": Entry(choice("exactly-once"), "every committed step counts every sample once"),
+        "culprit": Entry(choice("exact", "nobody"), "exact: who was struck is put out, and nobody else"),
+        "leftovers": Entry(choice("none"), "no process, socket, shared memory, file or key stays behind"),
+        "recovery": Entry(
+            Mapped(
+                {
+                    "p95": Entry(DURATION, "the 95th percentile of the pauses, at most"),
+                    "max": Entry(DURATION, "the longest pause, at most"),
+                    "phases": Entry(
+                        Mapped({name: Entry(DURATION, f"{name}, at most") for name in TIMED_PHASES}),
+                        "the longest that a phase took, at most",
+                    ),
+                }
+            ),
+            "what a recovery may take",
+        ),
+    }
+)
+
+
+def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
+    """Returns the form of a whole file, given the kinds of faults that can be asked for."""
+    fault = Mapped(
+        {
+            "id": Entry(text("an id of letters, digits and . _ -", ID_PATTERN), "a name for it (default fault-N)"),
+            "at": Entry(AT, "the action of a step at which it strikes"),
+            "after": Entry(AFTER, "the other fault, or phase of its recovery, after which it strikes"),
+            "every": Entry(EVERY, "random moments, drawn before the run"),
+            "target": Entry(TARGET, "who is struck (default: who owns the slot of the action, or recovers)"),
+            "do": Entry(choice(*kinds), "; ".join(f"{each.name}: {each.about}" for each in kinds.values()), True),
+            **{name: Entry(*parameter) for name, parameter in _parameters(kinds).items()},
+        },
+        one_of=("at", "after", "every"),
+    )
+    return Mapped(
+        {
+            "version": Entry(constant(VERSION), f"{VERSION}", required=True),
+            "name": Entry(text("a name of letters, digits and . _ -", ID_PATTERN), "its name", required=True),
+            "about": Entry(text("one sentence"), "what it shows, in one sentence", required=True),
+            "job": Entry(ANYTHING, "the job: the fields of a job file"),
+            "faults": Entry(ListOf(fault), "what is done to whom, and when", required=True),
+            "expect": Entry(EXPECT, "what must come of it"),
+        }
+    )
+
+
+def json_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
+    """Returns the JSON schema of scenario files."""
+    schema = scenario_form(kinds).schema()
+    schema["properties"]["job"] = {"description": "the job", **job_schema()}
+    return {"$schema": DIALECT, "title": "a bamboo scenario", **schema}
+
+
+def job_file_schema() -> dict[str, Any]:
+    """Returns the JSON schema of job files."""
+    schema = job_schema()
+    schema["properties"]["version"] = {"const": JOB_VERSION}
+    return {"$schema": DIALECT, "title": "a bamboo job", **schema}
+
+
+def job_schema() -> dict[str, Any]:
+    """Returns the JSON schema of the fields of a job."""
+    properties = {name: {"description": FIELD_HELP[name], **_job_field(name)} for name in FIELD_TYPES}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _job_field(name: str) -> dict[str, Any]:
+    kind = FIELD_TYPES[name]
+    if name in ARGS_FIELDS:
+        return {"type": "object"}
+    if get_origin(kind) is Literal:
+        return {"enum": list(get_args(kind))}
+    if name == "partition":
+        return {"type": ["string", "array"], "items": {"type": "integer"}}
+    return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}
+
+
+def constant(value: int) -> Scalar:
+    """Returns the form of a number that is always the same."""
+    return Scalar(str(value), lambda found: found if type(found) is int and found == value else None, {"const": value})
+
+
+def _parameters(kinds: Mapping[str, FaultKind]) -> dict[str, tuple[Form, str]]:
+    """Returns form and meaning of every parameter of any kind, by name; kinds that share a name share its meaning."""
+    found: dict[str, tuple[Form, str]] = {}
+    for kind in kinds.values():
+        for each in kind.parameters:
+            about = f"{kind.name}: {each.about}"
+            if each.name in found:
+                about = f"{found[each.name][1]}; {about}"
+            found[each.name] = (Scalar("a value", lambda value: value, _parameter_json(each)), about)
+    return found
+
+
+def _parameter_json(parameter: Parameter) -> dict[str, Any]:
+    if parameter.form == "choice":
+        return {"enum": list(parameter.choices)}
+    return {
+        "duration": DURATION.schema(),
+        "count": {"type": "integer", "minimum": 0},
+        "number": {"type": "number", "exclusiveMinimum": 0},
+        "text": {"type": "string"},
+    }[parameter.form]

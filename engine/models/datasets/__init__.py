@@ -1,0 +1,1 @@
+"""The built-in data, as pure functions of their keys."""

@@ -1,0 +1,1 @@
+"""Pages: HTML that opens without a network, with its styles and scripts."""

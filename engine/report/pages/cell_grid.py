@@ -1,0 +1,107 @@
+"""The grid of a matrix: actions down, stages and faults across; a letter in each field, and a colour beside it.
+
+Rules: the letter says all, so that nothing is lost without colours: P passed, F failed, I invalid, - not run, and
+nothing where there is no such cell. A field of several cells shows the worst of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from engine.core.checks.cell_result import CellResult
+
+_LETTERS = {"failed": "F", "invalid": "I", "": "-", "passed": "P"}  # the worst first
+_ANSI = {"F": "31", "I": "33", "-": "90", "P": "32"}
+LEGEND = "P passed  F failed  I invalid  - not run"
+
+Labels = Mapping[str, str]
+Column = tuple[str, str]  # fault and stage
+Cell = tuple[str, CellResult | None]  # its name, and what came of it, unless it was not run
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The fields of a grid: row and column names, and the cells of each (row, column), the worst first.
+
+    `axis` says what the rows are.
+    """
+
+    axis: str
+    rows: tuple[str, ...]
+    columns: tuple[Column, ...]
+    fields: Mapping[tuple[str, Column], tuple[Cell, ...]]
+
+    def letter(self, row: str, column: Column) -> str | None:
+        """Returns the letter of a field, or None where there is no cell."""
+        cells = self.fields.get((row, column))
+        return letter_of(cells[0][1]) if cells else None
+
+
+def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResult]) -> Grid:
+    """Returns the grid of the cells, (name, labels), as far as there are `results` of them by name."""
+    order = list(_LETTERS.values())
+    fields: dict[tuple[str, Column], list[Cell]] = {}
+    axes: set[str] = set()
+    for name, labels in cells:
+        axes.add("action" if labels.get("action") else "case")
+        column = (labels.get("fault", labels.get("do", "")), labels.get("stage", ""))
+        fields.setdefault((_row(name, labels), column), []).append((name, results.get(name)))
+    rows = tuple(dict.fromkeys(row for row, _ in fields))
+    stages = _in_order([[stage for row, (_, stage) in fields if row == each] for each in rows])
+    faults = {fault: number for number, fault in enumerate(dict.fromkeys(column[0] for _, column in fields))}
+    columns = sorted({column for _, column in fields}, key=lambda each: (faults[each[0]], stages[each[1]]))
+    worst_first = {
+        field: tuple(sorted(found, key=lambda cell: order.index(letter_of(cell[1])))) for field, found in fields.items()
+    }
+    return Grid(" or ".join(sorted(axes)), rows, tuple(columns), worst_first)
+
+
+def _in_order(stages: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Returns the place of each stage: as in the rows that have the most of them, for not every action has all."""
+    longest_first = sorted(stages, key=lambda each: len(set(each)), reverse=True)
+    return {stage: place for place, stage in enumerate(dict.fromkeys(chain.from_iterable(longest_first)))}
+
+
+def letter_of(result: CellResult | None) -> str:
+    """Returns the letter of one cell."""
+    return _LETTERS[result.result if result else ""]
+
+
+def _row(name: str, labels: Labels) -> str:
+    return labels.get("action") or name.partition("/")[0]
+
+
+def grid_text(grid: Grid, colours: bool) -> str:
+    """Returns the grid for a terminal."""
+    first = max((len(row) for row in grid.rows), default=0)
+    groups = column_groups(grid.columns)
+    widths = [max(len(fault), 2 * len(stages)) + 2 for fault, stages in groups]
+    head = "".join(fault.ljust(width) for (fault, _), width in zip(groups, widths, strict=True))
+    below = "".join(
+        "".join(f"{stage[:1] or ' '} " for stage in stages).ljust(width)
+        for (_, stages), width in zip(groups, widths, strict=True)
+    )
+    lines = [f"{'':<{first}}  {head}".rstrip(), f"{'':<{first}}  {below}".rstrip()]
+    for row in grid.rows:
+        fields = []
+        for (fault, stages), width in zip(groups, widths, strict=True):
+            shown = "".join(f"{_shown(grid.letter(row, (fault, stage)), colours)} " for stage in stages)
+            fields.append(shown + " " * (width - 2 * len(stages)))
+        lines.append(f"{row:<{first}}  {''.join(fields)}".rstrip())
+    return "\n".join([line for line in lines if line.strip()] + [LEGEND])
+
+
+def column_groups(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
+    """Returns the stages of each fault."""
+    groups: dict[str, list[str]] = {}
+    for fault, stage in columns:
+        groups.setdefault(fault, []).append(stage)
+    return list(groups.items())
+
+
+def _shown(letter: str | None, colours: bool) -> str:
+    if letter is None:
+        return " "
+    return f"\x1b[{_ANSI[letter]}m{letter}\x1b[0m" if colours else letter

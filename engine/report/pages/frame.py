@@ -1,0 +1,103 @@
+"""The frame of every page: it opens without a network, with a heading, a timeline to zoom in, and what it is given.
+
+Rules: every text from outside is escaped, for HTML and for scripts. The page's policy lets no other script run than
+the two that are here named by their hashes, and lets none of them ask anything of any network.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import pandas as pd
+from plotly.offline import get_plotlyjs
+
+from engine.report.formats import cell_text
+
+Tile = tuple[str, str, str]  # what, figure, unit
+_TEXT_COLUMNS = {"what", "text", "reason"}
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What stands above all else, and the note below the timeline; `mood` is good, bad or open."""
+
+    command: str
+    name: str
+    mood: str
+    sentence: str
+    tiles: Sequence[Tile]
+    note: str = ""
+
+
+def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
+    """Returns a page as HTML: `sections` is HTML, `data` what the scripts draw, `timeline` and `charts` of it."""
+    plotly, script = get_plotlyjs(), asset("timeline.js") + asset("page.js")
+    return Template(asset("frame.html")).substitute(
+        policy=_policy(plotly, script),
+        title=html.escape(f"{heading.name}: {heading.sentence}"),
+        css=asset("page.css"),
+        command=heading.command,
+        name=html.escape(heading.name),
+        mood=heading.mood,
+        headline=re.sub(r"(\d) (ms|s)\b", r"\1&nbsp;\2", html.escape(heading.sentence)),
+        tiles="".join(_tile(*each) for each in heading.tiles),
+        note=heading.note,
+        sections=sections,
+        data=_for_script(data),
+        plotly=plotly,
+        script=script,
+    )
+
+
+def asset(name: str) -> str:
+    """Returns the text of a file that stands beside this module."""
+    return files("engine.report.pages").joinpath(name).read_text(encoding="utf-8")
+
+
+def html_table(table: pd.DataFrame) -> str:
+    """Returns a table as HTML, every cell escaped."""
+    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in table.dtypes]
+    head = "".join(
+        f'<th class="{"number" if number else ""}">{html.escape(str(name))}</th>'
+        for name, number in zip(table.columns, numeric, strict=True)
+    )
+    rows = []
+    for values in table.itertuples(index=False, name=None):
+        cells = []
+        for name, value, number in zip(table.columns, values, numeric, strict=True):
+            kind = "number" if number else "text" if name in _TEXT_COLUMNS else ""
+            cells.append(f'<td class="{kind}">{html.escape(cell_text(value))}</td>')
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _tile(name: str, figure: str, unit: str) -> str:
+    return f"<div><dt>{name}</dt><dd>{html.escape(figure)} <small>{html.escape(unit)}</small></dd></div>"
+
+
+def _policy(*scripts: str) -> str:
+    hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def _for_script(data: Any) -> str:
+    """Returns JSON that cannot end the element it stands in; what is not a number is null."""
+    return json.dumps(_finite(data), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

@@ -1,0 +1,130 @@
+"""The page about the program of a job: its dry run as a timeline, and the residuals that every worker keeps when.
+
+Rules: what computes is shown; all else takes no time in a dry run. A bar for another worker's slot is striped. The
+lower chart follows the upper one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from engine.core.action import COMPUTE_OPS, Op
+from engine.core.analysis.schedule_comparison import over_none
+from engine.core.analysis.utilization import bubbles, stash_curves
+from engine.core.config.initial_program import planned
+from engine.core.config.job import Job
+from engine.core.ownership import Ownership
+from engine.core.program.dry_run import DryRun, dry_run
+from engine.core.schedules.csv_text import name_of
+from engine.report.pages.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
+from engine.report.pages.timeline import REDUNDANT, packed
+
+_KINDS = {
+    Op.F: ("forward", SKY),
+    Op.B: ("backward", ORANGE),
+    Op.I: ("backward for the input", YELLOW),
+    Op.W: ("backward for the weights", GREEN),
+}
+_LINES = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, GREY)
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def schedule_page(job: Job) -> str:
+    """Returns the page as HTML; times are in forwards of one stage, of which a backward takes two."""
+    program, ownership = planned(job)
+    run = dry_run(program, ownership)
+    idle = bubbles(run)
+    told = f"{len(idle)} workers, {run.makespan:g} units, of which a worker waits {run.bubble:.1%} on average"
+    tiles: list[Tile] = [
+        ("length", f"{run.makespan:g}", "forwards of a stage"),
+        ("bubble", f"{run.bubble:.1%}", "of the time"),
+        ("most residuals", f"{max(run.peak_stash.values())}", "on one worker"),
+        ("microbatches", f"{job.microbatches}", f"through {job.stages} stages"),
+    ]
+    if job.redundancy == "eager":
+        tiles.append(("redundant forwards", f"{over_none(run, job.schedule, ownership):.1%}", "longer than none"))
+    slots = {worker: " ".join(f"{d}.{stage}" for d, stage in ownership.slots_of(worker)) for worker in idle}
+    table = pd.DataFrame(
+        {
+            "worker": list(idle),
+            "slots": [slots[worker] for worker in idle],
+            "bubble, %": [100 * share for share in idle.values()],
+            "most residuals": [run.peak_stash[worker] for worker in idle],
+        }
+    )
+    data = {
+        "timeline": _timeline(run, ownership, slots, idle),
+        "charts": {"stash": _stash(run).update_layout(template=None).to_plotly_json()},
+        "colours": [colour for _, colour in _KINDS.values()],
+        "phase_colours": {},
+    }
+    sections = asset("schedule.html").replace("$workers", html_table(table))
+    return framed(Heading("bamboo schedule", name_of(job.schedule), "open", told, tiles), sections, data)
+
+
+def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: dict[int, float]) -> dict[str, Any]:
+    """Returns what the page's script draws, in the form that `engine.report.pages.timeline` has."""
+    spans = [span for span in run.spans if span.action.op in COMPUTE_OPS]
+    ops = list(_KINDS)
+    redundant = [ownership.owner(each.action.pipeline, each.action.stage) != each.worker for each in spans]
+    nothing, all_bars = np.zeros(len(spans)), np.zeros(len(idle))
+    return {
+        "unit": "units",
+        "axis": "forwards of a stage",
+        "all": "Whole step",
+        "told": "worker %{customdata[1]}",
+        "follower": "stash",
+        "kinds": [name for name, _ in _KINDS.values()],
+        "texts": [str(span.action) for span in spans],
+        "workers": [{"worker": each, "slots": slots[each], "state": "", "end": None} for each in idle],
+        "actions": {
+            "worker": packed([span.worker for span in spans], "<i4"),
+            "start": packed([span.start for span in spans], "<f8"),
+            "length": packed([span.end - span.start for span in spans], "<f4"),
+            "step": packed(nothing, "<i4"),
+            "epoch": packed(nothing, "<i4"),
+            "text": packed(range(len(spans)), "<i4"),
+            "kind": packed([ops.index(span.action.op) for span in spans], "<u1"),
+            "mark": packed(np.array(redundant) * REDUNDANT, "<u1"),
+        },
+        "bars": {
+            "worker": packed(list(idle), "<i4"),
+            "step": packed(all_bars, "<i4"),
+            "epoch": packed(all_bars, "<i4"),
+            "start": packed(all_bars, "<f8"),
+            "length": packed(all_bars + run.makespan, "<f4"),
+            "busy": packed([1 - share for share in idle.values()], "<f4"),
+        },
+        "commits": [],
+        "steps": [],
+        "recoveries": [],
+        "end": run.makespan,
+    }
+
+
+def _stash(run: DryRun) -> go.Figure:
+    figure = go.Figure()
+    for place, (worker, curve) in enumerate(stash_curves(run).items()):
+        turn, colour = divmod(place, len(_LINES))
+        figure.add_scatter(
+            x=[at for at, _ in curve],
+            y=[stashed for _, stashed in curve],
+            name=f"worker {worker}",
+            mode="lines",
+            line={"color": _LINES[colour], "dash": _DASHES[turn % len(_DASHES)], "shape": "hv", "width": 2},
+            hovertemplate="%{y} from %{x} on<extra>%{fullData.name}</extra>",
+        )
+    figure.update_layout(
+        height=300,
+        hovermode="closest",
+        dragmode=False,
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
+        xaxis={"title": {"text": "forwards of a stage"}, "range": [0, run.makespan], "fixedrange": True},
+        yaxis={"title": {"text": "residuals"}, "rangemode": "tozero", "fixedrange": True},
+    )
+    return figure

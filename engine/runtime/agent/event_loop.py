@@ -1,0 +1,98 @@
+"""The launcher's loop: waits on the workers' links, their pidfds, the store's, signals and the clock at once."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+
+from engine.runtime.agent.agent import Agent
+from engine.runtime.agent.message_handlers import hear
+from engine.runtime.agent.worker_handles import Member
+from engine.runtime.process.children import ForkServer
+from engine.runtime.process.interrupts import Interrupts
+
+_TICK_S = 0.25
+
+
+def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
+    """Serves until every worker has ended, or is left behind; afterwards the agent says how it went."""
+    members = list(agent.members.values())
+    server_pid = _look_at(server, agent, 0)
+    with selectors.DefaultSelector() as selector:
+        selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
+        _watch_store(selector, agent)
+        for member in members:
+            _watch(selector, agent, member)
+        ticked_s = 0.0
+        while any(member.exit_code is None and not member.is_left_behind for member in members):
+            due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
+            wait_s = min(_TICK_S, due_s - time.monotonic())
+            for key, _ in selector.select(max(0.0, wait_s)):
+                # What was ready may have been dealt with by what came before it in this round.
+                if selector.get_map().get(key.fd) is key:
+                    with contextlib.suppress(BlockingIOError):
+                        key.data()
+            agent.injector.look_at_clock()
+            now_s = time.monotonic()
+            if now_s >= agent.deadline_s:
+                agent.overdue()
+            if now_s - ticked_s >= _TICK_S:
+                ticked_s = now_s
+                agent.look_at_clock()
+                server_pid = _look_at(server, agent, server_pid)
+    agent.close()
+
+
+def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> None:
+    def ended() -> None:
+        agent.sees_end(member)
+        _hear_last_words(agent, member)
+        code = member.child.wait()
+        assert code is not None
+        agent.exited(member, code)
+        for end in (member.link, member.child.pidfd):
+            if end in selector.get_map():
+                selector.unregister(end)
+        member.release()
+
+    def spoken() -> None:
+        message = member.link.receive()
+        if message is None:
+            selector.unregister(member.link)
+        else:
+            hear(agent, member, message)
+
+    selector.register(member.child.pidfd, selectors.EVENT_READ, ended)
+    selector.register(member.link, selectors.EVENT_READ, spoken)
+
+
+def _hear_last_words(agent: Agent, member: Member) -> None:
+    """Takes in what a worker said before it ended, which comes before its end, whoever told of that first.
+
+    Something that it started itself may still hold its link open: then nothing is left to receive, which is no end.
+    """
+    with contextlib.suppress(BlockingIOError):
+        while (message := member.link.receive()) is not None:
+            hear(agent, member, message)
+
+
+def _look_at(server: ForkServer, agent: Agent, known: int) -> int:
+    """Records another fork server than was known, and the end of that one; returns which is there now, 0 for none."""
+    now = 0 if server.has_ended() else server.pid
+    if known not in (0, now):
+        agent.recorder.event("fork_server_ended", child=known)
+    if now not in (0, known):
+        agent.recorder.event("fork_server", child=now)
+    return now
+
+
+def _watch_store(selector: selectors.BaseSelector, agent: Agent) -> None:
+    def ended() -> None:
+        selector.unregister(child.pidfd)
+        if agent.replaces_store():
+            _watch_store(selector, agent)
+
+    child = agent.store.child
+    agent.recorder.event("rendezvous", child=child.pid, port=agent.store.port)
+    selector.register(child.pidfd, selectors.EVENT_READ, ended)

@@ -1,0 +1,291 @@
+"""The injector: the agent's part in faults. It knows when each is due and to whom, records it, and strikes.
+
+Rules: a fault is recorded, in the kernel's hands, before anybody feels it. It strikes once; who its victims are is
+decided at the strike. It is confirmed when a sign of its kind has been seen of every victim; of what is not confirmed
+by the end of the run it is said so, because a case with such a fault proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.core.config.job import Job
+from engine.core.faults.catch_up import catch_up_points
+from engine.core.faults.fault import After, At, Fault, Owner, Phase, Victim, Worker, to_plain
+from engine.core.membership.effects import Commit, Effect, PublishEpoch, PublishPlanInput, StartTraining
+from engine.core.membership.state import State
+from engine.core.membership.verdicts import heirs
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.scalar import Scalar
+from engine.runtime.agent.worker_handles import Member, tell_all
+from engine.runtime.faults.registry import Blow, Registered, Sign, registered
+from engine.runtime.ipc.link import Message
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.process.process_state import process_state
+
+_BEGIN_WITH: dict[type[Effect], Phase] = {
+    PublishEpoch: "agree",
+    PublishPlanInput: "plan",
+    StartTraining: "replay",
+    Commit: "heal",
+}
+_LOOK_EVERY_NS = 5_000_000  # at a process whose state shall show what was done to it
+
+
+@dataclass(slots=True)
+class _Struck:
+    """A fault that has struck: in which epoch, whom and for which slot, who owned what, and whose sign is missing."""
+
+    fault: Fault
+    kind: Registered
+    parameters: Mapping[str, Scalar]
+    epoch: int
+    victims: dict[int, Slot | None]
+    before: Ownership
+    missing: set[int]
+
+
+class Injector:
+    """Strikes the workers of one run; `state` returns what the coordinator knows."""
+
+    def __init__(
+        self,
+        job: Job,
+        faults: Sequence[Fault],
+        members: Mapping[int, Member],
+        recorder: Recorder,
+        board: ProgressBoard | None,
+        state: Callable[[], State],
+    ):
+        self._job = job
+        self._grid = Grid(job.stages, job.microbatches, job.pipelines)
+        self._waiting = {fault.id: fault for fault in faults}
+        self._members = members
+        self._recorder = recorder
+        self._board = board
+        self._state = state
+        self._due: list[tuple[int, Callable[[], None]]] = []
+        self._committed = -1  # the last step of which the workers have been told
+        self._scheduled: set[str] = set()  # of those that wait: whose moment has come, and only a delay is left
+        self._struck: dict[str, _Struck] = {}
+
+    @property
+    def due_ns(self) -> float:
+        """When `look_at_clock` is to be called at the latest."""
+        return min((due_ns for due_ns, _ in self._due), default=float("inf"))
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The ids of all faults so far."""
+        return frozenset((*self._waiting, *self._struck))
+
+    def grace_ns(self, worker: int) -> int | None:
+        """Returns the grace that the fault gives which had a worker warned; None where none did."""
+        found = [each.parameters.get("grace_ns") for each in self._struck.values() if worker in each.victims]
+        return next((int(each) for each in reversed(found) if each is not None), None)
+
+    def look_at_clock(self) -> None:
+        """Does what is due."""
+        time_ns = now_ns()
+        due, self._due = (
+            [do for due_ns, do in self._due if due_ns <= time_ns],
+            [each for each in self._due if each[0] > time_ns],
+        )
+        for do in due:
+            do()
+
+    def _later(self, delay_ns: int, do: Callable[[], None]) -> None:
+        self._due.append((now_ns() + delay_ns, do))
+
+    def add(self, faults: Sequence[Fault]) -> None:
+        """Takes in more faults while the job runs; their ids must be new."""
+        self._waiting.update((fault.id, fault) for fault in faults)
+        tell_all(self._members.values(), "arm", faults=[to_plain(fault) for fault in faults])
+
+    def reached(self, phase: Phase, epoch: int) -> None:
+        """Takes in that a phase of the recovery that leads to an epoch has begun."""
+        for fault, cause in self._after(phase):
+            if epoch > cause.epoch:
+                self._schedule(fault)
+        if phase == "agree":
+            self.reached("detect", epoch)  # of whoever is given up while its process lives
+
+    def exit_seen(self, worker: int, code: int) -> None:
+        """Takes in that a worker has ended, before the coordinator is told."""
+        self.sees(worker, "exit", code)
+        for fault, cause in self._after("detect"):
+            if worker in cause.victims:
+                self._schedule(fault)
+
+    def _after(self, phase: Phase | None) -> list[tuple[Fault, _Struck]]:
+        """Returns the faults that wait for a phase of the recovery from one that has struck, and that one."""
+        return [
+            (fault, self._struck[fault.moment.fault])
+            for fault in self._waiting.values()
+            if isinstance(fault.moment, After)
+            and fault.moment.phase == phase
+            and fault.moment.fault in self._struck
+            and fault.id not in self._scheduled
+        ]
+
+    def _schedule(self, fault: Fault) -> None:
+        assert isinstance(fault.moment, After)
+        self._scheduled.add(fault.id)
+        if fault.moment.delay_ns:
+            self._later(fault.moment.delay_ns, lambda: self.strike(fault.id))
+        else:
+            self.strike(fault.id)
+
+    def hear(self, worker: int, message: Message) -> None:
+        """Takes in what a worker says of faults: a moment has come, it has done what was asked, a phase has begun."""
+        match message["kind"]:
+            case "strike":
+                self.strike(message["fault"])
+            case "suffered":
+                self.sees(worker, "suffered", message["how"], message["fault"])
+            case "mark":
+                self.reached(message["phase"], message["epoch"])
+
+    def begins(self, effect: Effect) -> None:
+        """Takes in what the agent is about to do."""
+        if isinstance(effect, StartTraining):
+            self._arm_merged()
+
+    def has_begun(self, effect: Effect) -> None:
+        """Takes in what the agent has done, which may be that a phase of a recovery begins."""
+        phase = _BEGIN_WITH.get(type(effect))
+        if isinstance(effect, PublishPlanInput):
+            self.reached("inventory", effect.epoch)  # whoever has prepared does not say again what it holds
+        if isinstance(effect, Commit):
+            # Every epoch tells the last commit again before it goes on: no step begins with that.
+            is_new, self._committed = effect.step > self._committed, max(effect.step, self._committed)
+            phase = phase if is_new and effect.then == "step" else None
+        if phase is not None:
+            self.reached(phase, effect.epoch)
+
+    def _arm_merged(self) -> None:
+        """Has the heirs, before they begin, say when they have made again what was lost with a fault's victim."""
+        state = self._state()
+        for fault, cause in self._after("merged"):
+            slot = next(iter(cause.victims.values()))
+            if state.epoch <= cause.epoch or slot is None or self._board is None:
+                continue
+            at = self._board.read(cause.before.owner(*slot))
+            points = catch_up_points(self._job, cause.before, slot, (at.step, at.action), state.committed + 1)
+            armed = [to_plain(replace(fault, moment=point)) for point in points]
+            if armed:
+                self._members[state.owners[self._place(slot)]].link.send("arm", faults=armed)
+            else:
+                self._schedule(fault)
+
+    def strike(self, fault_id: str) -> None:
+        """Records a fault and strikes all its victims, unless it has struck before."""
+        fault = self._waiting.pop(fault_id, None)
+        if fault is None:
+            return
+        state, kind = self._state(), registered()[fault.do]
+        victims = self._victims(fault, state)
+        before = Ownership(self._grid, state.owners, state.shadows)
+        parameters = kind.kind.with_defaults(fault.parameters)
+        struck = _Struck(fault, kind, parameters, state.epoch, victims, before, set(victims))
+        self._struck[fault.id] = struck
+        for worker, slot in victims.items():
+            self._recorder.event("fault", **_record(fault, state), of=worker, slot=slot)
+        for worker, slot in victims.items():
+            self._strike(struck, worker, slot)
+        tell_all(self._members.values(), "fired", fault=fault.id)
+        for next_one, cause in self._after(None):
+            if cause is struck:
+                self._schedule(next_one)
+
+    def _strike(self, struck: _Struck, worker: int, slot: Slot | None) -> None:
+        member = self._members[worker]
+        if member.exit_code is not None:
+            return  # no sign of it will ever be seen
+
+        def later(delay_ns: int, do: Callable[[], None]) -> None:
+            self._later(delay_ns, lambda: do() if member.exit_code is None else None)
+
+        if struck.kind.kind.by == "agent":
+            struck.kind.strike(Blow(member.child, struck.parameters, later))
+            self._look(struck, worker)
+        else:
+            fault = struck.fault
+            member.link.send("inflict", fault=fault.id, do=fault.do, parameters=dict(struck.parameters), slot=slot)
+
+    def _look(self, struck: _Struck, worker: int) -> None:
+        """Looks at a process until it shows what was done to it, or ends."""
+        state = process_state(self._members[worker].child) if self._members[worker].exit_code is None else None
+        if state is not None and worker in struck.missing:
+            self.sees(worker, "state", state)
+            self._later(_LOOK_EVERY_NS, lambda: self._look(struck, worker))
+
+    def _victims(self, fault: Fault, state: State) -> dict[int, Slot | None]:
+        """Returns the workers that a fault strikes now, each with the slot that it is struck for."""
+        if isinstance(fault.moment, At):
+            slot: Slot | None = (fault.moment.action.pipeline, fault.moment.action.stage)
+            dead: tuple[int, ...] = ()
+        else:
+            cause = self._struck[fault.moment.fault]
+            slot = next(iter(cause.victims.values()), None)
+            dead = tuple(cause.victims)
+        found = [self._resolved(victim, slot, dead, state) for victim in fault.victims]
+        return dict(each for each in found if each is not None)
+
+    def _resolved(
+        self, victim: Victim, slot: Slot | None, dead: tuple[int, ...], state: State
+    ) -> tuple[int, Slot | None] | None:
+        if isinstance(victim, Worker):
+            owned = Ownership(self._grid, state.owners).slots_of(victim.worker)
+            return victim.worker, next(iter(owned), None)
+        if isinstance(victim, Owner):
+            slot = (victim.pipeline, victim.stage)
+            return state.owners[self._place(slot)], slot
+        if slot is None:
+            return None
+        place = self._place(slot)
+        match victim.role:
+            case "recoverer":  # before the verdict, whoever it is going to be
+                owner = state.owners[place]
+                return (heirs(state, dead).owners[place] if owner in dead else owner), slot
+            case "shadow":
+                return next(((worker, slot) for worker in state.shadows[place] if worker in state.members), None)
+            case "neighbour":
+                following = (slot[0], (slot[1] + 1) % self._grid.stages)
+                return state.owners[self._place(following)], following
+
+    def _place(self, slot: Slot) -> int:
+        return slot[0] * self._grid.stages + slot[1]
+
+    def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
+        """Takes in a sign of what was done to a worker, by a certain fault if the worker says so."""
+        for struck in self._struck.values():
+            if worker not in struck.missing or fault_id not in (None, struck.fault.id):
+                continue
+            if struck.kind.shows(sign, value, struck.parameters):
+                struck.missing.discard(worker)
+                if not struck.missing:
+                    self._recorder.event("confirmed", fault=struck.fault.id, how=f"{sign}: {value}")
+
+    def close(self) -> None:
+        """Says of every fault what is missing."""
+        for fault in self._waiting.values():
+            self._recorder.event("unconfirmed", fault=fault.id, how="it did not strike")
+        for struck in self._struck.values():
+            if struck.missing or not struck.victims:
+                who = ", ".join(f"worker {worker}" for worker in sorted(struck.missing))
+                how = f"no sign of it was seen of {who}" if who else "nobody was there to be struck"
+                self._recorder.event("unconfirmed", fault=struck.fault.id, how=how)
+
+
+def _record(fault: Fault, state: State) -> dict[str, Any]:
+    """Returns what the event of a strike says of a fault."""
+    moment = fault.moment
+    if isinstance(moment, At):
+        what = {"step": moment.step, "action": str(moment.action), "when": moment.when}
+    else:
+        what = {"step": state.committed + 1, "after": moment.fault, "phase": moment.phase}
+    return {"fault": fault.id, "do": fault.do, **what}

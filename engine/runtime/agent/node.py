@@ -1,0 +1,126 @@
+"""This host's hold on the store: one client, the node's lease, and the coordinator's role if it has won it.
+
+Rules: there is one client per host, here and nowhere else. Whoever cannot renew its lease for longer than it lasts is
+out, whatever it believes, and stops; after that it asks the store for nothing more, and deletes nothing that may be
+another's by now. A lease outlasts the deadline of a call, so that an outage which ends in time costs nobody his lease.
+The members' keys hang on the node's lease; one that has ended is deleted at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterable, Iterator
+
+from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
+from engine.core.membership.effects import Effect
+from engine.core.membership.events import Event
+from engine.core.membership.state import State
+from engine.core.store.kv import KV, Delete, Txn
+from engine.runtime.agent.coordinator import ROLE, Coordinator
+from engine.runtime.agent.worker_handles import Member
+from engine.runtime.store.election import Election
+
+Slots = tuple[tuple[int, int], ...]  # (pipeline, stage)
+
+LEASE_TTL_S = 15
+_RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
+_REPORT_EVERY_NS = 1_000_000_000
+
+
+class Node:
+    """This host in the store of one run; its agent is the coordinator."""
+
+    def __init__(self, kv: KV, first: State, now_ns: int):
+        self.name = socket.gethostname()
+        self._kv = kv
+        self._is_out = False
+        self._lease = kv.grant(LEASE_TTL_S)
+        self._election = Election(kv, ROLE, f"{self.name}:{os.getpid()}".encode(), LEASE_TTL_S)
+        if not self._election.poll():
+            raise CoordinatorUnavailableError("another coordinator holds this run")
+        self._coordinator = Coordinator(kv, self._election, first, now_ns)
+        self._renewed_ns = now_ns
+        self._reported_ns = now_ns
+        self._enrolled: dict[int, tuple[int, Slots]] = {}  # pid and slots of each worker, as written
+
+    @property
+    def state(self) -> State:
+        """What the coordinator knows."""
+        return self._coordinator.state
+
+    def handle(self, *events: Event) -> tuple[Effect, ...]:
+        """Takes events in, as one, and returns what is to be done; raises CoordinatorUnavailableError."""
+        with self._in_or_out():
+            return self._coordinator.handle(*events)
+
+    def enrol(self, members: Iterable[Member]) -> None:
+        """Writes down where each worker runs, with its slots now and before."""
+        for member in members:
+            self._enrol(member.worker, member.child.pid, member.slots, ())
+
+    def report(self, now_ns: int) -> None:
+        """Writes down who owns other slots than before and when each was last heard of, at most once a second."""
+        if self._is_out or now_ns - self._reported_ns < _REPORT_EVERY_NS:
+            return
+        self._reported_ns = now_ns
+        sightings = self.state.sightings
+        for worker, (pid, before) in self._enrolled.items():
+            now = _slots_of(worker, self.state)
+            if worker in self.state.members and now != before:
+                self._enrol(worker, pid, now, before)
+        ages = {worker: round((now_ns - seen.heard_ns) / 1e9, 3) for worker, seen in sightings.items()}
+        with self._in_or_out():
+            self._kv.put("heartbeats", json.dumps(ages).encode(), self._lease)
+
+    def strike_off(self, worker: int) -> None:
+        """Deletes the key of a worker that has ended; nobody waits for a lease."""
+        self._enrolled.pop(worker, None)
+        if not self._is_out:
+            with self._in_or_out():
+                self._kv.transact(Txn((), (Delete(_key(worker)),)))
+
+    def renew(self, now_ns: int) -> None:
+        """Renews what this host holds, when it is time; raises CoordinatorUnavailableError if it has lost it."""
+        if self._is_out or now_ns - self._renewed_ns < _RENEW_EVERY_NS:
+            return
+        self._renewed_ns = now_ns
+        with self._in_or_out():
+            if not (self._kv.keep_alive(self._lease) and self._election.renew()):
+                raise LeaseLostError
+
+    def leave(self) -> None:
+        """Deletes every key of the run, if it still is this host's; raises CoordinatorUnavailableError."""
+        if not self._is_out:
+            self._kv.delete_prefix("")
+            self._election.resign()
+            self._kv.revoke(self._lease)
+
+    def _enrol(self, worker: int, pid: int, now: Slots, before: Slots) -> None:
+        value = {"pid": pid, "node": self.name, "now": now, "before": before}
+        with self._in_or_out():
+            self._kv.put(_key(worker), json.dumps(value).encode(), self._lease)
+        self._enrolled[worker] = (pid, now)
+
+    @contextlib.contextmanager
+    def _in_or_out(self) -> Iterator[None]:
+        """Whatever ends with CoordinatorUnavailableError is the last thing that is asked for."""
+        try:
+            yield
+        except LeaseLostError:
+            self._is_out = True
+            raise CoordinatorUnavailableError("the lease of this host has expired: for the others it is out") from None
+        except CoordinatorUnavailableError:
+            self._is_out = True
+            raise
+
+
+def _slots_of(worker: int, state: State) -> Slots:
+    stages = state.options.stages
+    return tuple(divmod(slot, stages) for slot, owner in enumerate(state.owners) if owner == worker)
+
+
+def _key(worker: int) -> str:
+    return f"members/{worker}"

@@ -1,0 +1,149 @@
+"""The account of a run: what its workers have said, put together; pictures and results are made of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from engine.core.checks.audit import AuditBook
+from engine.core.checks.purity import PurityBook
+from engine.core.checks.trajectory import Row
+from engine.core.config.job import Job
+from engine.core.config.job_wants import is_due, shadowed
+from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
+from engine.core.membership.effects import Verdict
+from engine.core.ownership import Ownership
+from engine.core.recovery.ballot import Ballot, Commit, Vote
+from engine.runtime.agent.worker_handles import Member
+from engine.runtime.ipc.link import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One epoch that a verdict made: who is out with it and why, and why it was made, in words."""
+
+    epoch: int
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(slots=True)
+class Account:
+    """What a run has come to so far. Times are monotonic nanoseconds, 0 for what has not come about."""
+
+    job: Job
+    layers: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what users are told at once
+    purity: PurityBook = field(default_factory=PurityBook)
+    going_at_ns: int = 0
+    _book: AuditBook = field(init=False)
+    _ballot: Ballot | None = None
+
+    @property
+    def committed(self) -> int:
+        """The last committed step, -1 before the first."""
+        return len(self.losses) - 1
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Who votes in the open step; None while no votes are taken."""
+        return self._ballot.ownership if self._ballot is not None else None
+
+    def cut(self, message: Message) -> None:
+        """Takes in how the model was cut into stages."""
+        self.layers, self.starts = message["layers"], message["starts"]
+        self._book = AuditBook(len(self.layers), self.job.pipelines)
+
+    def note(self, text: str) -> bool:
+        """Takes in what users are told at once; says whether it is news."""
+        is_news = text not in self.notes
+        self.notes += [text] * is_news
+        return is_news
+
+    def open(self, epoch: int, ownership: Ownership) -> None:
+        """Begins to take the votes of an epoch for the step after the last committed one."""
+        self._ballot = Ballot(epoch, self.committed + 1, ownership, self.job.clip_norm)
+
+    def freeze(self) -> None:
+        """Takes no more votes until the next epoch begins to train."""
+        self._ballot = None
+
+    def heal(self, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        """Begins the step after a committed one, with the shadows that are wanted: the workers do the same."""
+        ballot = self._ballot
+        assert ballot is not None
+        self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
+
+    def vote(self, worker: int, message: Message) -> Commit | None:
+        """Takes in a vote; returns what everybody learns if it was the last one missing.
+
+        Raises InvariantError when replicas disagree on the step before, DivergedError for a norm that is not finite.
+        """
+        if self._ballot is None:
+            return None
+        norms = dict(message["norms"] or ())
+        slot = (message["pipeline"], message["stage"])
+        commit = self._ballot.add(Vote(worker, message["epoch"], message["step"], *slot, norms, message["loss"]))
+        if commit is not None:
+            # Everyone who voted for this step has told the hashes of the one before.
+            self.close_book()
+            if not math.isfinite(commit.grad_norm):
+                raise DivergedError(
+                    f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps"
+                )
+        return commit
+
+    def settle(self, commit: Commit) -> None:
+        """Takes in that a step is committed, which it is when the coordinator has written it down."""
+        self.losses.append(commit.loss)
+
+    def progress(self) -> str:
+        """Returns the last committed step, in words."""
+        return f"last committed step {self.committed}" if self.losses else "no step was committed"
+
+    def audit(self, worker: int, message: Message) -> None:
+        """Takes in the hashes of some layers; raises InvariantError when replicas disagree."""
+        if message["step"] == self.committed:
+            hashes = {layer: (state, buffers) for layer, state, buffers, *_ in message["rows"]}
+            marks = {row[0]: row[3:] for row in message["rows"] if row[3:]}
+            self._book.add(message["step"], worker, message["pipeline"], hashes, marks)
+
+    def close_book(self) -> None:
+        """Makes rows of the hashes of the last committed step."""
+        if self.losses:
+            self.rows += self._book.close(self.committed, self.losses[-1])
+
+    def validated(self, message: Message) -> None:
+        """Takes in the outcome of a validation pass."""
+        self.validations[message["step"]] = (message["loss"], message["metric"])
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns what nobody has told of the last step of a run that has finished, in words."""
+        step = self.committed
+        audited = not is_due(self.job.audit, step, True) or any(row.step == step for row in self.rows[-1:])
+        found = [] if audited else [f"the hashes of step {step}"]
+        return (*found, *([f"the validation after step {step}"] if self.owes_validation(True) else []))
+
+    def owes_validation(self, is_last: bool) -> bool:
+        """Says whether the last committed step is one to validate, and nobody has told the outcome."""
+        every, step = self.job.validate_every, self.committed
+        return step >= 0 and step not in self.validations and is_due(every, step, is_last)
+
+
+def error_of(member: Member, message: Message) -> BambooError:
+    """Returns what a worker said of its end as the error that it is."""
+    if "problems" in message:
+        return UserError(Problem(*problem) for problem in message["problems"])
+    who = f"worker {member.worker} (pid {member.child.pid})"
+    if "traceback" in message:
+        return WorkerFailedError(f"{who} raised\n{message['traceback'].rstrip()}")
+    if message["code"] == ExitCode.EXPECTATION_FAILED:
+        return DivergedError(f"{who}: {message['error']}")
+    error = BambooError(f"{who}: {message['error']}")
+    error.exit_code = ExitCode(message["code"])
+    return error

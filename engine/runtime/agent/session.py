@@ -1,0 +1,260 @@
+"""A session: one job from start to end. Starts the processes, runs the agent, leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership, shadowed
+from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
+from engine.core.faults.fault import Fault, to_plain
+from engine.core.membership.state import Options, State, begin
+from engine.core.ownership import Ownership
+from engine.runtime.agent.agent import AGENT, Agent
+from engine.runtime.agent.event_loop import supervise
+from engine.runtime.agent.fault_requests import FaultRequests
+from engine.runtime.agent.node import Node
+from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.worker_handles import Member, RendezvousStore, close_members, start_members
+from engine.runtime.ipc.progress_board import Progress, ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.process.children import ForkServer
+from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+from engine.runtime.store.etcd_settings import EtcdSettings
+from engine.runtime.store.store_keeper import StoreKeeper
+
+_PATIENCE_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as a picture shows it."""
+
+    worker: int
+    pid: int
+    slots: tuple[tuple[int, int], ...]
+    state: str
+    progress: Progress
+    peak_stash: int
+    peak_memory_kib: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A run as a picture shows it, a few times a second; the account is the agent's own and grows."""
+
+    account: Account
+    workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ended: outcome in a word, the error if there was one, and all that was learned until then.
+
+    `missing` is what a run that has finished lacks of its last step, in words: its last witness went after that commit.
+    """
+
+    outcome: str
+    exit_code: int
+    error: BambooError | None
+    view: View
+    started_at_ns: int
+    ended_at_ns: int
+    missing: tuple[str, ...] = ()
+
+
+def run_session(
+    job: Job,
+    events: Path,
+    logs: Path,
+    watch: Callable[[View], None] = lambda view: None,
+    *,
+    run_id: str = "",
+    etcd: EtcdSettings | None = None,
+    ownership: Ownership | None = None,
+    ranks: tuple[int, ...] | None = None,
+    grace_s: float = 120.0,
+    silence_s: float = 5.0,
+    hang_s: float = 30.0,
+    faults: Sequence[Fault] = (),
+    server: ForkServer | None = None,
+) -> Ending:
+    """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
+
+    Without `etcd` a private one is started for this run. `ownership` gives slots to other workers than the usual
+    ones, `ranks` orders the workers in the process group: neither may change a bit of the result. A worker that gives
+    notice will be gone after `grace_s`; one whom others can replace is given up when it is silent for `silence_s`, or
+    inside one action for `hang_s` and ten times as long as in any of late. `faults` strike workers. A fork `server`
+    that runs already saves its start. Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training.
+    """
+    _refuse_backend(job)
+    started_at_ns = now_ns()
+    ownership = ownership or fresh_ownership(job)
+    ownership = shadowed(job, ownership, ownership.workers())
+    first = first_state(job, ownership, silence_s, hang_s)
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        recorder = _recording(stack, events, job)
+        server = server or stack.enter_context(ForkServer())
+        node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
+        board = ProgressBoard.create(max(ownership.workers()) + 1)
+        stack.callback(board.close)
+        with server.forking():
+            store = RendezvousStore(server, logs)
+            stack.callback(store.close)
+            members = start_members(server, ownership, recorder.fd, board, logs)
+        stack.callback(close_members, list(members.values()))
+        node.enrol(members.values())
+        tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
+        agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
+        for member in members.values():
+            _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
+        supervise(agent, server, interrupts)
+        ending = _ending(agent, _view(agent, board), started_at_ns)
+        recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
+        return ending
+
+
+def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
+    """Opens the events file of a run; its first record is the job."""
+    events_fd = open_events(events)
+    stack.callback(os.close, events_fd)
+    recorder = Recorder(events_fd, AGENT)
+    recorder.event("job", **asdict(job))
+    return recorder
+
+
+def _ticking(watch: Callable[[View], None], board: ProgressBoard, requests: FaultRequests) -> Callable[[Agent], None]:
+    """Returns what is done at every tick of an agent."""
+
+    def tick(agent: Agent) -> None:
+        watch(_view(agent, board))
+        requests.look(agent.injector)
+
+    return tick
+
+
+def _welcome(
+    member: Member,
+    recorder: Recorder,
+    job: Job,
+    ownership: Ownership,
+    ranks: tuple[int, ...],
+    store_port: int,
+    faults: Sequence[Fault],
+) -> None:
+    """Tells a worker all that it needs to join."""
+    recorder.event("started", of=member.worker, child=member.child.pid, slots=member.slots)
+    member.link.send(
+        "welcome",
+        worker=member.worker,
+        job=asdict(job),
+        owners=ownership.owners,
+        shadows=ownership.shadows,
+        ranks=ranks,
+        num_lines=max(ownership.workers()) + 1,
+        store_port=store_port,
+        faults=[to_plain(fault) for fault in faults],
+    )
+
+
+def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: float = 30.0) -> State:
+    """Returns the protocol's state before anybody has joined."""
+    # Building a model and opening its data may take their time, and nobody can take over before training begins.
+    patience_ns = _PATIENCE_S * 1_000_000_000
+    options = Options(
+        stages=job.stages,
+        redundant=job.redundancy != "none",
+        form_ns=patience_ns,
+        silence_ns=round(silence_s * 1e9),
+        hang_ns=round(hang_s * 1e9),
+    )
+    if job.redundancy == "none" and job.pipelines == 1:
+        # A single action of a slow layer may take its time too: giving up on the slow only ends the run. A broken pair
+        # that nobody died of cannot be mended.
+        options = replace(
+            options, hang_ns=patience_ns, stall_ns=patience_ns, silence_ns=patience_ns // 10, max_repeats=0
+        )
+    shadows = ownership.shadows or tuple(() for _ in ownership.owners)
+    return begin(options, ownership.owners, shadows, job.steps - 1, now_ns())
+
+
+def join_store(
+    stack: contextlib.ExitStack, etcd: EtcdSettings | None, run_id: str, logs: Path, first: State, recorder: Recorder
+) -> Node:
+    """Connects this host to the store, starting one where none is given; all of it is undone with `stack`."""
+    private = EmbeddedEtcd(logs) if etcd is None else None
+    # It starts while this process imports gRPC, which takes a fifth of a second, and the fork server torch.
+    if private is not None:
+        stack.callback(private.stop)
+        private.start()
+    from engine.runtime.store.etcd_kv import EtcdKV
+
+    settings = etcd if private is None else private.settings()
+    assert settings is not None
+    if private is not None:
+        stack.enter_context(StoreKeeper(private, recorder))
+    endpoints = [str(each) for each in settings.endpoints]
+    recorder.event("store", endpoints=endpoints, run_id=run_id, private=private is not None)
+    kv = EtcdKV(settings, f"/bamboo/{run_id}/")
+    stack.callback(kv.close)
+    node = Node(kv, first, now_ns())
+    if private is None:
+        stack.callback(_leave, node, recorder)
+    return node
+
+
+def _leave(node: Node, recorder: Recorder) -> None:
+    """Takes the run out of a kept store; how the run ended stays as it is when the store is not there."""
+    try:
+        node.leave()
+    except CoordinatorUnavailableError as error:
+        recorder.event("keys_left", error=str(error))
+
+
+def _refuse_backend(job: Job) -> None:
+    if job.backend == "nccl":
+        num_gpus = len(list(_gpus()))
+        if num_gpus >= job.pipelines * job.stages:
+            raise EnvironmentLacksError("backend nccl: transfers between GPUs are not built yet; use --backend gloo")
+        raise EnvironmentLacksError(
+            f"backend nccl needs one GPU per worker: {job.pipelines * job.stages} wanted, {num_gpus} found; "
+            "use --backend gloo"
+        )
+
+
+def _gpus() -> Iterator[Path]:
+    """Yields the device files of NVIDIA GPUs; asking torch would start a context in this process."""
+    return Path("/dev").glob("nvidia[0-9]*")
+
+
+def _view(agent: Agent, board: ProgressBoard) -> View:
+    return View(agent.account, tuple(_worker_view(member, board) for member in agent.members.values()))
+
+
+def _worker_view(member: Member, board: ProgressBoard) -> WorkerView:
+    return WorkerView(
+        member.worker,
+        member.child.pid,
+        member.slots,
+        member.state,
+        board.read(member.worker),
+        max(member.peak_stash.values(), default=0),
+        member.peak_memory_kib,
+    )
+
+
+def _ending(agent: Agent, view: View, started_at_ns: int) -> Ending:
+    outcome, code = "finished", int(ExitCode.OK)
+    if agent.cause is not None:
+        outcome, code = "failed", int(agent.cause.exit_code)
+    elif agent.interrupted is not None and len(agent.account.losses) < agent.account.job.steps:
+        outcome, code = "interrupted", 128 + agent.interrupted
+    missing = agent.account.missing() if outcome == "finished" else ()
+    return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns(), missing)

@@ -1,0 +1,27 @@
+"""Exceptions that workers raise: whether the others go on without the one that did.
+
+Rules: a worker that raised is dead like any other when somebody can take over. The same error from a second worker in
+the same step is the model's own, and would end one heir after the other: it ends the run.
+"""
+
+from __future__ import annotations
+
+from engine.core.membership.state import State
+from engine.core.membership.verdicts import heirs
+from engine.runtime.ipc.link import Message
+
+
+class RaisedErrors:
+    """What has been raised so far."""
+
+    def __init__(self) -> None:
+        self._raised: set[tuple[int, str]] = set()  # step, type and message
+
+    def is_survivable(self, worker: int, message: Message, state: State) -> bool:
+        """Says whether the run goes on after the last words of a worker; a mistake of the user's ends it at once."""
+        if "traceback" not in message:
+            return False
+        what = (message["step"], message["what"])
+        is_known = what in self._raised
+        self._raised.add(what)
+        return not is_known and not heirs(state, (worker,)).lost

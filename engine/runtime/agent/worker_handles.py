@@ -1,0 +1,135 @@
+"""The workers of a run as the agent sees them: process, link, state and what they said of themselves at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import InvariantError
+from engine.core.ownership import Ownership
+from engine.runtime.ipc.link import LOOPBACK, Link, packet
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process.children import Child, ForkServer
+
+_MAX_MUTE = 3
+_MAX_UNANSWERED = 12  # looks, one with each tick of the agent: whoever has slept itself judges nobody
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker. `state` is one of starting, ready, running, finished, failed, left, dead."""
+
+    worker: int
+    slots: tuple[tuple[int, int], ...]
+    child: Child
+    link: Link
+    log: Path
+    state: str = "starting"
+    exit_code: int | None = None
+    peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
+    peak_memory_kib: int = 0
+    is_left_behind: bool = False  # not even SIGKILL has ended it
+
+    def release(self) -> None:
+        """Gives back what this process holds of a worker; one that has not ended is ended."""
+        self.link.close()
+        self.child.close()
+
+
+def start_members(
+    server: ForkServer,
+    ownership: Ownership,
+    events_fd: int,
+    board: ProgressBoard,
+    logs: Path,
+    role: str = "worker",
+) -> dict[int, Member]:
+    """Forks one process for each worker of an ownership; its output goes to ``logs/worker-N.log``."""
+    members = {}
+    with server.forking():
+        for worker in ownership.workers():
+            near, far = Link.pair(blocking=False)
+            log = logs / f"worker-{worker}.log"
+            log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            child = server.fork(role, f"bamboo-{worker}", log_fd, [far.fileno(), events_fd, board.fd])
+            os.close(log_fd)
+            far.close()
+            members[worker] = Member(worker, ownership.slots_of(worker), child, near, log)
+    return members
+
+
+class RendezvousStore:
+    """The run's store: a process that serves on a loopback port bound here. Groups that are formed do without it."""
+
+    def __init__(self, server: ForkServer, logs: Path):
+        self._server = server
+        self.log = logs / "store.log"
+        self._num_mute = 0  # how many in a row have ended before they served
+        self._start()
+
+    def _start(self) -> None:
+        link, far = Link.pair(blocking=False)
+        log_fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            child = self._server.fork("store", "bamboo-store", log_fd, [listener.fileno(), far.fileno()])
+        self.link, self.port, self.child = link, port, child
+        self._has_served, self._num_unanswered = False, 0
+        os.close(log_fd)
+        far.close()
+
+    def look(self) -> bool:
+        """Asks whether the store still serves, and says whether it was killed because it has not answered for long.
+
+        It may have been stopped. Whoever waits for it would wait in vain; an end ends the wait.
+        """
+        self._hear()
+        self._num_unanswered += self.link.send("ping")
+        if self._num_unanswered <= _MAX_UNANSWERED:
+            return False
+        self.child.signal(signal.SIGKILL)
+        self._num_unanswered = 0
+        return True
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.link.receive() is not None:
+                self._has_served, self._num_unanswered = True, 0
+
+    def start_again(self) -> None:
+        """Starts another one, on another port, in place of one that has ended.
+
+        Raises InvariantError when one after the other ends before it serves, EnvironmentLacksError when no
+        process can be had.
+        """
+        self._hear()
+        self._num_mute = 0 if self._has_served else self._num_mute + 1
+        if self._num_mute == _MAX_MUTE:
+            raise InvariantError(f"no rendezvous store gets to serve; the last one wrote {self.log}")
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """Ends the store."""
+        self.link.close()
+        self.child.close()
+
+
+def tell_all(members: Iterable[Member], /, kind: str, **fields: Any) -> None:
+    """Tells every worker that has not ended."""
+    data = packet(kind, **fields)
+    for member in members:
+        if member.exit_code is None:
+            member.link.send_packet(data)
+
+
+def close_members(members: Sequence[Member]) -> None:
+    """Releases what this process still holds of workers, and ends those that have not ended."""
+    for member in members:
+        member.release()

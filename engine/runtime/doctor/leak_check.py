@@ -1,0 +1,111 @@
+"""What a run has left behind: processes, listening ports, shared memory, files of its store, keys in a kept one.
+
+Processes of a run are told from all others by one variable of their environment, which they inherit from whoever
+started it. Shared memory has no owner that could be asked: what is new and held by nobody has been left by somebody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from engine.runtime.store.etcd_settings import EtcdSettings
+
+_VARIABLE = "_BAMBOO_CASE"  # BAMBOO_* are fields of a job
+_GONE_WITHIN_S = 2.0
+_POLL_S = 0.01
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is looked at only
+_PROC = Path("/proc")
+
+
+class Traces:
+    """Made before a run that this process starts; `left` looks for what is there beyond, after its end.
+
+    Processes count that were started after `mark_processes`.
+    """
+
+    def __init__(self) -> None:
+        self._mark = os.environ[_VARIABLE]
+        self._shared_memory = _shared_memory()
+        self._ports = _own_ports()
+
+    def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
+        """Returns what is left two seconds after the end of a run, in words; waits no longer than it must.
+
+        The fork server, whose pid is `server` by now, serves the next run too.
+
+        Raises:
+            CoordinatorUnavailableError: the kept store gives no answer.
+        """
+        until_s = time.monotonic() + _GONE_WITHIN_S
+        while (found := self._found(logs, server)) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        return found + (_keys(run_id, etcd) if etcd is not None else [])
+
+    def _found(self, logs: Path, server: int) -> list[str]:
+        found = [f"process {pid} ({name})" for pid, name in self._processes(server)]
+        found += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
+        new = _shared_memory() - self._shared_memory
+        found += [f"shared memory {name}" for name in sorted(new - _held(new))]
+        return found + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
+
+    def _processes(self, server: int) -> Iterator[tuple[int, str]]:
+        wanted = f"{_VARIABLE}={self._mark}".encode()
+        for entry in _PROC.iterdir():
+            with contextlib.suppress(OSError):
+                if (
+                    entry.name.isdigit()
+                    and int(entry.name) != server
+                    and wanted in (entry / "environ").read_bytes().split(b"\0")
+                ):
+                    yield int(entry.name), (entry / "comm").read_text().strip()
+
+
+def mark_processes() -> None:
+    """Marks all processes that this one starts from now on, by their environment."""
+    os.environ[_VARIABLE] = secrets.token_hex(8)
+
+
+def _own_ports() -> set[int]:
+    connections = psutil.Process().net_connections("inet")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def _shared_memory() -> set[str]:
+    try:
+        return {each.name for each in _SHARED_MEMORY.iterdir() if each.stat().st_uid == os.geteuid()}
+    except OSError:
+        return set()
+
+
+def _held(names: set[str]) -> set[str]:
+    """Returns those of the names in shared memory that a living process has open or maps."""
+    held: set[str] = set()
+    for entry in _PROC.iterdir() if names else ():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                known = [(entry / "maps").read_text(), *_open_files(entry)]
+                held |= {name for name in names if any(f"{_SHARED_MEMORY}/{name}" in each for each in known)}
+    return held
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    for each in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the one that lists them
+            yield os.readlink(each)
+
+
+def _keys(run_id: str, etcd: EtcdSettings) -> list[str]:
+    from engine.runtime.store.etcd_kv import EtcdKV
+
+    kv = EtcdKV(etcd, f"/bamboo/{run_id}/")
+    try:
+        return [f"key {item.key}" for item in kv.read_prefix("").items]
+    finally:
+        kv.close()

@@ -1,0 +1,1 @@
+"""Between the processes of a host: links, the control channel of a worker, events, the progress board."""

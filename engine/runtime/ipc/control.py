@@ -1,0 +1,161 @@
+"""A worker's control thread: what the agent says reaches the worker, whatever its main thread is blocked in.
+
+Rules: the main thread waits in one place only. Arrived transfers and the agent's words both wake it there, so that the
+control thread can always take the worker out of a wait. A new epoch is a fence: what was said before it is dropped,
+and every wait ends with `Fenced` until the main thread has accepted it. What the worker says itself belongs to the
+epoch that it has accepted. That somebody has ended is told before it is decided what comes of it: it is recorded, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from engine.core.errors import ExitCode
+from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.recorder import Recorder
+
+Found = TypeVar("Found")
+
+NOTICE = signal.SIGTERM  # whoever sends it is going to take the worker away
+
+
+class Stopped(Exception):
+    """The agent has told this worker to stop; raised out of any wait."""
+
+
+class Fenced(Exception):
+    """A newer epoch than the accepted one has been told; raised out of any wait."""
+
+
+class Control:
+    """The worker's end of its link to the agent; `on_first` is called in the control thread with the first word."""
+
+    def __init__(self, link: Link, on_first: Callable[[], None] = lambda: None):
+        self.link = link
+        self._on_first = on_first
+        # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._inbox: dict[str, list[Message]] = {}
+        self._stopped = False
+        self._told: Message = {"epoch": 0}  # the newest epoch
+        self.accepted = 0  # the epoch that the main thread is in
+        self.fired: set[str] = set()  # ids of the faults that have struck somebody
+        self.on_fault: Callable[[Message], None] = lambda message: None  # called in the main thread
+        self.on_prepare: Callable[[Message], None] = lambda message: None  # called in the control thread
+        self._of_faults: list[Message] = []
+        self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
+        self.has_given_notice = False
+        self.recorder: Recorder | None = None  # once the main thread knows whose it is
+        self.at = (0, 0, False)  # step, actions begun in it, whether inside the last of them; the main thread writes it
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def _listen(self) -> None:
+        message = self.link.receive()
+        self._on_first()
+        while True:
+            if message is None:
+                # The agent is gone, and with it everyone who could tell this worker what to do.
+                os._exit(ExitCode.INTERNAL)
+            self._take_in(message)
+            message = self.link.receive()
+
+    def _take_in(self, message: Message) -> None:
+        match message["kind"]:
+            case "ping":
+                step, index, inside = self.at
+                self.send("heartbeat", step=step, index=index, inside=inside)
+                return
+            case "exit":
+                if self.recorder is not None:
+                    self.recorder.event("known", of=message["of"])
+                return
+            case "prepare":
+                self.on_prepare(message)
+                return
+            case "stop":
+                self._stopped = True
+            case "epoch":
+                if message["epoch"] > self._told["epoch"]:
+                    self._inbox = {}  # one channel, in order: what follows belongs to this epoch
+                    self._told = message
+            case "fired":
+                self.fired.add(message["fault"])
+            case "arm" | "inflict":
+                self._of_faults.append(message)
+            case kind:
+                self._inbox.setdefault(kind, []).append(message)
+        self.wake()
+
+    def give_notice_of_sigterm(self) -> None:
+        """From now on a SIGTERM is told to the agent at once, whatever the main thread is blocked in.
+
+        The signal must be blocked in every thread, so that it waits for the one that takes it here.
+        """
+
+        def listen() -> None:
+            signal.sigwait({NOTICE})
+            self.has_given_notice = True
+            self.send("notice")
+            while True:
+                signal.sigwait({NOTICE})  # once is enough
+
+        threading.Thread(target=listen, name="notice", daemon=True).start()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Tells the agent something, in the epoch that this worker is in."""
+        self.link.send(kind, epoch=self.accepted, **fields)
+
+    def mark(self, phase: str) -> None:
+        """Tells the agent, if a fault waits for it, that this worker has come to a phase of a recovery."""
+        if self.tells_marks:
+            self.send("mark", phase=phase)
+
+    def wake(self) -> None:
+        """Has the main thread look again, from any thread, after what it looks for has been put in place."""
+        self._news.put(None)
+
+    def wait_until(self, look: Callable[[], Found | None]) -> Found:
+        """Waits until `look`, called again after each piece of news, finds something; raises Stopped or Fenced."""
+        while True:
+            self.check()
+            found = look()
+            if found is not None:
+                return found
+            self._news.get()
+
+    def take(self, kind: str) -> Message:
+        """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""
+
+        def look() -> Message | None:
+            waiting = self._inbox.get(kind)
+            return waiting.pop(0) if waiting else None
+
+        return self.wait_until(look)
+
+    def check(self) -> None:
+        """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
+
+        Before that it does what it has been told about faults, which may raise anything, or end the process.
+        """
+        while self._of_faults:
+            self.on_fault(self._of_faults.pop(0))
+        if self._stopped:
+            raise Stopped
+        if self._told["epoch"] > self.accepted:
+            raise Fenced
+
+    def next_epoch(self) -> Message:
+        """Waits for a newer epoch than the accepted one, accepts the newest and returns it; raises Stopped."""
+        while True:
+            try:
+                self.wait_until(lambda: None)
+            except Fenced:
+                told = self._told
+                self.accepted = told["epoch"]
+                return told

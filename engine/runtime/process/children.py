@@ -1,0 +1,198 @@
+"""The launcher's side of the fork server: starts it, forks children through it, signals them by pidfd only.
+
+Rules: what the server forks are children of this process, which sees how they end; they live on without the server.
+A server that has ended, or does not answer, is replaced when the next child is wanted. No wait here is without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from engine.core.errors import EnvironmentLacksError
+from engine.runtime.ipc.link import Link, Message
+from engine.runtime.process.interrupts import ctrl_c_held
+from engine.runtime.process.kernel import adopting
+
+_START_S = 60.0  # until a server has imported all that it forks, and answers
+_ANSWER_S = 5.0  # of one that has answered before; the lease of this host must outlast it
+_GONE_S = 2.0  # from SIGKILL until the process is gone; one that the kernel does not let go is left behind
+_MAX_STARTS = 3  # of servers for one child
+
+
+class Child:
+    """A process that this launcher started; `pidfd` becomes readable when it has ended."""
+
+    def __init__(self, name: str, pid: int, pidfd: int):
+        self.name = name
+        self.pid = pid
+        self.pidfd = pidfd
+        self.is_closed = False
+        self._code: int | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal; nothing happens if the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def wait(self, timeout_s: float = 0.0) -> int | None:
+        """Returns how it ended, its exit code or a signal's number as a negative; None if it does not end in time."""
+        if self._code is None and _is_readable(self.pidfd, timeout_s):
+            self._code = _reap(self.pidfd)
+        return self._code
+
+    def close(self) -> None:
+        """Ends it if it has not ended, and gives its descriptor back."""
+        if not self.is_closed:
+            self.signal(signal.SIGKILL)
+            self.wait(_GONE_S)
+            os.close(self.pidfd)
+            self.is_closed = True
+
+
+class ForkServer:
+    """A running fork server, as a context."""
+
+    def __init__(self) -> None:
+        # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
+        self._environment = os.environ | dict.fromkeys(
+            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+        )
+        self._children: list[Child] = []
+        self._is_forking = False
+        self._start()
+
+    def _start(self) -> None:
+        self._link, far = Link.pair()
+        self._has_served = self._has_begun = False
+        command = [sys.executable, "-m", "engine.runtime.process.forkserver", str(far.fileno()), str(os.getpid())]
+        with ctrl_c_held():
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        far.close()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process, which may be another one after the next child."""
+        return self._process.pid
+
+    def has_ended(self) -> bool:
+        """Says whether it has ended; the next child will bring another."""
+        return self._process.poll() is not None
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """What is forked within it is forked together, which is quicker; behind it, it is this process's own."""
+        if self._is_forking:
+            yield
+            return
+        self._is_forking = True
+        with adopting():
+            try:
+                yield
+            finally:
+                self._is_forking = False
+                self._settle()
+
+    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        """Forks a child into `role`; it writes to `log_fd` and owns copies of `fds`, which stay open here.
+
+        Raises EnvironmentLacksError when no server can be had, or no process.
+        """
+        self._children = [child for child in self._children if not child.is_closed]
+        with self.forking():
+            for _ in range(_MAX_STARTS):
+                reply = self._ask(role, name, [log_fd, *fds])
+                if reply is None:
+                    self._replace()
+                elif reply["kind"] == "unforked":
+                    raise EnvironmentLacksError(f"no process can be started: {reply['error']}")
+                elif reply["kind"] == "forked":
+                    self._children.append(Child(name, reply["pid"], reply["fds"][0]))
+                    return self._children[-1]
+        raise EnvironmentLacksError(f"no fork server answers; {_MAX_STARTS} were started one after the other")
+
+    def _replace(self) -> None:
+        code = self._end()
+        if code >= 0 and not self._has_served:
+            raise EnvironmentLacksError(f"the fork server ended at start with code {code}")
+        self._start()
+
+    def _ask(self, role: str, name: str, fds: list[int]) -> Message | None:
+        """Has a child forked, and returns the answer, None if there is none."""
+        if not self._has_begun:
+            self._link.send("begin")
+            self._has_begun = True
+        told, tell = os.pipe()  # a child of which nothing is known here must not begin
+        self._link.send("fork", fds=[told, *fds], role=role, name=name)
+        reply = self._reply(_ANSWER_S if self._has_served else _START_S)
+        self._has_begun = reply is not None and reply["kind"] != "left"
+        if reply is not None:
+            self._has_served = True
+            os.write(tell, b"!")
+        os.close(told)
+        os.close(tell)
+        return reply
+
+    def _settle(self) -> None:
+        """Waits until the process that has forked is gone, or ends it."""
+        if self._has_begun:
+            self._has_begun = False
+            self._link.send("leave")
+            if self._reply(_ANSWER_S) is None:
+                self._process.kill()
+                self._reply(_GONE_S)  # nobody holds the other end any more
+
+    def _reply(self, timeout_s: float) -> Message | None:
+        return self._link.receive() if _is_readable(self._link.fileno(), timeout_s) else None
+
+    def _end(self) -> int:
+        """Ends the server, and returns its exit code, or the number of a signal as a negative."""
+        self._link.close()
+        try:
+            return self._process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GONE_S)
+        return -signal.SIGKILL
+
+    def close(self) -> None:
+        """Ends the server, and every child that nobody has closed."""
+        self._end()
+        for child in self._children:
+            child.close()
+
+
+def _is_readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _reap(pidfd: int) -> int:
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    except ChildProcessError:  # whoever embeds this waits for all children there are: how it ended is not known
+        return -signal.SIGKILL
+    assert result is not None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status

@@ -1,0 +1,104 @@
+"""The log: all that the optimizer step of a slot reads, and nothing else. Ship the log, not the state.
+
+Rules: a worker that holds the entry of a step can take the step, and two that take it have the same bits. So an entry
+has the gradients as the optimizer will see them (only the clip factor comes with the commit), and the buffers and
+losses of every pipeline, because a replica may have to stand for the same stage of another pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from engine.models.layers import Tensors
+from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.stage import Stage
+from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
+from engine.runtime.transport.data_plane import DataPlane, Key
+from engine.runtime.transport.tensor_spec import TensorSpec, laid_out_as
+
+Gradients = Mapping[int, Mapping[str, Tensor]]  # by layer and name
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """What the log has of one slot in one step. `losses` is empty but for the last stage."""
+
+    gradients: Gradients
+    buffers: tuple[Tensors, ...]  # of each pipeline
+    losses: tuple[Tensors, ...]  # of each pipeline: one tensor with the loss of each microbatch
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields everything in the order in which it is sent."""
+        yield from (gradient for named in self.gradients.values() for gradient in named.values())
+        yield from (tensor for part in (*self.buffers, *self.losses) for tensor in part)
+
+    def norms(self, skipped: Collection[tuple[int, str]]) -> list[tuple[int, float]]:
+        """Returns the squared norm of each layer's gradient, without the parameters `skipped`."""
+        return [
+            (layer, squared_norm([each for name, each in named.items() if (layer, name) not in skipped]))
+            for layer, named in self.gradients.items()
+        ]
+
+    def loss(self, pipeline: int) -> float | None:
+        """Returns the training loss of one pipeline; rounds once, as `sum` differs between versions of Python."""
+        return fmean(self.losses[pipeline][0].tolist()) if self.losses else None
+
+
+def losses_of(stage: Stage) -> Tensors:
+    """Returns the losses of the step as a tensor that can be sent; nothing but for the last stage."""
+    if not stage.is_last:
+        return ()
+    return (torch.tensor([loss for _, loss in sorted(stage.losses.items())], dtype=torch.float64),)
+
+
+def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
+    """Returns gradients by layer and name, each laid out in memory as its parameter: strides can decide bits."""
+    rest = iter(gradients)
+    return {
+        index: {name: laid_out_as(parameter, next(rest)) for name, parameter in named.items()}
+        for index, named in stage.weights.items()
+    }
+
+
+def send_entry(plane: DataPlane, targets: Iterable[int], key: Key, entry: LogEntry) -> None:
+    """Sends an entry to the shadows of its slot."""
+    send_parcel(plane, targets, key, list(entry.tensors()))
+
+
+def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntry:
+    """Waits for the entry of a slot that `stage` is a replica of."""
+    pipelines = stage.job.pipelines
+    gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
+    buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
+    losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
+    arrived = iter(take_parcel(plane, source, key, gradients + buffers * pipelines + losses * pipelines))
+    return LogEntry(
+        laid_out(stage, [next(arrived) for _ in gradients]),
+        tuple(tuple(next(arrived) for _ in buffers) for _ in range(pipelines)),
+        tuple(tuple(next(arrived) for _ in losses) for _ in range(pipelines)) if losses else (),
+    )
+
+
+def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: float) -> None:
+    """Takes the optimizer step of a replica from what is logged."""
+    for index, optimizer in stage.optimizers.items():
+        optimizer.step(learning_rate, entry.gradients[index], clip_factor)
+    with torch.no_grad():
+        for buffer, final in zip(stage.buffers(), entry.buffers[stage.pipeline], strict=True):
+            if buffer is not final:
+                overwrite(buffer, final)
+    if stage.boundary:
+        stage.boundary = entry.buffers
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> float:
+    """Returns the sum of squares of some gradients in float64, added in the order given."""
+    total = 0.0
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
+    return total

@@ -1,0 +1,172 @@
+"""Streams: what a slot has added up goes to its shadows every few microbatches, so that little is redone after a kill.
+
+Rules: a stream is one tensor of bytes, a copy, because the next backward adds in place: which parameters have a
+gradient, the losses, the buffers before each forward since the last stream, the gradients. A shadow brings its buffers
+and its count of forwards to that point, unless it has run as many itself; the gradients it only keeps, the newest in
+place of those before, until it says what it holds. Then it takes them in with their count, as it takes what has arrived
+whole by then. Streams have a lane of their own, so nothing else waits behind them; one is posted ahead for each slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.core.action import Action, Op
+from engine.core.config.job import Job
+from engine.core.ownership import Ownership, Slot
+from engine.core.program.dependencies import Kind, Value
+from engine.core.program.routes import Routes
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.buffers import Snapshot, overwrite
+from engine.runtime.stage.stage import Stage
+from engine.runtime.transport.data_plane import DataPlane, Key
+from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfers import Purpose, transfer_key
+
+_ALIGNED = 64  # bytes: where torch lets a tensor begin
+
+
+class Streams:
+    """What one worker streams, and what is streamed to it."""
+
+    def __init__(self, job: Job, worker: int, replicas: Replicas):
+        self.job = job
+        self.worker = worker
+        self.replicas = replicas
+        self._receipts: dict[Slot, tuple[int, ...]] = {}  # in a whole program, the microbatches of each slot
+        self._coming: dict[Slot, deque[int]] = {}
+        self._newest: dict[Slot, tuple[int, list[Tensor | None]]] = {}  # how many are added up, and the gradients
+
+    def enter(self, plane: DataPlane, ownership: Ownership, routes: Routes, actions: Sequence[Action]) -> None:
+        """Takes what the next program works with."""
+        self._plane = plane
+        self._ownership = ownership
+        self._routes = routes
+        self._receipts = {}
+        for stage, op, microbatch, pipeline in actions:
+            slot = (pipeline, stage)
+            if op is Op.STREAM and ownership.owner(*slot) != self.worker:
+                self._receipts[slot] = (*self._receipts.get(slot, ()), microbatch)
+
+    def begin(self) -> None:
+        """Begins the program: posts the first receipt of each slot."""
+        self._coming = {slot: deque(microbatches) for slot, microbatches in self._receipts.items()}
+        for slot in self._coming:
+            self._post(slot)
+
+    def clear(self) -> None:
+        """Drops what has been streamed in the open step."""
+        self._coming, self._newest = {}, {}
+
+    def run(self, action: Action, step: int) -> None:
+        """Sends what a slot has added up, or takes it."""
+        slot, microbatch = (action.pipeline, action.stage), action.microbatch
+        if self._ownership.owner(*slot) == self.worker:
+            stream = packed(self.replicas.stages[slot], microbatch, self.job.log_every)
+            for target in self._routes.targets[_value(slot, microbatch)]:
+                self._plane.send_aside(target, self._key(slot, microbatch), stream)
+            return
+        (arrived,) = self._plane.take(*self._next(slot))
+        self._take_in(slot, arrived)
+        self._post(slot)
+
+    def settle(self) -> None:
+        """Makes what has arrived part of the replicas; nothing more is taken before the next program begins."""
+        for slot in [slot for slot, microbatches in self._coming.items() if microbatches]:
+            arrived = self._plane.take_arrived(*self._next(slot))
+            if arrived is not None:
+                self._take_in(slot, arrived[0])
+        for slot, (added, gradients) in self._newest.items():
+            self.replicas.stages[slot].take_added(added, gradients)
+        self.clear()
+
+    def _next(self, slot: Slot) -> tuple[int, Key]:
+        """Returns the source and the key of the next stream of a slot."""
+        microbatch = self._coming[slot][0]
+        return self._routes.sources[_value(slot, microbatch)], self._key(slot, microbatch)
+
+    def _key(self, slot: Slot, microbatch: int) -> Key:
+        return transfer_key(self._ownership.grid, Purpose.STREAM, *slot, microbatch)
+
+    def _post(self, slot: Slot) -> None:
+        if self._coming[slot]:
+            specs = specs_of(self.replicas.stages[slot], self._coming[slot][0], self.job.log_every)
+            source, key = self._next(slot)
+            self._plane.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),), aside=slot)
+
+    def _take_in(self, slot: Slot, arrived: Tensor) -> None:
+        microbatch, replica = self._coming[slot].popleft(), self.replicas.stages[slot]
+        parts = iter(unpacked(arrived, specs_of(replica, microbatch, self.job.log_every)))
+        present = next(parts).tolist()
+        losses = next(parts).tolist() if replica.is_last else []
+        template = replica.history().before(microbatch)
+        befores = {each: _filled(template, parts) for each in _told_forwards(microbatch, self.job.log_every)}
+        if microbatch >= replica.counted:
+            replica.history().note(replica.counted)
+            replica.history().take_over(befores)
+            replica.losses = dict(enumerate(losses))
+            replica.counted = microbatch + 1
+        gradients = [part if there else None for part, there in zip(parts, present, strict=True)]
+        self._newest[slot] = (microbatch + 1, gradients)
+
+
+def _value(slot: Slot, microbatch: int) -> Value:
+    return Value(Kind.STREAMED, *slot, microbatch)
+
+
+def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
+    """Returns what a slot has added up, as one tensor of bytes."""
+    gradients = [parameter.grad for parameter in stage.trained()]
+    parts: list[Tensor | None] = [torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)]
+    if stage.is_last:
+        parts.append(torch.tensor([stage.losses[each] for each in range(microbatch + 1)], dtype=torch.float64))
+    for each in _told_forwards(microbatch, log_every):
+        parts += stage.history().before(each).tensors()
+    specs = specs_of(stage, microbatch, log_every)
+    stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8)
+    for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
+        if part is not None:
+            place.copy_(part)
+    return stream
+
+
+def specs_of(stage: Stage, microbatch: int, log_every: int) -> list[TensorSpec]:
+    """Returns what a stream consists of: the same for the owner and for a shadow."""
+    gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
+    losses = [TensorSpec((microbatch + 1,), torch.float64, False)] if stage.is_last else []
+    buffers = [TensorSpec.of(buffer) for buffer in stage.history().before(microbatch).tensors()]
+    return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * log_every, *gradients]
+
+
+def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    """Yields the parts of a stream, which share its memory."""
+    at = 0
+    for spec in specs:
+        yield stream[at : at + _size(spec)].view(spec.dtype).view(spec.shape)
+        at += _room(spec)
+
+
+def _told_forwards(microbatch: int, log_every: int) -> range:
+    """Returns the forwards of which a stream has the buffers before: up to the one that follows."""
+    return range(microbatch + 2 - log_every, microbatch + 2)
+
+
+def _filled(template: Snapshot, parts: Iterator[Tensor]) -> Snapshot:
+    """Returns the next buffers of a stream, laid out in memory as those of the template; copies, for they stay."""
+    filled = template.copy()
+    for buffer in filled.tensors():
+        overwrite(buffer, next(parts))
+    return filled
+
+
+def _size(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _room(spec: TensorSpec) -> int:
+    return -(-_size(spec) // _ALIGNED) * _ALIGNED

@@ -1,0 +1,104 @@
+"""Heal: the state of a slot as of the step boundary, from its owner to a new shadow.
+
+A header says what comes, and the SHA-256 of each tensor; the new shadow fills its replica only when all has arrived,
+and compares. All is sent from where it is: weights and optimizer state change only after the new shadow has voted, and
+of the buffers, which forwards change, every replica keeps those of the boundary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import InvariantError
+from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.state_hash import hash_tensors
+from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
+from engine.runtime.transport.data_plane import DataPlane, Key
+from engine.runtime.transport.tensor_spec import TensorSpec
+
+_ASIDE = "heal"  # of receives that are posted ahead, and that may have to wait for what this worker does later
+Place = tuple[str, int, str, str]  # what it is, its layer or pipeline, its parameter or number, its name there
+
+
+def state_of(stage: Stage) -> Iterator[tuple[Place, Tensor]]:
+    """Yields the weights, the optimizer state and the buffers of every pipeline as of the step boundary."""
+    for index, layer in stage.layers.items():
+        for name, parameter in layer.named_parameters():
+            yield ("weight", index, name, ""), parameter.detach()
+        for name, named in stage.optimizers[index].state.items():
+            for key, tensor in named.items():
+                yield ("optimizer", index, name, key), tensor
+    for pipeline, buffers in enumerate(stage.boundary):
+        for number, buffer in enumerate(buffers):
+            yield ("buffer", pipeline, str(number), ""), buffer
+
+
+def send_state(plane: DataPlane, targets: Iterable[int], key: Key, stage: Stage) -> None:
+    """Starts sending the state of a slot as of the step boundary, whatever of the step has run."""
+    state = list(state_of(stage))
+    header = json.dumps(
+        [[place, TensorSpec.of(each).to_json(), each.stride(), _hash_of(each)] for place, each in state]
+    ).encode()
+    as_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for target in targets:
+        plane.send(target, key, (torch.tensor([len(header)]),))
+        plane.send(target, key, (as_bytes,))
+        send_parcel(plane, (target,), key, [tensor for _, tensor in state])
+
+
+def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
+    """Waits for the state of a slot and fills its new replica; raises InvariantError if a bit of it is wrong."""
+    (length,) = _take(plane, source, key, TensorSpec((1,), torch.int64, False)).tolist()
+    header = _take(plane, source, key, TensorSpec((length,), torch.uint8, False))
+    entries = json.loads(header.numpy().tobytes())
+    specs = [TensorSpec.from_json(spec) for _, spec, _, _ in entries]
+    tensors = take_parcel(plane, source, key, specs, _ASIDE)
+    for optimizer in stage.optimizers.values():
+        optimizer.state = {name: {} for name in optimizer.state}
+    boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
+    for (place, _, stride, _), tensor in zip(entries, tensors, strict=True):
+        laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+        overwrite(laid_out, tensor)
+        _fill(stage, tuple(place), laid_out, boundary)
+    stage.boundary = tuple(map(tuple, boundary))
+    _compare(stage, {tuple(place): digest for place, _, _, digest in entries})
+
+
+def _take(plane: DataPlane, source: int, key: Key, spec: TensorSpec) -> Tensor:
+    plane.post(source, key, (spec,), _ASIDE)
+    (tensor,) = plane.take(source, key)
+    return tensor
+
+
+def _fill(stage: Stage, place: Place, tensor: Tensor, boundary: list[list[Tensor]]) -> None:
+    what, index, name, key = place
+    with torch.no_grad():
+        if what == "weight":
+            stage.layers[index].get_parameter(name).copy_(tensor)
+        elif what == "optimizer":
+            stage.optimizers[index].state[name][key] = tensor
+        else:
+            boundary[index].append(tensor)
+            if index == stage.pipeline:
+                overwrite(stage.buffers()[int(name)], tensor)
+
+
+def _compare(stage: Stage, digests: Mapping[Place, str]) -> None:
+    found = {place: _hash_of(tensor) for place, tensor in state_of(stage)}
+    for place in sorted({*digests, *found}):
+        if digests.get(place) != found.get(place):
+            what, index, *names = place
+            where = f"pipeline {index}, buffer" if what == "buffer" else f"{stage.where(index)}, {what}"
+            raise InvariantError(
+                f"the new replica of layers {min(stage.layers)} to {max(stage.layers)} of pipeline {stage.pipeline} "
+                f"is not what its owner sent: {where} {' '.join(names).strip()}"
+            )
+
+
+def _hash_of(tensor: Tensor) -> str:
+    return hash_tensors([("", tensor)])

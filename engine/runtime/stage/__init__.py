@@ -1,0 +1,1 @@
+"""One stage: its layers, autograd segments, buffers, optimizers and hashes."""

@@ -1,0 +1,119 @@
+"""What buffers must be like, so that they can be kept with their layers: seen in the first forward of a stage.
+
+A layer has all its buffers when it is built. They keep shape and type, and those that share memory go on sharing it.
+What a forward changes lies in buffers of its own layer: each layer has memory of its own, and a tensor that is no
+buffer is neither sent nor remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.errors import Problem, UserError
+from engine.models.layers import Model
+from engine.runtime.stage.buffers import Snapshot, lending, modules_of, same_bits, snapshot_of
+from engine.runtime.stage.state_hash import hash_tensors
+from engine.runtime.transport.bulk_transfer import bytes_of
+
+Form = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
+_KEPT_FORM = "all buffers to be there when a layer is built, and to keep shape, type and the memory that they share"
+_OWN_MEMORY = "what a forward changes to be buffers of one layer"
+
+
+def form_of(snapshot: Snapshot) -> Form:
+    """Returns what must not change about the buffers of each module: names, types, shapes, what shares memory."""
+    places = snapshot.places
+    return [
+        {
+            name: None if at is None else (places[at].dtype, places[at].size, places[at].piece, at)
+            for name, at in named.items()
+        }
+        for named in snapshot.names
+    ]
+
+
+def refuse_another_form(layers: Mapping[int, nn.Module], expected: Form, found: Form) -> None:
+    """Raises UserError that names the first buffer which is not as it was when its layer was built."""
+    if expected == found:
+        return
+    for (index, path), one, other in zip(_modules_of(layers), expected, found, strict=True):
+        for name in {**one, **other}:
+            if name not in one or name not in other or one[name] != other[name]:
+                raise UserError([Problem("model", _KEPT_FORM, f"otherwise: {path}{name!r} of layer {index}")])
+
+
+@contextlib.contextmanager
+def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
+    """Lends buffers to a forward of layers, which leaves no trace; raises UserError for each that cannot be kept."""
+    modules = modules_of(layers.values())
+    own = snapshot_of(modules)
+    marks = [hash_tensors([("", piece)]) for piece in own.memory]  # a second copy would be the peak of a small job
+    with lending(modules, own.copy().buffers()):
+        yield
+        form, changed = form_of(snapshot_of(modules)), _changed(own, snapshot_of(modules))
+    refuse_another_form(layers, form_of(own), form)
+    problems = list(_written_elsewhere(layers, own, marks)) or [
+        *_held_elsewhere(layers, own, changed),
+        *_held_by_others(layers, own, changed, model),
+    ]
+    if problems:
+        raise UserError([Problem("model", _OWN_MEMORY, found) for found in problems])
+
+
+def _changed(own: Snapshot, after: Snapshot) -> set[int]:
+    """Returns the numbers of the buffers that are others after a forward."""
+    pairs = zip(own.tensors(), after.tensors(), strict=False)
+    return {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return bytes_of(tensor.contiguous())
+
+
+def _modules_of(layers: Mapping[int, nn.Module]) -> list[tuple[int, str]]:
+    """Returns the layer of each module, and what stands before the names of its buffers."""
+    return [(index, f"{path}." if path else "") for index, layer in layers.items() for path, _ in layer.named_modules()]
+
+
+def _uses(layers: Mapping[int, nn.Module], snapshot: Snapshot) -> Iterator[tuple[int, str, int]]:
+    """Yields layer, name and number of each buffer."""
+    for (index, path), named in zip(_modules_of(layers), snapshot.names, strict=True):
+        yield from ((index, f"{path}{name}", at) for name, at in named.items() if at is not None)
+
+
+def _written_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, marks: list[str]) -> Iterator[str]:
+    """Yields buffers that have changed though others were lent."""
+    wrong = {number for number, piece in enumerate(own.memory) if hash_tensors([("", piece)]) != marks[number]}
+    for index, name, at in _uses(layers, own):
+        if own.places[at].piece in wrong:
+            yield f"{name!r} of layer {index}, changed by another way than its name"
+
+
+def _held_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, changed: set[int]) -> Iterator[str]:
+    """Yields attributes that are no buffers and lie in the memory of one that has changed."""
+    pieces = {own.memory[own.places[at].piece].untyped_storage().data_ptr() for at in changed}
+    for (index, path), module in zip(_modules_of(layers), modules_of(layers.values()), strict=True):
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.numel() and value.untyped_storage().data_ptr() in pieces:
+                yield f"{path}{name!r} of layer {index}, which is not registered as the buffer that it lies in"
+
+
+def _held_by_others(layers: Mapping[int, nn.Module], own: Snapshot, changed: set[int], model: Model) -> Iterator[str]:
+    """Yields buffers that have changed and that another layer has too, or would get from the builder of this one."""
+    declared = {use: uses for uses in model.shared_buffers for use in uses}
+    of_changed = [(index, name, own.places[at].piece) for index, name, at in _uses(layers, own) if at in changed]
+    addresses: set[int] = set()
+    for index in {index: None for index, _, _ in of_changed}:
+        again = snapshot_of(modules_of([model.layers[index].build()]))
+        addresses |= {piece.untyped_storage().data_ptr() for piece in again.memory}
+        del again
+    for index, name, piece in of_changed:
+        if (index, name) in declared:
+            others = sorted({other for other, _ in declared[index, name]} - {index})
+            yield f"{name!r} of layer {index}, which layer {' and '.join(map(str, others))} has too"
+        elif own.memory[piece].untyped_storage().data_ptr() in addresses:
+            yield f"{name!r} of layer {index}, whose builder returns it again"

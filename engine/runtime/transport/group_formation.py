@@ -1,0 +1,72 @@
+"""Forms the plane of an epoch beside whatever else the worker does, and gives it up when a higher epoch comes.
+
+Gloo's constructor returns when all members have come. If one of them dies meanwhile it would block for long, and with
+it the connection to the store that it waits on. So an attempt that is given up loses its sockets, that connection too,
+which ends it at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from engine.core.errors import WorkerFailedError
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.sockets import descriptors_by_inode, shut_down
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.rendezvous import Rendezvous
+
+
+class Forming:
+    """One attempt: a thread that makes the plane of `epoch` among `members`, whose place there is their rank.
+
+    They meet at the store on `store_port`, which the order of the epoch names: another than before if that has ended.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        rendezvous: Rendezvous,
+        recorder: Recorder,
+        worker: int,
+        epoch: int,
+        members: Sequence[int],
+        store_port: int,
+    ):
+        self._control = control
+        self._rendezvous = rendezvous
+        self._recorder = recorder
+        self._before = descriptors_by_inode().keys()
+        self._plane: DataPlane | None = None
+        self._failed: WorkerFailedError | None = None
+        where = (worker, epoch, members, store_port)
+        threading.Thread(target=self._form, args=where, name="forming", daemon=True).start()
+
+    def _form(self, worker: int, epoch: int, members: Sequence[int], store_port: int) -> None:
+        try:
+            self._control.mark("regroup")  # a fault in this phase strikes while the group forms
+            store = self._rendezvous.of_epoch(epoch, store_port)
+            self._plane = DataPlane(self._control, store, worker, members)
+            self._recorder.event("mark", phase="regroup", epoch=epoch)
+        except WorkerFailedError as error:
+            self._failed = error
+        self._control.wake()
+
+    def plane(self) -> DataPlane:
+        """Waits for the plane; raises Stopped, Fenced, or WorkerFailedError when it could not be formed."""
+
+        def look() -> DataPlane | None:
+            if self._failed is not None:
+                raise self._failed
+            return self._plane
+
+        return self._control.wait_until(look)
+
+    def give_up(self) -> None:
+        """Leaves the plane, made or half made."""
+        if self._plane is not None:
+            self._plane.close()
+        else:  # after a failure too: the answer to a question that was given up may be under way on the connection
+            self._rendezvous.hang_up()
+            shut_down(descriptors_by_inode().keys() - self._before)

@@ -1,0 +1,120 @@
+"""The reduction over pipelines: gradients summed in pipeline order, out of place; buffers and losses handed round.
+
+Each of the owners of a stage sums one chunk of all D gradients, in pipeline order, and sends the sum to the others:
+the bytes of a ring all-reduce, but a result that depends neither on ranks nor on who owns what. A worker that owns the
+stage in several pipelines contributes several parts, and sends itself nothing. The accumulators stay intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.core.ownership import Ownership
+from engine.models.layers import Tensors
+from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfers import Purpose, transfer_key
+
+
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """The owners of one stage, as one of them sees them."""
+
+    plane: DataPlane
+    ownership: Ownership
+    worker: int
+    stage: int
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other owners."""
+        return tuple(each for each in self.ownership.owners_of(self.stage) if each != self.worker)
+
+    def pipelines(self, worker: int) -> tuple[int, ...]:
+        """Returns the pipelines in which a worker owns the stage."""
+        return self.ownership.pipelines_of(worker, self.stage)
+
+    def key(self, purpose: Purpose, pipeline: int, index: int = 0) -> int:
+        """Returns the key of what comes from the owner in `pipeline`."""
+        return transfer_key(self.ownership.grid, purpose, pipeline, self.stage, index)
+
+
+def mean_over_pipelines(circle: Circle, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    """Returns the mean of the pipelines' gradients of a stage; `parts` are those of the pipelines owned here.
+
+    Every owner of the stage must call it. With one pipeline the mean is the part itself, not a copy.
+    """
+    gradients = list(next(iter(parts.values())))
+    if circle.ownership.grid.pipelines == 1:
+        return gradients
+    dtypes = list(dict.fromkeys(gradient.dtype for gradient in gradients if gradient.numel()))
+    for index, dtype in enumerate(dtypes):
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        of_dtype = {pipeline: [part[place] for place in places] for pipeline, part in parts.items()}
+        for place, mean in zip(places, _mean_of_one_dtype(circle, of_dtype, index), strict=True):
+            gradients[place] = mean
+    return gradients
+
+
+def _mean_of_one_dtype(circle: Circle, parts: Mapping[int, Sequence[Tensor]], index: int) -> list[Tensor]:
+    owners = circle.ownership.owners_of(circle.stage)
+    like = next(iter(parts.values()))
+    size = sum(gradient.numel() for gradient in like)
+    chunk_size = -(-size // len(owners))
+    padding = like[0].new_zeros(chunk_size * len(owners) - size)
+    chunks = {
+        pipeline: torch.cat([*(gradient.reshape(-1) for gradient in part), padding]).split(chunk_size)
+        for pipeline, part in parts.items()
+    }
+    border = (TensorSpec((chunk_size,), like[0].dtype, False),)
+    for other in circle.others:
+        for pipeline in circle.pipelines(other):
+            circle.plane.post(other, circle.key(Purpose.SCATTER, pipeline, index), border)
+        circle.plane.post(other, circle.key(Purpose.GATHER, circle.pipelines(other)[0], index), border)
+    for other in circle.others:
+        for pipeline, mine in chunks.items():
+            circle.plane.send(other, circle.key(Purpose.SCATTER, pipeline, index), (mine[owners.index(other)],))
+    total = _summed_chunk(circle, {each: mine[owners.index(circle.worker)] for each, mine in chunks.items()}, index)
+    for other in circle.others:
+        circle.plane.send(other, circle.key(Purpose.GATHER, circle.pipelines(circle.worker)[0], index), (total,))
+    sums = {circle.worker: total}
+    for other in circle.others:
+        (sums[other],) = circle.plane.take(other, circle.key(Purpose.GATHER, circle.pipelines(other)[0], index))
+    whole = torch.cat([sums[owner] for owner in owners])[:size]
+    return [
+        part.view(gradient.shape)
+        for part, gradient in zip(whole.split([gradient.numel() for gradient in like]), like, strict=True)
+    ]
+
+
+def _summed_chunk(circle: Circle, mine: Mapping[int, Tensor], index: int) -> Tensor:
+    """Returns the mean of one chunk, added in pipeline order, whoever owns which."""
+    parts = dict(mine)
+    for other in circle.others:
+        for pipeline in circle.pipelines(other):
+            (parts[pipeline],) = circle.plane.take(other, circle.key(Purpose.SCATTER, pipeline, index))
+    total = parts[0].clone()
+    for pipeline in range(1, len(parts)):
+        total += parts[pipeline]
+    total /= len(parts)
+    return total
+
+
+def gather_over_pipelines(circle: Circle, parts: Mapping[int, Tensors]) -> tuple[Tensors, ...]:
+    """Returns what every pipeline has, in pipeline order; `parts` are those of the pipelines owned here, small ones.
+
+    Every owner of the stage must call it.
+    """
+    found = dict(parts)
+    for pipeline, part in parts.items():
+        send_parcel(circle.plane, circle.others, circle.key(Purpose.ENDING, pipeline), part)
+    specs = [TensorSpec.of(tensor) for tensor in part]
+    for other in circle.others:
+        for pipeline in circle.pipelines(other):
+            found[pipeline] = tuple(take_parcel(circle.plane, other, circle.key(Purpose.ENDING, pipeline), specs))
+    return tuple(found[pipeline] for pipeline in range(len(found)))

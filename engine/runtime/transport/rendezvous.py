@@ -1,0 +1,79 @@
+"""The rendezvous store of a run: a process of its own, so that it cannot die with a worker.
+
+It listens on a loopback socket that was bound before, because torch's store would else listen on every interface.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+
+from engine.core.errors import WorkerFailedError
+from engine.runtime.ipc.link import LOOPBACK, Link
+from engine.runtime.process.kernel import die_with_launcher
+from engine.runtime.process.sockets import descriptors_by_inode, shut_down
+
+_TIMEOUT = timedelta(seconds=60)  # of a wait for what another is to say
+_CONNECT = timedelta(seconds=5)  # torch's client tries for so long, though the store be stopped, or end meanwhile
+
+
+def main(listener_fd: int, control_fd: int) -> int:
+    """Serves until the launcher closes the control link; says so at first, and whenever it is asked."""
+    listener = socket.socket(fileno=listener_fd)
+    port = listener.getsockname()[1]
+    listener.detach()  # torch's store takes the descriptor over
+    control = Link.from_fd(control_fd)
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
+    control.send("serving")
+    while control.receive() is not None:
+        die_with_launcher()
+        control.send("serving")
+    del store
+    return 0
+
+
+def connect(port: int, prefix: str) -> PrefixStore:
+    """Returns this process's view of the store, under `prefix`."""
+    return PrefixStore(prefix, _connected(port))
+
+
+def _connected(port: int) -> TCPStore:
+    client = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    client.set_timeout(_TIMEOUT)
+    return client
+
+
+class Rendezvous:
+    """This process's connection to the store, kept from one epoch to the next while these name the same store.
+
+    A wait for what never comes holds the connection; hanging up ends it, and the next epoch connects anew.
+    """
+
+    def __init__(self) -> None:
+        self._port = 0
+        self._client: TCPStore | None = None
+        self._sockets: Collection[int] = ()
+
+    def of_epoch(self, epoch: int, port: int) -> PrefixStore:
+        """Returns the view that belongs to an epoch, of the store that listens on `port`.
+
+        Raises WorkerFailedError when nobody does: a suspicion like any other, for the store may have just ended.
+        """
+        if self._client is None or port != self._port:
+            before = descriptors_by_inode().keys()
+            try:
+                socket.create_connection((LOOPBACK, port)).close()  # torch's client would try for long
+                self._client = _connected(port)
+            except (OSError, RuntimeError) as error:
+                raise WorkerFailedError(f"the rendezvous store cannot be reached: {error}") from error
+            self._port = port
+            self._sockets = descriptors_by_inode().keys() - before
+        return PrefixStore(f"epoch-{epoch}", self._client)
+
+    def hang_up(self) -> None:
+        """Ends the wait that holds the connection."""
+        shut_down(self._sockets)
+        self._client = None

@@ -1,0 +1,126 @@
+"""Which transfer is which: the keys that sender and receiver compute alike, and the receives that are posted ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from engine.core.action import RECEIVE_OPS, Action, Op
+from engine.core.ownership import Grid
+from engine.core.program.dependencies import Value, carried
+from engine.core.program.routes import Routes
+from engine.models.layers import Tensors
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.tensor_spec import Border
+
+# Receives posted before the one in use: two for each direction hide the transfer behind one compute action.
+_POSTED_AHEAD = 4
+_MAX_TIES = 64
+
+
+class Purpose(IntEnum):
+    """What a transfer carries."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+    VALIDATION = 2
+    SCATTER = 3
+    GATHER = 4
+    TIE = 5
+    ENDING = 6  # buffers and losses of a pipeline
+    LOG = 7
+    HEAL = 8
+    STREAM = 9
+    MEETING = 10  # nothing: whoever has it knows that the other is there
+
+
+def transfer_key(grid: Grid, purpose: Purpose, pipeline: int, stage: int, index: int = 0) -> int:
+    """Returns the number of a transfer made for a slot; `index` is a microbatch, a tie, or nothing."""
+    num_indexes = grid.microbatches + _MAX_TIES
+    assert index < num_indexes
+    return ((purpose * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """One receive of a program: of what, from whom, under which key, into what."""
+
+    value: Value
+    source: int
+    key: int
+    border: Border
+
+
+class Receiver:
+    """Posts the receives of a program ahead, in order, and hands out each when its action comes.
+
+    Posting takes a while, so it is done when the worker has nothing else to do: before a wait. The first ones are
+    posted when `begin` says so, or before the first wait.
+    """
+
+    def __init__(self, plane: DataPlane, receives: Sequence[Receive]):
+        self._plane = plane
+        self._receives = receives
+        self._num_posted = 0
+        self._num_taken = 0
+
+    def begin(self) -> None:
+        """Posts the first receives, unless that has been done."""
+        if not self._num_posted:
+            self._post()
+
+    def must_wait(self) -> bool:
+        """Says whether `take` would have to wait."""
+        receive = self._receives[self._num_taken]
+        return not self._plane.has_arrived(receive.source, receive.key)
+
+    def _post(self) -> None:
+        while self._num_posted < min(len(self._receives), self._num_taken + _POSTED_AHEAD):
+            receive = self._receives[self._num_posted]
+            self._plane.post(receive.source, receive.key, receive.border)
+            self._num_posted += 1
+
+    def take(self) -> tuple[Value, Tensors]:
+        """Waits for the next receive of the program; returns its tensors, ready to be a layer's input."""
+        receive = self._receives[self._num_taken]
+        if self.must_wait():  # as for one that is not posted yet
+            self._post()
+        tensors = self._plane.take(receive.source, receive.key)
+        self._num_taken += 1
+        ready = tuple(
+            tensor.requires_grad_(spec.needs_grad) for tensor, spec in zip(tensors, receive.border, strict=True)
+        )
+        return receive.value, ready
+
+
+def receives_of(
+    actions: Sequence[Action], routes: Routes, grid: Grid, borders: Sequence[Border], validation: bool = False
+) -> list[Receive]:
+    """Returns the receives of a worker's actions, in order."""
+    return [
+        Receive(
+            carried(action),
+            routes.sources[carried(action)],
+            carrier_key(grid, action, validation),
+            border_of_carried(action, borders),
+        )
+        for action in actions
+        if action.op in RECEIVE_OPS
+    ]
+
+
+def carrier_key(grid: Grid, transfer: Action, validation: bool = False) -> int:
+    """Returns the key of a SEND or RECV: that of what it carries."""
+    _, pipeline, stage, microbatch = carried(transfer)
+    backward = transfer.op in (Op.SEND_B, Op.RECV_B)
+    purpose = Purpose.GRADIENT if backward else Purpose.VALIDATION if validation else Purpose.ACTIVATION
+    return transfer_key(grid, purpose, pipeline, stage, microbatch)
+
+
+def border_of_carried(transfer: Action, borders: Sequence[Border]) -> Border:
+    """Returns what a SEND or RECV carries: a stage's outputs, or the gradients of those inputs that need one."""
+    stage = carried(transfer).stage
+    if transfer.op in (Op.SEND_F, Op.RECV_F):
+        return borders[stage]
+    return tuple(spec.as_gradient() for spec in borders[stage - 1] if spec.needs_grad)

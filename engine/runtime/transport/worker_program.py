@@ -1,0 +1,65 @@
+"""One worker's share of a program, with all that is read off the program before its first action.
+
+Rules: it is a pure function of the program and the ownership, so whoever knows them early has it ready early, in
+whatever thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.ownership import Ownership, Slot
+from engine.core.program.build import Program
+from engine.core.program.dependencies import carried
+from engine.core.program.routes import Routes, routes_of
+from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.transfers import Receive, carrier_key, receives_of
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker does in a program, in order, and with whom."""
+
+    ownership: Ownership
+    owned: frozenset[Slot]
+    actions: tuple[tuple[Action, str], ...]  # each with its text
+    routes: Routes
+    receives: Sequence[Receive]
+    targets: Mapping[Action, tuple[tuple[int, ...], int]]  # of each send, with its key
+    next_forwards: Mapping[Action, Action]
+    is_awaited: bool  # until its first SEND the others have nothing to do
+
+
+def share_of(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> Share:
+    """Returns the share of `worker` in the program of all workers."""
+    actions = program.get(worker, ())
+    routes = routes_of(worker, program, ownership)
+    owned = frozenset(ownership.slots_of(worker))
+    return Share(
+        ownership,
+        owned,
+        tuple((action, str(action)) for action in actions),
+        routes,
+        receives_of(actions, routes, ownership.grid, borders),
+        {
+            action: (routes.targets.get(carried(action), ()), carrier_key(ownership.grid, action))
+            for action in actions
+            if action.op in SEND_OPS
+        },
+        _next_forwards(actions),
+        bool(actions) and actions[0].op is Op.F and (actions[0].pipeline, actions[0].stage) in owned,
+    )
+
+
+def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:
+    """Returns for each receive the forward that comes next, whatever it is that is received."""
+    found: dict[Action, Action] = {}
+    forward = None
+    for action in reversed(actions):
+        if action.op is Op.F:
+            forward = action
+        elif action.op in RECEIVE_OPS and forward is not None:
+            found[action] = forward
+    return found

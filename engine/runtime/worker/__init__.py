@@ -1,0 +1,1 @@
+"""A worker: join, train, recover, leave; the executor of programs."""

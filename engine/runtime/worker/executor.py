@@ -1,0 +1,269 @@
+"""The executor: interprets a program, action by action, through one table from op to method.
+
+It obeys. What runs, where and in which order was decided by the program; what a commit is was decided by the agent.
+Each action is on the progress board while it runs and in the events file before the next one begins. An action is
+atomic to the fence: whatever wait it is taken out of, what the worker holds is as before it. From taking the commit to
+the last STEP of a step there is no wait, so all replicas here have taken the same number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.config.job import Job
+from engine.core.errors import InvariantError
+from engine.core.faults.fault import When
+from engine.core.program.dependencies import Kind, Value, carried
+from engine.core.recovery.inventory import Inventory
+from engine.models.data import Data
+from engine.models.layers import Batch, Tensors
+from engine.runtime.ipc.control import Control, Fenced
+from engine.runtime.ipc.link import Message
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.replica.gradient_stream import Streams
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.sharded_stages import Shards
+from engine.runtime.replica.value_store import Holdings
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.transfers import Receiver
+from engine.runtime.transport.worker_program import Share
+from engine.runtime.worker.failpoints import Failpoints
+from engine.runtime.worker.overlap import run_in_order
+from engine.runtime.worker.step_end import Method, StepEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an executor works with: fixed for the whole job."""
+
+    job: Job
+    worker: int
+    starts: tuple[int, ...]
+    borders: tuple[Border, ...]
+    replicas: Replicas
+    data: Data
+    control: Control
+    recorder: Recorder
+    board: ProgressBoard
+    failpoints: Failpoints
+    shards: Shards | None = None
+
+
+class Executor:
+    """Runs one worker's share of one program after another; `step` is the step that is open."""
+
+    def __init__(self, around: Surroundings):
+        self.around = around
+        self.step = 0
+        self.num_computed = 0
+        self.holdings = Holdings(around.job.retains)
+        self.end = StepEnd(around.job, around.worker, around.starts, around.replicas, around.control)
+        self.streams = Streams(around.job, around.worker, around.replicas)
+        self._batches: dict[Action, Batch] = {}
+        self._index = 0  # actions begun in this step, since the program began
+
+    def enter(self, plane: DataPlane, share: Share) -> None:
+        """Takes its share of a program, and a plane, for what follows; may be called between any two runs."""
+        self._plane = plane
+        self._share = share
+        self._batches = {}
+        self.end.enter(plane, share.ownership, share.routes)
+        self.streams.enter(plane, share.ownership, share.routes, [action for action, _ in share.actions])
+        if self.around.shards is not None:
+            self.around.shards.enter(plane, share.ownership)
+        methods = [(action, text, self._method(action.op)) for action, text in share.actions]
+        self._actions = [each for each in methods if each[0].op is not Op.STEP]
+        self._steps = [each for each in methods if each[0].op is Op.STEP]
+
+    def _method(self, op: Op) -> Method:
+        where, name = _METHODS[op]
+        method: Method = getattr(
+            {"here": self, "end": self.end, "streams": self.streams, "shards": self.around.shards}[where], name
+        )
+        return method
+
+    def run_step(self) -> Message:
+        """Runs the open step to its commit and takes it; returns the commit.
+
+        Raises Stopped or Fenced out of any wait before the commit, WorkerFailedError, or what a layer raises.
+        """
+        self.run_actions()
+        commit = self.around.control.take("commit")
+        self._take(commit, self._steps)
+        self._plane.reap()
+        return commit
+
+    def run_actions(self) -> None:
+        """Runs the program of the open step up to its optimizer steps."""
+        self._receiver = Receiver(self._plane, self._share.receives)
+        if not self._share.is_awaited:
+            self._receiver.begin()
+        self.streams.begin()
+        self._index = 0
+        run_in_order(self._actions, self.around.control.check, self._run)
+
+    def _run(self, action: Action, text: str, run: Method) -> None:
+        around, step = self.around, self.step
+        strikes = around.failpoints.armed and (action.pipeline, action.stage) in self._share.owned
+        if strikes:
+            self._strike(action, "before")
+        self._index += 1
+        around.board.write(around.worker, step, self.num_computed, text)
+        around.control.at = (step, self._index, action.op in _BUSY_OPS)
+        start_ns = now_ns()
+        if strikes:
+            self._strike(action, "during")
+        run(action, step)
+        try:
+            if strikes:
+                self._meet(action, lambda: around.failpoints.linger(step, action, start_ns))
+        finally:  # it is done, whatever ends the wait
+            around.recorder.action(around.control.accepted, step, text, start_ns, now_ns())
+        around.control.at = (step, self._index, False)
+        self.num_computed += action.op in COMPUTE_OPS
+        if strikes:
+            self._strike(action, "after")
+
+    def _strike(self, action: Action, when: When) -> None:
+        self._meet(action, lambda: self.around.failpoints.at(self.step, action, when))
+
+    def _meet(self, action: Action, failpoint: Callable[[], None]) -> None:
+        try:
+            failpoint()
+        except Fenced:
+            if action.op is not Op.STEP:  # all replicas here take a step, or none; the fence is met after the last
+                raise
+
+    def catch_up(self, commit: Message | None) -> bool:
+        """Takes the step that `commit` committed, if it is the open one, with all that is logged; says whether it was.
+
+        Raises InvariantError when a commit has been missed.
+        """
+        if commit is None or commit["step"] < self.step:
+            return False
+        if commit["step"] > self.step:
+            raise InvariantError(
+                f"step {commit['step']} is committed, and worker {self.around.worker} is at {self.step}"
+            )
+        slots = [slot for slot in self.around.replicas.whole() if slot in self.end.logged]
+        steps = [Action(stage, Op.STEP, pipeline=pipeline) for pipeline, stage in slots]
+        self._take(commit, [(action, str(action), self.end.take_step) for action in steps])
+        return True
+
+    def _take(self, commit: Message, steps: Sequence[tuple[Action, str, Method]]) -> None:
+        assert commit["step"] == self.step, f"commit of step {commit['step']} while at step {self.step}"
+        self.end.clip_factor = commit["clip_factor"]
+        for action, text, run in steps:
+            self._run(action, text, run)
+        replicas = self.around.replicas
+        for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
+            replicas.drop(slot)  # it has not taken the step: nobody can use it any more
+        self.forget_step()
+        self.step += 1
+
+    def forget_step(self) -> None:
+        """Drops all that this worker has made and received in the open step; weights and buffers stay as they are."""
+        for stage in self.around.replicas.stages.values():
+            stage.forget_step()
+        self.end.clear()
+        self.streams.clear()
+        self.holdings.clear()
+        self._batches = {}
+
+    def inventory(self) -> Inventory:
+        """Returns what this worker holds of the open step, with what has been streamed to it by now."""
+        self.streams.settle()
+        stages = {slot: self.around.replicas.stages[slot] for slot in self.around.replicas.whole()}
+        kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
+        kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
+        return Inventory(
+            self.around.worker,
+            self.step,
+            tuple(stages),
+            {slot: stage.counted for slot, stage in stages.items()},
+            {slot: stage.added for slot, stage in stages.items()},
+            tuple(slot for slot in stages if slot in self.end.logged),
+            tuple(sorted([*self.holdings.values(), *kept])),
+        )
+
+    def _forward(self, action: Action, step: int) -> None:
+        stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline
+        replica = self.around.replicas.stages[pipeline, stage]
+        inputs: Tensors = ()
+        targets = None
+        if stage > 0:
+            inputs = self.holdings.use_up(Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch))
+        if stage == 0 or replica.is_last:
+            batch = self._batches.pop(action, None) or self._load(action)
+            inputs = batch.inputs if stage == 0 else inputs
+            targets = batch.targets if replica.is_last else None
+        run = replica.forward if action.op is Op.F else replica.redo_forward
+        outputs = run(step, microbatch, inputs, targets)
+        if not replica.is_last:
+            self.holdings.make(Value(Kind.ACTIVATION, pipeline, stage, microbatch), outputs)
+
+    def _backward(self, action: Action, step: int) -> None:
+        stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline
+        replica = self.around.replicas.stages[pipeline, stage]
+        gradients: Tensors = ()
+        if not replica.is_last:
+            gradients = self.holdings.use_up(Value(Kind.GRADIENT, pipeline, stage + 1, microbatch))
+        run = replica.backward if action.op is Op.B else replica.backward_input
+        made = run(step, microbatch, gradients)
+        if stage > 0:
+            self.holdings.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), made)
+
+    def _backward_weights(self, action: Action, step: int) -> None:
+        self.around.replicas.stages[action.pipeline, action.stage].backward_weights(action.microbatch)
+
+    def _load(self, action: Action) -> Batch:
+        around = self.around
+        return around.data.microbatch(self.step, action.pipeline, action.microbatch, around.job.microbatch_size)
+
+    def _receive(self, action: Action, step: int) -> None:
+        forward = self._share.next_forwards.get(action)
+        if forward is not None and self._receiver.must_wait():
+            self._prepare(forward)
+        self.holdings.receive(*self._receiver.take())
+
+    def _prepare(self, forward: Action) -> None:
+        """Does for a coming forward what does not depend on its input, in time that would pass in a wait."""
+        replica = self.around.replicas.stages[forward.pipeline, forward.stage]
+        replica.prepare(self.step, forward.microbatch)
+        if forward not in self._batches and (forward.stage == 0 or replica.is_last):
+            self._batches[forward] = self._load(forward)
+
+    def _send(self, action: Action, step: int) -> None:
+        targets, key = self._share.targets[action]
+        tensors = self.holdings.to_send(carried(action))
+        for target in targets:
+            self._plane.send(target, key, tensors)
+        self._receiver.begin()
+
+
+# While it runs one of these, a worker waits for nobody: one that never ends hangs.
+_BUSY_OPS = COMPUTE_OPS | {Op.STEP}
+
+_METHODS = {
+    Op.F: ("here", "_forward"),
+    Op.REDO_F: ("here", "_forward"),
+    Op.B: ("here", "_backward"),
+    Op.I: ("here", "_backward"),
+    Op.W: ("here", "_backward_weights"),
+    Op.RECV_F: ("here", "_receive"),
+    Op.RECV_B: ("here", "_receive"),
+    Op.SEND_F: ("here", "_send"),
+    Op.SEND_B: ("here", "_send"),
+    Op.STREAM: ("streams", "run"),
+    Op.UNSHARD: ("shards", "unshard"),
+    Op.RESHARD: ("shards", "reshard"),
+    Op.HEAL: ("end", "heal"),
+    Op.REDUCE_GRAD: ("end", "reduce"),
+    Op.LOG: ("end", "log"),
+    Op.COMMIT: ("end", "vote"),
+    Op.STEP: ("end", "take_step"),
+}

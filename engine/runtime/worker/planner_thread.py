@@ -1,0 +1,160 @@
+"""What a worker works out in a thread beside training, before it is needed: plans of coming epochs, the next program.
+
+Rules: that thread reads nothing that changes while training goes on, and changes nothing but what is prepared; so it
+is as if the same had been worked out later. It takes one order after the other; of an epoch, the latest plan counts.
+Workers take turns: all at once they would take every core from those whom the others wait for. Nobody waits long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from typing import NamedTuple
+
+from engine.core.config.job_wants import shadowed
+from engine.core.errors import InvariantError
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.program.build import build_program
+from engine.core.recovery.inventory import from_json
+from engine.core.recovery.planner import Plan, PlanInput, make_plan
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.link import Message
+from engine.runtime.process.host_lock import Turn
+from engine.runtime.transport.worker_program import Share, share_of
+from engine.runtime.worker.executor import Surroundings
+
+_MOST_S = 60.0  # for what was begun a step ago
+_CHOOSY_LOOKS = 10  # of a millisecond each
+_SWITCH_S = 0.0002  # after which the thread beside training hands the interpreter back
+
+
+class Planned(NamedTuple):
+    """The document of an epoch, and what comes of it."""
+
+    told: Message
+    ownership: Ownership
+    plan: Plan
+
+
+class Following(NamedTuple):
+    """The step that follows on one of a recovery: with the shadows that are wanted, of which some may be new."""
+
+    ownership: Ownership
+    is_healing: bool
+    share: Share
+
+
+class Foresight:
+    """What one worker knows before it is needed."""
+
+    def __init__(self, around: Surroundings, grid: Grid):
+        self._around = around
+        self._grid = grid
+        self._thread = ThreadPoolExecutor(1)
+        self._hurry = threading.Event()
+        self._turn = Turn(around.board.fd)
+        sys.setswitchinterval(_SWITCH_S)
+        self._following: Future[Following] | None = None
+        self._prepared: dict[int, tuple[Planned, Share]] = {}  # by epoch
+        around.control.on_prepare = self._on_prepare
+
+    def plan(self, told: Message) -> Planned:
+        """Returns the plan that a document makes."""
+        ownership = Ownership(self._grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
+        inventories = tuple(from_json(text) for _, text in told["inventories"])
+        return Planned(told, ownership, make_plan(PlanInput(told["epoch"], told["committed"], ownership, inventories)))
+
+    def share(self, planned: Planned) -> Share:
+        """Returns what this worker has to do in a plan."""
+        return share_of(self._around.worker, planned.plan.program, planned.ownership, self._around.borders)
+
+    def usual_share(self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()) -> Share:
+        """Returns what this worker has to do in a step with nothing to make up for but shadows that are new."""
+        job, around = self._around.job, self._around
+        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
+        return share_of(around.worker, program, ownership, around.borders)
+
+    def _on_prepare(self, told: Message) -> None:
+        self._thread.submit(self._prepare, told).add_done_callback(_say_what_failed)
+
+    def _prepare(self, told: Message) -> None:
+        with self._turn_in(told["committed"]):  # with which the epoch begins
+            self._make_ready(told)
+
+    def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
+        return self._turn.when(well_inside(self._around.control, step), self._hurry)
+
+    def _make_ready(self, told: Message) -> None:
+        planned = self.plan(told)
+        if not planned.plan.lost_stages and self._around.shards is None:  # shards are no replicas
+            epoch = told["epoch"]
+            # The one before may have begun, and training not have come to it yet.
+            kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
+            self._prepared = {**kept, epoch: (planned, self.share(planned))}
+            self._around.recorder.event("prepared", epoch=epoch)
+            self._around.control.send("prepared", number=told["number"], digest=planned.plan.digest)
+
+    def recall(self, epoch: Message) -> tuple[Planned, Share]:
+        """Returns what has been prepared for an epoch; raises InvariantError when that is something else."""
+        prepared = self._prepared.get(epoch["epoch"])
+        found = None if prepared is None else prepared[0].plan.digest
+        if prepared is None or found != epoch["digest"]:
+            who = f"worker {self._around.worker} has prepared {found} for epoch {epoch['epoch']}"
+            raise InvariantError(f"{who}, which is said to be {epoch['digest']}")
+        return prepared
+
+    def look_past(self, step: int, ownership: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        """Begins to work out what follows on `step`, which has this ownership and is about to begin."""
+        self._following = self._thread.submit(self._follow, step, ownership, members, leaving)
+
+    def _follow(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
+        with self._turn_in(step):
+            return self._what_follows(before, members, leaving)
+
+    def _what_follows(self, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
+        ownership = shadowed(self._around.job, before, members, leaving)
+        new = frozenset(
+            (worker, slot)
+            for slot in before.grid.slots()
+            for worker in ownership.shadows_of(*slot)
+            if worker not in before.shadows_of(*slot)
+        )
+        return Following(ownership, bool(new), self.usual_share(ownership, new))
+
+    def following(self) -> Following:
+        """Returns the step that was last begun to be worked out."""
+        assert self._following is not None
+        self._hurry.set()
+        try:
+            return self._following.result(_MOST_S)
+        finally:
+            self._hurry.clear()
+
+
+def well_inside(control: Control, step: int) -> Callable[[], bool]:
+    """Returns what says, at the second look, that training is still inside the same long action of `step`, or later.
+
+    It needs the interpreter most when an action begins. Where all are short, any of them is as good, some looks later.
+    """
+    before: object = None
+    looks = count()
+
+    def look() -> bool:
+        nonlocal before
+        at = control.at
+        at_step, _, is_inside = at
+        is_still, before = at == before or next(looks) >= _CHOOSY_LOOKS, at
+        return is_inside and is_still and at_step >= step
+
+    return look
+
+
+def _say_what_failed(done: Future[None]) -> None:
+    """Writes an error to the worker's log: who has not prepared takes the usual way, where it comes to the same."""
+    if (error := done.exception()) is not None:
+        traceback.print_exception(error)

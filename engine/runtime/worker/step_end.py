@@ -1,0 +1,176 @@
+"""The end of a step at one worker: reduce, log, heal, vote, and the optimizer steps.
+
+Rules: nothing here changes an accumulator before the optimizer step. What is logged is whole or not there. A reduction
+begins its slots anew: what was logged of them before a failure is dropped, for not everybody has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.core.action import Action
+from engine.core.config.job import Job
+from engine.core.config.lr_schedule import learning_rate
+from engine.core.ownership import Ownership, Slot
+from engine.core.program.dependencies import Kind, Value
+from engine.core.program.routes import Routes
+from engine.runtime.ipc.control import Control
+from engine.runtime.replica.gradient_log import LogEntry, laid_out, losses_of, send_entry, take_entry, take_step
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.state_transfer import send_state, take_state
+from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.reduction import Circle, gather_over_pipelines, mean_over_pipelines
+from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfers import Purpose, transfer_key
+
+Method = Callable[[Action, int], None]  # takes an action and the open step
+
+
+class StepEnd:
+    """What one worker has of the end of the open step."""
+
+    def __init__(self, job: Job, worker: int, starts: tuple[int, ...], replicas: Replicas, control: Control):
+        self.job = job
+        self.worker = worker
+        self.replicas = replicas
+        self.control = control
+        self.clip_factor = 1.0
+        self.logged: dict[Slot, LogEntry] = {}
+        self._reduced: dict[Slot, LogEntry] = {}
+        self._tied: dict[tuple[int, Use], Tensor] = {}  # gradients of tied uses from other workers, by pipeline
+        self._uses = uses_of(replicas.model.ties, starts)
+
+    def enter(self, plane: DataPlane, ownership: Ownership, routes: Routes) -> None:
+        """Takes what the next program works with. What others sent in the last one they will send again."""
+        self._plane = plane
+        self._ownership = ownership
+        self._routes = routes
+        self._reduced = {}
+        self._tied = {}
+        self.bytes_healed = 0
+
+    def clear(self) -> None:
+        """Drops what is held of the end of the open step."""
+        self.logged, self._reduced, self._tied = {}, {}, {}
+
+    def _targets(self, kind: Kind, slot: Slot) -> tuple[int, ...]:
+        return self._routes.targets.get(Value(kind, *slot), ())
+
+    def _source(self, kind: Kind, slot: Slot) -> int:
+        return self._routes.sources[Value(kind, *slot)]
+
+    def _key(self, purpose: Purpose, slot: Slot, index: int = 0) -> int:
+        return transfer_key(self._ownership.grid, purpose, *slot, index)
+
+    def _owns(self, slot: Slot) -> bool:
+        return self._ownership.owner(*slot) == self.worker
+
+    def heal(self, action: Action, step: int) -> None:
+        """Sends the state of a slot to its new shadows, or fills a new replica with it."""
+        slot = (action.pipeline, action.stage)
+        key = self._key(Purpose.HEAL, slot)
+        if self._owns(slot):
+            before = self._plane.bytes_sent
+            send_state(self._plane, self._targets(Kind.STATE, slot), key, self.replicas.stages[slot])
+            self.bytes_healed += self._plane.bytes_sent - before
+        else:
+            self.replicas.await_heal(slot)
+            take_state(self._plane, self._source(Kind.STATE, slot), key, self.replicas.stages[slot])
+            self.replicas.healed(slot)
+
+    def reduce(self, action: Action, step: int) -> None:
+        """Reduces a stage over the pipelines, for all that this worker owns of it; sends the gradients of tied uses."""
+        circle = Circle(self._plane, self._ownership, self.worker, action.stage)
+        owned = {each: self.replicas.stages[each, action.stage] for each in circle.pipelines(self.worker)}
+        losses = {pipeline: losses_of(replica) for pipeline, replica in owned.items()}
+        num_losses = len(losses[action.pipeline])
+        endings = gather_over_pipelines(
+            circle, {pipeline: (*replica.copy_buffers(), *losses[pipeline]) for pipeline, replica in owned.items()}
+        )
+        means = mean_over_pipelines(
+            circle,
+            {
+                pipeline: [each for named in replica.gradients().values() for each in named.values()]
+                for pipeline, replica in owned.items()
+            },
+        )
+        entry = LogEntry(
+            laid_out(owned[action.pipeline], means),
+            tuple(ending[: len(ending) - num_losses] for ending in endings),
+            tuple(ending[len(ending) - num_losses :] for ending in endings) if num_losses else (),
+        )
+        for pipeline in owned:
+            self._reduced[pipeline, action.stage] = entry
+            self.logged.pop((pipeline, action.stage), None)
+            self._send_tied((pipeline, action.stage))
+
+    def _send_tied(self, slot: Slot) -> None:
+        """Sends the gradient of each use of a tied parameter in a slot to the others that use it."""
+        pipeline, stage = slot
+        for uses in self._uses:
+            takers = {self._ownership.owner(pipeline, use.stage) for use in uses}
+            for use in uses:
+                if use.stage == stage:
+                    for target in self._targets(Kind.REDUCED, slot):
+                        if target in takers:
+                            gradient = self._reduced[slot].gradients[use.layer][use.name]
+                            self._plane.send(target, self._tie_key(pipeline, use), (gradient,))
+
+    def _tie_key(self, pipeline: int, use: Use) -> int:
+        index = sum(len(uses) for uses in self._uses[: use.tie]) + use.order
+        return self._key(Purpose.TIE, (pipeline, use.stage), index)
+
+    def log(self, action: Action, step: int) -> None:
+        """Puts the entry of a slot together, unless it is, and sends it to the shadows; a shadow takes it."""
+        slot = (action.pipeline, action.stage)
+        key = self._key(Purpose.LOG, slot)
+        if not self._owns(slot):
+            source = self._source(Kind.LOGGED, slot)
+            self.logged[slot] = take_entry(self._plane, source, key, self.replicas.stages[slot])
+            return
+        entry = self.logged.get(slot) or self._with_tied_sums(slot)
+        send_entry(self._plane, self._targets(Kind.LOGGED, slot), key, entry)
+        self.logged[slot] = entry
+
+    def _with_tied_sums(self, slot: Slot) -> LogEntry:
+        pipeline, stage = slot
+        entry = self._reduced[slot]
+        gradients = {layer: dict(named) for layer, named in entry.gradients.items()}
+        for uses in self._uses:
+            mine = [use for use in uses if use.stage == stage]
+            if mine:
+                total = sum_in_layer_order([self._gradient_of(pipeline, use, mine[0]) for use in uses])
+                for use in mine:
+                    gradients[use.layer][use.name] = total
+        return replace(entry, gradients=gradients)
+
+    def _gradient_of(self, pipeline: int, use: Use, mine: Use) -> Tensor:
+        """Returns the reduced gradient of one use of a tied parameter, from here or from its owner."""
+        slot = (pipeline, use.stage)
+        if self._owns(slot):
+            return self._reduced[slot].gradients[use.layer][use.name]
+        if (pipeline, use) not in self._tied:
+            source, key = self._source(Kind.REDUCED, slot), self._tie_key(pipeline, use)
+            like = self._reduced[pipeline, mine.stage].gradients[mine.layer][mine.name]
+            self._plane.post(source, key, (TensorSpec.of(like),))
+            (self._tied[pipeline, use],) = self._plane.take(source, key)
+        return self._tied[pipeline, use]
+
+    def vote(self, action: Action, step: int) -> None:
+        """Tells the agent that this replica holds its log entry; the owner adds what the commit is made of."""
+        slot = (action.pipeline, action.stage)
+        entry, norms, loss = self.logged[slot], None, None
+        if self._owns(slot):
+            norms = entry.norms(later_uses(self.replicas.model.ties))
+            loss = entry.loss(action.pipeline)
+        self.control.send("vote", step=step, pipeline=action.pipeline, stage=action.stage, norms=norms, loss=loss)
+
+    def take_step(self, action: Action, step: int) -> None:
+        """Takes the optimizer step of one replica from what is logged."""
+        slot, job = (action.pipeline, action.stage), self.job
+        rate = learning_rate(job.lr_schedule, job.lr, step, job.steps, job.warmup_steps)
+        take_step(self.replicas.stages[slot], self.logged[slot], rate, self.clip_factor)

@@ -1,0 +1,80 @@
+"""A validation pass: pipeline 0 runs forwards alone over the validation split; the last stage has the mean loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.core.action import Action, Op
+from engine.core.ownership import Ownership
+from engine.core.program.build import build_validation
+from engine.core.program.dependencies import carried
+from engine.core.program.routes import routes_of
+from engine.models.chunks import Mark, merge
+from engine.models.layers import Tensors
+from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.transfers import Receiver, carrier_key, receives_of
+from engine.runtime.worker.executor import Surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """Loss of a validation microbatch, or the mean of all; and the metric if the model has one."""
+
+    loss: float
+    metric: float | None
+
+
+class Validation:
+    """One worker's share of the validation passes under one ownership."""
+
+    def __init__(self, around: Surroundings, plane: DataPlane, ownership: Ownership):
+        self.around = around
+        self.plane = plane
+        self.grid = replace(ownership.grid, microbatches=around.job.validation_microbatches)
+        alone = replace(ownership, grid=self.grid)
+        program = build_validation(alone)
+        self.actions = program.get(around.worker, ())
+        self.routes = routes_of(around.worker, program, alone)
+        self.receives = receives_of(self.actions, self.routes, self.grid, around.borders, validation=True)
+
+    def run(self) -> Validated | None:
+        """Runs the pass; the owner of the last stage gets the result, the others None."""
+        receiver = Receiver(self.plane, self.receives)
+        made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
+        results: list[Validated] = []
+        for action in self.actions:
+            self.around.control.check()
+            if action.op is Op.RECV_F:
+                value, tensors = receiver.take()
+                made[value.stage, value.index] = tensors
+            elif action.op is Op.SEND_F:
+                tensors = made.pop((action.stage, action.microbatch))
+                for target in self.routes.targets[carried(action)]:
+                    self.plane.send(target, carrier_key(self.grid, action, validation=True), tensors)
+            else:
+                self._tell(inside=True)
+                self._forward(action, made, results)
+                self._tell(inside=False)
+        return merge(results, Mark.MEAN) if results else None
+
+    def _tell(self, *, inside: bool) -> None:
+        """Has the next heartbeat say that this worker moves on, as it does after each action of a step."""
+        control = self.around.control
+        step, index, _ = control.at
+        control.at = (step, index + inside, inside)
+
+    def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[Validated]) -> None:
+        around, stage = self.around, self.around.replicas.stages[0, action.stage]
+        batch = None
+        if action.stage == 0 or stage.is_last:
+            batch = around.data.validation(action.microbatch, around.job.microbatch_size)
+        if action.stage == 0:
+            assert batch is not None
+            outputs = stage.evaluate(batch.inputs)
+        else:
+            outputs = stage.evaluate(made.pop((action.stage - 1, action.microbatch)))
+        if stage.is_last:
+            assert batch is not None
+            results.append(Validated(*stage.evaluate_loss(outputs, batch.targets)))
+        else:
+            made[action.stage, action.microbatch] = outputs

@@ -1,0 +1,121 @@
+"""The rooms of the house as a table, and the rules that hold it: pure functions, as in `house_rules`.
+
+A room is a package. The table says which rooms a room may import; a room that is not in it does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+
+from tests.house_rules import OUR_PACKAGES, Module, imports_of
+
+MOST_MODULES = 16
+
+_GROUND = frozenset({"engine.core"})
+_PLANS = _GROUND | {"engine.core.schedules", "engine.core.program", "engine.core.config"}
+_HOST = _GROUND | {"engine.runtime.ipc", "engine.runtime.process"}
+_ARRAYS = frozenset({"engine.runtime.transport", "engine.runtime.stage", "engine.runtime.replica"})  # where torch is
+
+# room -> rooms that it may import, beside itself
+ROOMS: dict[str, frozenset[str]] = {
+    "engine": frozenset(),
+    "engine.core": frozenset(),
+    "engine.core.schedules": _GROUND,
+    "engine.core.program": _GROUND | {"engine.core.schedules"},
+    "engine.core.config": _PLANS,
+    "engine.core.analysis": _PLANS,
+    "engine.core.recovery": _GROUND | {"engine.core.program"},
+    "engine.core.membership": _GROUND | {"engine.core.recovery"},
+    "engine.core.store": _GROUND,
+    "engine.core.faults": _PLANS,
+    "engine.core.checks": _PLANS | {"engine.core.faults"},
+    "engine.files": _GROUND | {"engine.core.checks"},
+    "engine.files.jobs": _PLANS | {"engine.files"},
+    "engine.files.scenarios": _PLANS
+    | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
+    "engine.models": _GROUND | {"engine.core.config"},
+    "engine.models.networks": frozenset({"engine.models"}),
+    "engine.models.datasets": _GROUND | {"engine.models"},
+    "engine.report": _PLANS | {"engine.core.checks"},
+    "engine.report.pages": _PLANS | {"engine.core.analysis", "engine.core.checks", "engine.report"},
+    "engine.runtime": frozenset(),
+    "engine.runtime.ipc": _GROUND,
+    "engine.runtime.process": _GROUND | {"engine.runtime.ipc"},
+    "engine.runtime.store": _HOST | {"engine.core.store"},
+    "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
+    "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
+    "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
+    "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
+    "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
+    "engine.runtime.worker": _HOST
+    | _PLANS
+    | _ARRAYS
+    | {"engine.core.recovery", "engine.core.faults", "engine.core.checks", "engine.models", "engine.runtime.faults"},
+    "engine.runtime.agent": _HOST
+    | {"engine.core.config", "engine.core.recovery", "engine.core.membership", "engine.core.store"}
+    | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
+    "engine.bench": _HOST
+    | _PLANS
+    | _ARRAYS
+    | {"engine.core.analysis", "engine.core.recovery", "engine.core.store", "engine.core.checks", "engine.files"}
+    | {"engine.models", "engine.models.networks", "engine.runtime.store", "engine.runtime.worker"}
+    | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"},
+    "engine.bench.figures": _PLANS,
+    "engine.bench.peers": _HOST | _PLANS | _ARRAYS | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
+}
+COMMANDS = ("bamboo_cli", "bamboo_cli.options")  # they may import any room of the engine but where torch is
+NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}
+
+
+def room_of(module: Module) -> str:
+    """Returns the package that a module stands in; a package stands in itself."""
+    return module.name if module.is_package else module.name.rpartition(".")[0]
+
+
+def imported_rooms(modules: Iterable[Module]) -> dict[str, dict[str, str]]:
+    """Returns for each room the other rooms that it imports, each with one place."""
+    known = {module.name: module for module in modules}
+    found: dict[str, dict[str, str]] = {room_of(module): {} for module in known.values()}
+    for module in known.values():
+        here = room_of(module)
+        for line, target in imports_of(module.tree):
+            name = target if target in known else target.rpartition(".")[0]
+            if name in known and name.split(".")[0] in OUR_PACKAGES and (there := room_of(known[name])) != here:
+                found[here].setdefault(there, f"{module.path}:{line}")
+    return found
+
+
+def broken_rooms(modules: Iterable[Module], rooms: Mapping[str, frozenset[str]]) -> list[str]:
+    """Every room stands in the table, and imports the rooms that the table allows."""
+    problems = []
+    for here, others in imported_rooms(modules).items():
+        if here in COMMANDS:
+            problems += [
+                f"{place}: {here} imports {each}" for each, place in others.items() if each in NOT_FOR_COMMANDS
+            ]
+        elif here not in rooms:
+            problems.append(f"{here}: no room of this name")
+        else:
+            problems += [f"{place}: {here} imports {each}" for each, place in others.items() if each not in rooms[here]]
+    return problems
+
+
+def circles(modules: Iterable[Module]) -> list[str]:
+    """No room reaches itself over the rooms that it imports."""
+    try:
+        TopologicalSorter({here: set(others) for here, others in imported_rooms(modules).items()}).prepare()
+    except CycleError as error:
+        return [" -> ".join(reversed(error.args[1]))]
+    return []
+
+
+def crowded(modules: Iterable[Module]) -> list[tuple[str, str]]:
+    """Returns (room, how many) of each room with more modules than one can look over."""
+    count: dict[str, int] = {}
+    for module in modules:
+        if not module.is_package:
+            count[room_of(module)] = count.get(room_of(module), 0) + 1
+    return [
+        (room, f"{number} modules, at most {MOST_MODULES}") for room, number in count.items() if number > MOST_MODULES
+    ]

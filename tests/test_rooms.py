@@ -1,0 +1,54 @@
+"""The rooms of the house: who may import whom, no circles, none crowded; and for each rule a planted offence."""
+
+from __future__ import annotations
+
+from tests import room_rules
+from tests.house_rules import against_exceptions, parse
+from tests.test_house import MODULES
+
+# The list may only shrink.
+CROWDED = {"bamboo_cli": "one module for each command, and what cases, twins and matrices share"}
+
+
+def test_every_room_imports_what_the_table_allows() -> None:
+    assert room_rules.broken_rooms(MODULES, room_rules.ROOMS) == []
+
+
+def test_an_import_that_the_table_does_not_allow_is_found() -> None:
+    target = parse("engine/runtime/stage/b.py", "")
+    for path in ("engine/runtime/agent/a.py", "bamboo_cli/a.py"):
+        modules = [parse(path, "from engine.runtime.stage.b import x"), target]
+        here = room_rules.room_of(modules[0])
+        assert room_rules.broken_rooms(modules, room_rules.ROOMS) == [f"{path}:1: {here} imports engine.runtime.stage"]
+    assert room_rules.broken_rooms([parse("engine/cellar/a.py", "")], room_rules.ROOMS) == [
+        "engine.cellar: no room of this name"
+    ]
+
+
+def test_the_agent_may_never_know_what_a_worker_computes() -> None:
+    agent = room_rules.ROOMS["engine.runtime.agent"]
+    assert agent.isdisjoint({"engine.runtime.worker", "engine.runtime.stage", "engine.runtime.transport"})
+
+
+def test_rooms_have_no_circles() -> None:
+    assert room_rules.circles(MODULES) == []
+
+
+def test_a_circle_is_found_though_no_module_reaches_itself() -> None:
+    modules = [
+        parse("engine/core/a.py", "import engine.files.b"),
+        parse("engine/files/b.py", ""),
+        parse("engine/files/c.py", "def f():\n    from engine.core import d"),
+        parse("engine/core/d.py", ""),
+    ]
+    (circle,) = room_rules.circles(modules)
+    assert {"engine.core", "engine.files"} == set(circle.split(" -> "))
+
+
+def test_no_room_is_crowded() -> None:
+    assert against_exceptions(room_rules.crowded(MODULES), CROWDED) == []
+
+
+def test_a_crowded_room_is_found() -> None:
+    modules = [parse(f"engine/core/a{number}.py", "") for number in range(17)]
+    assert room_rules.crowded(modules) == [("engine.core", "17 modules, at most 16")]
