@@ -187,9 +187,13 @@ def test_a_long_run_opens_quickly(browser: Browser, tmp_path: Path) -> None:
 def test_what_the_page_is_made_of_is_shipped() -> None:
     root = Path(__file__).resolve().parents[2]
     shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "engine.report"
+        "engine.report.pages"
     ]
-    found = [each.name for each in (root / "engine" / "report").iterdir() if each.is_file() and each.suffix != ".py"]
+    found = [
+        each.name
+        for each in (root / "engine" / "report" / "pages").iterdir()
+        if each.is_file() and each.suffix != ".py"
+    ]
     assert shipped == sorted(found)
 
 
