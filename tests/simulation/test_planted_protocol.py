@@ -134,7 +134,6 @@ def test_heir_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_healed_replica_counts_for_nothing_before_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The protocol knows the shadows of the last commit alone, and calls a stage lost of which there is a live copy."""
-    monkeypatch.setattr(membership_verdicts, "_has_stage", lambda *words: False)
     monkeypatch.setattr(
         membership_rules,
         "all_inventoried",

@@ -83,27 +83,18 @@ def new_epoch(
 def all_inventoried(state: State) -> State:
     """Returns the state when everybody has said what it holds: a replica that was healed in the open step counts too.
 
-    A slot whose owner is out goes to a worker that holds it, or the same stage of another pipeline.
+    It makes its holder a shadow, so a slot whose owner is out has an heir if anybody holds it.
     """
-    owners, shadows, lost = [], [], []
-    for slot, owner in enumerate(state.owners):
-        copies = [worker for worker in state.members if slot in state.copies.get(worker, ()) and worker != owner]
-        line = list(dict.fromkeys((*state.shadows[slot], *copies)))
-        candidates = [owner]
-        if owner not in state.members:
-            others = [worker for worker in state.members if _has_stage(state, worker, slot)]
-            staying = [worker for worker in (*line, *others) if worker not in state.leaving]
-            candidates = [*staying, *line, *others, owner]
-            lost += [slot] if candidates == [owner] else []
-        owners.append(candidates[0])
-        shadows.append(tuple(worker for worker in line if worker != candidates[0]))
-    new = state._replace(owners=tuple(owners), shadows=tuple(shadows))
-    return state_lost(new, tuple(lost)) if lost else new
+    known = state._replace(shadows=tuple(_holders(state, slot) for slot in range(len(state.owners))))
+    inherited = heirs(known, ())
+    new = state._replace(owners=inherited.owners, shadows=inherited.shadows)
+    return state_lost(new, inherited.lost) if inherited.lost else new
 
 
-def _has_stage(state: State, worker: int, slot: int) -> bool:
-    stages = state.options.stages
-    return any(copy % stages == slot % stages for copy in state.copies.get(worker, ()))
+def _holders(state: State, slot: int) -> tuple[int, ...]:
+    """Returns the shadows of a slot, and behind them the members that hold a whole replica of it all the same."""
+    copies = (worker for worker in state.members if slot in state.copies.get(worker, ()))
+    return tuple(dict.fromkeys((*state.shadows[slot], *copies)))
 
 
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str) -> State:
