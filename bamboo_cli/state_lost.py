@@ -96,14 +96,13 @@ def loss_of(job: Job, events: Iterable[Mapping[str, Any]]) -> Loss:
                     if not has_left(why):
                         loss.gone.setdefault(worker, _how(worker, owners, log))
                 members = len(event["members"])
-                owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
-            case "heirs":
-                owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
             case "commit":
                 # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.
                 if is_quiet and job.redundancy != "none":
                     loss.workers, loss.gone = members, {}
                 is_quiet = True
+        if "owners" in event:  # of an epoch, or of heirs that were known only later
+            owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
     return loss
 
 

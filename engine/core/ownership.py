@@ -25,9 +25,13 @@ class Grid:
         """Returns every (pipeline, stage), pipeline by pipeline."""
         return tuple((pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages))
 
+    def place(self, slot: Slot) -> int:
+        """Returns the number of a slot, counted pipeline by pipeline."""
+        return slot[0] * self.stages + slot[1]
+
     def places(self, slots: Iterable[Slot]) -> tuple[int, ...]:
-        """Returns the numbers of some slots, counted pipeline by pipeline."""
-        return tuple(pipeline * self.stages + stage for pipeline, stage in slots)
+        """Returns the numbers of some slots."""
+        return tuple(map(self.place, slots))
 
     def tied_to(self, stage: int) -> tuple[int, ...]:
         """Returns the other stages that share a parameter with `stage`, in order."""

@@ -1,4 +1,4 @@
-"""Which layers of a model hold the same memory, as far as it can be seen before any of them has run.
+"""Layers whose state cannot be kept, and layers that hold the same memory, as far as it shows before any has run.
 
 A buffer may not lie in the memory of a parameter: an optimizer step changes the one, and what is logged for the other
 would take that back. A buffer that several layers hold is copied into each of them, as a parameter is; but while the
@@ -18,15 +18,28 @@ from engine.core.errors import Problem, UserError
 Uses = tuple[tuple[int, str], ...]  # of one buffer: layer index, name there
 
 
-def refuse_buffers_in_parameters(layers: Mapping[int, nn.Module]) -> None:
-    """Raises UserError that names every buffer which lies in the memory of a parameter of one of the layers."""
+def refuse_what_cannot_be_kept(layers: Mapping[int, nn.Module]) -> None:
+    """Raises UserError that names every layer whose state cannot be copied, sent or summed as plain tensors are.
+
+    If there is none, it names every buffer that lies in the memory of a parameter of one of the layers.
+    """
+    foreign = [
+        Problem("model", "layers of plain tensors", f"{what} in layer {index}", hint)
+        for index, layer in layers.items()
+        for what, hint in _foreign(layer)
+    ]
+    if problems := foreign or _buffers_in_parameters(layers):
+        raise UserError(problems)
+
+
+def _buffers_in_parameters(layers: Mapping[int, nn.Module]) -> list[Problem]:
     parameters = {
         address: f"parameter {name!r} of layer {index}"
         for index, layer in layers.items()
         for name, parameter in layer.named_parameters()
         for address in _addresses(parameter)
     }
-    problems = [
+    return [
         Problem(
             "model",
             "buffers with memory of their own",
@@ -37,19 +50,6 @@ def refuse_buffers_in_parameters(layers: Mapping[int, nn.Module]) -> None:
         for address in _addresses(buffer)
         if address in parameters
     ]
-    if problems:
-        raise UserError(problems)
-
-
-def refuse_foreign_layers(layers: Mapping[int, nn.Module]) -> None:
-    """Raises UserError that names every layer whose state cannot be copied, sent or summed as plain tensors are."""
-    problems = [
-        Problem("model", "layers of plain tensors", f"{what} in layer {index}", hint)
-        for index, layer in layers.items()
-        for what, hint in _foreign(layer)
-    ]
-    if problems:
-        raise UserError(problems)
 
 
 def _foreign(layer: nn.Module) -> Iterator[tuple[str, str]]:
@@ -78,6 +78,6 @@ def shared_buffers(layers: Iterable[nn.Module]) -> tuple[Uses, ...]:
 
 def _addresses(tensor: Tensor) -> list[int]:
     """Returns where the memory of a tensor begins, unless it has none."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+    if not tensor.numel() or tensor.is_meta:
         return []
     return [tensor.untyped_storage().data_ptr()]

@@ -24,7 +24,7 @@ from engine.models.arguments import Factory, check_user_args
 from engine.models.data import Data, DataFacts
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tie
 from engine.models.losses import default_loss
-from engine.models.memory_rules import refuse_buffers_in_parameters, shared_buffers
+from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffers
 from engine.models.whole_batches import SplitBatches, WholeBatches
 
 
@@ -56,7 +56,7 @@ def user_model(job: Job) -> Model:
         for name, layer in layers
     ]
     modules = [layer for _, layer in layers]
-    refuse_buffers_in_parameters(dict(enumerate(modules)))
+    refuse_what_cannot_be_kept(dict(enumerate(modules)))
     return Model(tuple(specs), default_loss, _shared(modules), shared_buffers=shared_buffers(modules))
 
 

@@ -78,6 +78,8 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
     workers: dict[int, WorkerStatus] = {}
     stages = 1
     for event in events:
+        if "owners" in event:  # of an epoch, or of heirs that were known only later
+            workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
         match event["event"]:
             case "job":
                 status, stages = replace(status, num_steps=event["steps"]), event["stages"]
@@ -86,9 +88,6 @@ def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunSta
             case "epoch":
                 entry = (event["epoch"], event["reason"])
                 status = replace(status, phase="running", epoch=event["epoch"], verdicts=(*status.verdicts, entry))
-                workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
-            case "heirs":
-                workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
             case "commit":
                 status = replace(status, committed=event["step"])
             case "exit":

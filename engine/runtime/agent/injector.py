@@ -177,7 +177,7 @@ class Injector:
             points = catch_up_points(self._job, cause.before, slot, (at.step, at.action), state.committed + 1)
             armed = [to_plain(replace(fault, moment=point)) for point in points]
             if armed:
-                self._members[state.owners[self._place(slot)]].link.send("arm", faults=armed)
+                self._members[state.owners[self._grid.place(slot)]].link.send("arm", faults=armed)
             else:
                 self._schedule(fault)
 
@@ -243,10 +243,10 @@ class Injector:
             return victim.worker, next(iter(owned), None)
         if isinstance(victim, Owner):
             slot = (victim.pipeline, victim.stage)
-            return state.owners[self._place(slot)], slot
+            return state.owners[self._grid.place(slot)], slot
         if slot is None:
             return None
-        place = self._place(slot)
+        place = self._grid.place(slot)
         match victim.role:
             case "recoverer":  # before the verdict, whoever it is going to be
                 owner = state.owners[place]
@@ -255,10 +255,7 @@ class Injector:
                 return next(((worker, slot) for worker in state.shadows[place] if worker in state.members), None)
             case "neighbour":
                 following = (slot[0], (slot[1] + 1) % self._grid.stages)
-                return state.owners[self._place(following)], following
-
-    def _place(self, slot: Slot) -> int:
-        return slot[0] * self._grid.stages + slot[1]
+                return state.owners[self._grid.place(following)], following
 
     def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
         """Takes in a sign of what was done to a worker, by a certain fault if the worker says so."""

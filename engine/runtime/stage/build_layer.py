@@ -8,15 +8,14 @@ from torch import nn
 from engine.core.config.job import Job
 from engine.core.random_key import weights_key
 from engine.models.layers import Model
-from engine.models.memory_rules import refuse_buffers_in_parameters, refuse_foreign_layers
+from engine.models.memory_rules import refuse_what_cannot_be_kept
 
 
 def build_layer(job: Job, model: Model, index: int) -> nn.Module:
     """Builds one layer with the weights of its own key; a later use of a tied parameter starts as the first."""
     torch.default_generator.manual_seed(weights_key(job.seed, index))
     layer = model.layers[index].build()
-    refuse_foreign_layers({index: layer})
-    refuse_buffers_in_parameters({index: layer})
+    refuse_what_cannot_be_kept({index: layer})
     for module in layer.modules():
         # The input of a layer is a leaf for autograd, which nothing may overwrite; out of place gives the same bits.
         if getattr(module, "inplace", False) is True:
