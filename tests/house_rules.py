@@ -15,18 +15,6 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 50
 OUR_PACKAGES = ("bamboo_cli", "engine")
 
-# floor -> floors that it may import, beside itself
-FLOORS: dict[str, frozenset[str]] = {
-    "bamboo_cli": frozenset(
-        {"engine.bench", "engine.runtime", "engine.files", "engine.models", "engine.report", "engine.core"}
-    ),
-    "engine.bench": frozenset({"engine.runtime", "engine.files", "engine.models", "engine.core"}),
-    "engine.runtime": frozenset({"engine.models", "engine.core"}),
-    "engine.files": frozenset({"engine.core"}),
-    "engine.report": frozenset({"engine.core"}),
-    "engine.models": frozenset({"engine.core"}),
-    "engine.core": frozenset(),
-}
 # Parts of the standard library that compute values and touch nothing: no clock, file, thread, socket or global state.
 PURE_STDLIB = frozenset(
     """
@@ -102,7 +90,7 @@ def floor_of(name: str) -> str:
     return parts[0] if parts[0] == "bamboo_cli" else ".".join(parts[:2])
 
 
-def broken_floors(modules: Iterable[Module]) -> list[str]:
+def broken_floors(modules: Iterable[Module], floors: Mapping[str, frozenset[str]]) -> list[str]:
     """Floors go one way; relative imports are refused because they would hide the floor."""
     problems = []
     for module in modules:
@@ -112,7 +100,7 @@ def broken_floors(modules: Iterable[Module]) -> list[str]:
                 problems.append(f"{module.path}:{line}: relative import {target}")
             elif target.split(".")[0] in OUR_PACKAGES:
                 there = floor_of(target)
-                if there != here and there not in FLOORS.get(here, frozenset()):
+                if there != here and there not in floors.get(here, frozenset()):
                     problems.append(f"{module.path}:{line}: {here} imports {there}")
     return problems
 

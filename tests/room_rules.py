@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from tests.house_rules import OUR_PACKAGES, Module, imports_of
+from tests.house_rules import OUR_PACKAGES, Module, floor_of, imports_of
 
 MOST_MODULES = 16
 
@@ -66,6 +66,12 @@ ROOMS: dict[str, frozenset[str]] = {
 }
 COMMANDS = ("bamboo_cli", "bamboo_cli.options")  # they may import any room of the engine but where torch is
 NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}
+
+# floor -> floors that it may import, beside itself: what the rooms come to
+FLOORS: dict[str, frozenset[str]] = {
+    floor: frozenset(floor_of(other) for room in ROOMS if floor_of(room) == floor for other in ROOMS[room]) - {floor}
+    for floor in map(floor_of, ROOMS)
+} | {"bamboo_cli": frozenset(map(floor_of, ROOMS)) - {"engine"}}
 
 
 def room_of(module: Module) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import house_rules
+from tests import house_rules, room_rules
 from tests.house_rules import Module, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,7 @@ def import_with_blocked(root: Path, names: list[str], blocked: tuple[str, ...]) 
 
 
 def test_floors_go_one_way() -> None:
-    assert house_rules.broken_floors(MODULES) == []
+    assert house_rules.broken_floors(MODULES, room_rules.FLOORS) == []
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_floors_go_one_way() -> None:
     ],
 )
 def test_floors_rule_can_fail(path: str, text: str, problem: str) -> None:
-    (found,) = house_rules.broken_floors(planted(text, path))
+    (found,) = house_rules.broken_floors(planted(text, path), room_rules.FLOORS)
     assert found.endswith(problem)
 
 
 def test_runtime_may_import_models_and_everyone_the_core() -> None:
     modules = planted("import engine.models.gpt\nfrom engine.core.errors import UserError", "engine/runtime/a.py")
-    assert house_rules.broken_floors(modules) == []
+    assert house_rules.broken_floors(modules, room_rules.FLOORS) == []
 
 
 def test_core_is_pure() -> None:
