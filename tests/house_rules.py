@@ -7,6 +7,9 @@ and another test can feed it a planted offence.
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -35,6 +38,9 @@ UNSAFE_CALLS = frozenset(
 )
 # torch.distributed's object collectives pickle what they carry.
 UNSAFE_SUFFIXES = ("_object_list", "gather_object")
+# Pronouns that stand where a reader needs the noun.
+PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybody)\b", re.IGNORECASE)
+MAX_PRONOUNS = 3  # per 1,000 words of docstrings and comments
 FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})
 
 
@@ -200,6 +206,24 @@ def bad_shape(modules: Iterable[Module]) -> list[str]:
         if module.is_package and len(module.tree.body) > 1:
             problems.append(f"{module.path}: more than a docstring")
     return problems
+
+
+def prose_of(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields (line, text) of each docstring and comment; a docstring counts from the line of its definition."""
+    for each in ast.walk(module.tree):
+        if isinstance(each, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield getattr(each, "lineno", 1), ast.get_docstring(each) or ""
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def oblique(modules: Iterable[Module]) -> list[str]:
+    """Prose names its nouns: returns each place with one of `PRONOUNS` if all places together are too many."""
+    prose = [(module.path, line, text) for module in modules for line, text in prose_of(module)]
+    num_words = sum(len(re.findall(r"\w+", text)) for _, _, text in prose)
+    found = [f"{path}:{line}: {word}" for path, line, text in prose for word in PRONOUNS.findall(text)]
+    return found if 1000 * len(found) > MAX_PRONOUNS * num_words else []
 
 
 def not_ascii(path: str, text: str) -> list[str]:

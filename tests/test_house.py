@@ -36,6 +36,8 @@ TRACES = {
 }
 # An absolute path of the workplace in which the project was built would mean nothing to anyone else.
 FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
+# Rooms whose prose names its nouns. The list may only grow; with the last room it goes.
+ROOMS_IN_PLAIN_ENGLISH = frozenset({"engine.core"})
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")
 BLOCKED_FOR_CLI = ("torch", "numpy", "pandas", "plotly", "sklearn")
 
@@ -196,6 +198,19 @@ def test_modules_have_a_subject_and_say_it() -> None:
 def test_shape_rule_can_fail(path: str, text: str, problem: str) -> None:
     (found,) = house_rules.bad_shape(planted(text, path))
     assert found == f"{path}: {problem}"
+
+
+def test_prose_names_its_nouns() -> None:
+    plain = [module for module in MODULES if room_rules.room_of(module) in ROOMS_IN_PLAIN_ENGLISH]
+    assert {room_rules.room_of(module) for module in plain} == ROOMS_IN_PLAIN_ENGLISH
+    assert house_rules.oblique(plain) == []
+
+
+def test_prose_rule_can_fail() -> None:
+    text = '"""{}"""\n\n\ndef f():\n    """Whoever waits."""\n    return "what"  # nobody, nowhere, whatsoever\n'
+    found = ["engine/core/planted.py:4: Whoever", "engine/core/planted.py:6: nobody"]
+    assert house_rules.oblique(planted(text.format("word " * 600))) == found
+    assert house_rules.oblique(planted(text.format("word " * 700))) == []
 
 
 def test_code_is_ascii() -> None:

@@ -1,1 +1,1 @@
-"""Pure rules: values in, values out. Standard library only; no torch, I/O, clock, threads or global randomness."""
+"""Pure functions on values. Standard library only; no torch, I/O, clock, threads or global randomness."""

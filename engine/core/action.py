@@ -1,9 +1,9 @@
 """Actions, and their text form.
 
 An action is one thing that a worker does: ``2F0`` is the forward of stage 2 on microbatch 0. Actions of pipeline 0 are
-written as torch's pipelining writes them; those of another pipeline carry its number: ``2F0@1``. Actions on a whole
-stage have no microbatch: ``2STEP``. An action does not say which worker runs it: ``3F0`` in the list of a worker that
-shadows stage 3 is a redundant forward, ``3LOG`` there the receipt of what the owner's ``3LOG`` sends.
+written as in torch's pipelining; actions of another pipeline carry its number: ``2F0@1``. Actions on a whole stage
+have no microbatch: ``2STEP``. An action does not name its worker. In the list of a worker that shadows stage 3,
+``3F0`` is a redundant forward, and ``3LOG`` receives the gradients that the owner's ``3LOG`` sends.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from engine.core.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What an action does."""
+    """The kind of an action."""
 
-    __hash__ = str.__hash__  # that of Enum is written in Python: a quarter of the time of a dry run
+    __hash__ = str.__hash__  # Enum's hash is written in Python and took a quarter of a dry run
 
-    F = "F"  # forward; counts in the buffers
-    REDO_F = "f"  # forward that has counted already: pure, no buffer update, no loss
-    B = "B"  # backward; adds to the accumulator
+    F = "F"  # forward; updates the buffers
+    REDO_F = "f"  # the same forward again: no buffer update, no loss
+    B = "B"  # backward; adds to the gradient accumulator
     I = "I"  # backward for the input only  # noqa: E741 - the field's name for it
-    W = "W"  # backward for the weights only; adds to the accumulator
+    W = "W"  # backward for the weights only; adds to the gradient accumulator
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    STREAM = "STREAM"  # what a slot has added up after a backward, from its owner to its shadows
-    UNSHARD = "UNSHARD"  # the weights of a stage are put together from their shards, by all owners of the stage
-    RESHARD = "RESHARD"  # a worker keeps its shard of them alone
-    HEAL = "HEAL"  # the state of a slot as of the step boundary, from its owner to a new shadow
+    STREAM = "STREAM"  # the owner of a slot sends the gradient accumulator after a backward to the shadows
+    UNSHARD = "UNSHARD"  # all-gather of a stage's weights among the owners of the stage
+    RESHARD = "RESHARD"  # a worker frees the gathered weights and keeps its own shard
+    HEAL = "HEAL"  # the owner of a slot sends its state at the step boundary to a new shadow
     REDUCE_GRAD = "REDUCE_GRAD"
-    LOG = "LOG"  # all that the optimizer step of a slot reads, put together by its owner, sent to its shadows
+    LOG = "LOG"  # the owner of a slot sends the inputs of the optimizer step to the shadows
     COMMIT = "COMMIT"
     STEP = "STEP"
 
@@ -43,7 +43,7 @@ COMPUTE_OPS = frozenset({Op.F, Op.REDO_F, Op.B, Op.I, Op.W})
 FORWARD_OPS = frozenset({Op.F, Op.REDO_F})
 RECEIVE_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
-SHARD_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # the only ones that may stand several times in a step
+SHARD_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # the only ops that a step may repeat on a stage
 STAGE_OPS = SHARD_OPS | {Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP}
 
 WHOLE_STAGE = -1
@@ -54,9 +54,9 @@ _TEXT = re.compile(r"([0-9]{1,9})(f|[A-Z]+(?:_[A-Z]+)?)([0-9]{0,9})(?:@([0-9]{1,
 
 
 class Action(NamedTuple):
-    """One action; `microbatch` is `WHOLE_STAGE` for the ops that concern a whole stage.
+    """One action; `microbatch` is `WHOLE_STAGE` for ops on a whole stage.
 
-    A tuple with names: programs hold a hundred thousand of them, and a data class takes longer to make and to hash.
+    A named tuple, because a program may have 100,000 actions and a data class takes longer to create and to hash.
     """
 
     stage: int
@@ -71,12 +71,12 @@ class Action(NamedTuple):
 
 
 def make_action(stage: int, op: Op, microbatch: int, pipeline: int = 0) -> Action:
-    """Returns an action; half the time of calling its class, for those who make a million of them."""
+    """Returns an action in half the time of `Action(...)`: a long program creates a million actions."""
     return _new(Action, (stage, op, microbatch, pipeline))
 
 
 def parse_action(text: str) -> Action:
-    """Returns the action that `text` spells; raises ScheduleError when it spells none."""
+    """Returns the action that `text` spells; raises ScheduleError if `text` is no action."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or match[2] not in _OPS:
         raise ScheduleError(f"expected an action such as 2F0 or 1SEND_B3, found {text!r}")

@@ -13,7 +13,7 @@ _TEXT = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")
 
 
 def parse_duration(text: str) -> int | None:
-    """Returns the nanoseconds that `text` spells, exactly; None when it spells none or none that is whole."""
+    """Returns the nanoseconds that `text` spells, exactly; None if it is no duration or has a fraction of 1 ns."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         return None
@@ -23,7 +23,7 @@ def parse_duration(text: str) -> int | None:
 
 
 def duration_text(time_ns: int) -> str:
-    """Returns a duration in the largest unit in which it is whole, as `parse_duration` reads it."""
+    """Returns nanoseconds as text that `parse_duration` reads, in the largest unit in which they are whole."""
     if not time_ns:
         return "0s"
     for unit in ("h", "m", "s", "ms", "us"):

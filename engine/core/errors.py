@@ -1,7 +1,7 @@
-"""What can go wrong, as one tree; the exit codes of the program, which are public; and the form of a user's mistake.
+"""The tree of exceptions, the public exit codes of the program, and the form of a user's mistake.
 
 Rules: a user's mistake is a `UserError` that lists every `Problem` found, never only the first. A bug is an
-`InvariantError` or an assertion. Whoever raises says which exit code the program ends with, by the class.
+`InvariantError` or an assertion. The class of an exception decides the exit code of the program.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ExitCode(IntEnum):
     FENCED = 85
     LEFT_WITH_NOTICE = 86
     INTERRUPTED = 130
-    UNHEARD = 141  # nobody reads what the program prints
+    UNHEARD = 141  # the reader of the program's output is gone: SIGPIPE
     TERMINATED = 143
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in what a user wrote: where it stands, what was expected, what was found, what to write instead."""
+    """One mistake of a user: its place, the expected value, the value found, and a hint for the correction."""
 
     field: str
     expected: str
@@ -62,13 +62,13 @@ class Problem:
 
 
 class BambooError(Exception):
-    """Root of everything that bamboo raises on purpose."""
+    """Base class of the exceptions that bamboo raises on purpose."""
 
     exit_code = ExitCode.INTERNAL
 
 
 class UserError(BambooError):
-    """The user asked for something that cannot be; carries every problem found."""
+    """The user asked for something impossible; carries every problem found."""
 
     exit_code = ExitCode.USAGE
 
@@ -78,7 +78,7 @@ class UserError(BambooError):
 
 
 class ScheduleError(BambooError):
-    """A program breaks a rule; names the worker, the position and the rule."""
+    """A program breaks a rule; the message names the worker, the position and the rule."""
 
     exit_code = ExitCode.USAGE
 
@@ -117,19 +117,19 @@ class WorkerFailedError(BambooError):
 
 
 class CoordinatorUnavailableError(BambooError):
-    """The coordinator's store gave no answer within the deadline, or refused; what was asked for may have been done."""
+    """The coordinator's store gave no answer within the deadline, or refused; the request may have been applied."""
 
     exit_code = ExitCode.COORDINATOR_UNAVAILABLE
 
 
 class LeaseLostError(BambooError):
-    """A key was to hang on a lease that has expired: whoever held the lease is out."""
+    """A write names a lease that has expired: the holder of the lease is fenced."""
 
     exit_code = ExitCode.FENCED
 
 
 class NothingMatchedError(BambooError):
-    """What the user named does not exist."""
+    """The user named a thing that does not exist."""
 
     exit_code = ExitCode.NOTHING_MATCHED
 

@@ -1,4 +1,4 @@
-"""Who owns what: the grid of slots that one step fills, the worker that trains each slot, and the shadows of each."""
+"""Ownership: the grid of slots of a step, the worker that trains each slot, and the workers that shadow it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Grid:
     ties: tuple[tuple[int, ...], ...] = ()
 
     def slots(self) -> tuple[Slot, ...]:
-        """Returns every (pipeline, stage), pipeline by pipeline."""
+        """Returns all slots, pipeline by pipeline."""
         return tuple((pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages))
 
     def place(self, slot: Slot) -> int:
@@ -42,7 +42,7 @@ class Grid:
 class Ownership:
     """The owner and the shadows of each slot; slot (pipeline, stage) has the place ``pipeline * stages + stage``.
 
-    `shadows` has one tuple per slot, in the order in which they would take over; it is empty where nobody has any.
+    `shadows` has one tuple per slot, in the order of succession. It is empty if the job has no shadows.
     """
 
     grid: Grid
@@ -54,11 +54,11 @@ class Ownership:
         return self.owners[pipeline * self.grid.stages + stage]
 
     def shadows_of(self, pipeline: int, stage: int) -> tuple[int, ...]:
-        """Returns the other workers that hold a live replica of the slot, or are about to."""
+        """Returns the workers beside the owner that hold a replica of the slot or are about to receive one."""
         return self.shadows[pipeline * self.grid.stages + stage] if self.shadows else ()
 
     def replicas(self, pipeline: int, stage: int) -> tuple[int, ...]:
-        """Returns the owner of a slot and its shadows."""
+        """Returns the owner of a slot, then its shadows."""
         return (self.owner(pipeline, stage), *self.shadows_of(pipeline, stage))
 
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
@@ -78,12 +78,12 @@ class Ownership:
         return tuple(dict.fromkeys(self.owner(pipeline, stage) for pipeline in range(self.grid.pipelines)))
 
     def workers(self) -> tuple[int, ...]:
-        """Returns the workers that own or shadow something, in order."""
+        """Returns the workers that own or shadow a slot, in order."""
         return tuple(sorted({*self.owners, *(worker for line in self.shadows for worker in line)}))
 
 
 def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop") -> Ownership:
-    """Returns the ownership of a fresh job: each pipeline has stages / V workers, numbered pipeline by pipeline."""
+    """Returns the ownership at the start of a job: P / V workers per pipeline, numbered pipeline by pipeline."""
     num_workers = grid.stages // stages_per_worker
     placed = [worker_of(stage, num_workers, placement) for stage in range(grid.stages)]
     return Ownership(grid, tuple(d * num_workers + each for d in range(grid.pipelines) for each in placed))
@@ -101,12 +101,12 @@ def with_shadows(
     members: Collection[int],
     leaving: Collection[int] = (),
 ) -> Ownership:
-    """Returns the ownership with as many shadows as the policy wants and the members allow; those that live stay.
+    """Returns the ownership with new shadows up to the number that the policy wants; present shadows stay.
 
-    A new shadow is another worker than the owner, and not leaving; whoever is leaving keeps what it holds until it has
-    left. Of those that qualify, the least loaded is taken; of these the owner of the nearest preceding stage, wrapping
-    round, then owners in other pipelines. `lazy` and `eager` keep `level` shadows of each slot; `reroute` keeps one
-    where no other pipeline's owner holds the stage; `none` none.
+    `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no owner in another pipeline holds
+    the stage. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The least loaded such
+    worker is chosen; of several, the owner of the nearest preceding stage (cyclic), then owners in other pipelines. A
+    leaving worker stays a shadow until it has left.
     """
     if redundancy == "none":
         return ownership
@@ -124,11 +124,11 @@ def with_shadows(
             if found is None:
                 break
             shadows[slot] = (*shadows[slot], found)
-        shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)  # until it has left
+        shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
     return replace(ownership, shadows=tuple(shadows[slot] for slot in ownership.grid.slots()))
 
 
-# In units of a forward: training a slot is forward and backward, shadowing it at most a forward.
+# In units of a forward: an owner runs a forward (1) and a backward (2), a shadow at most a forward.
 _LOAD_OF_OWNING = 3
 
 
@@ -139,7 +139,7 @@ def _least_loaded(
     members: Collection[int],
     leaving: Collection[int],
 ) -> int | None:
-    """Returns who should shadow a slot next, or None when nobody qualifies."""
+    """Returns the next shadow of a slot, or None if no member qualifies."""
     grid, (pipeline, stage) = ownership.grid, slot
     pipelines = [(pipeline + more) % grid.pipelines for more in range(grid.pipelines)]
     preceding = [

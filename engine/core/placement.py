@@ -1,8 +1,12 @@
-"""Placement: which stages of a pipeline stand on which of its workers, when each worker has several.
+"""Placement: the worker of each stage of a pipeline when each worker has several stages.
 
-Rules: stages are dealt out in rounds of one per worker. `loop` deals every round in the order of the workers; `v` deals
-every second round backwards, so that the stages on both sides of a turn are on one worker, and with two rounds so are
-the first stage and the last.
+Stages are dealt out in rounds of one per worker. `loop` deals every round in the order of the workers, `v` deals every
+second round backwards. Six stages on three workers:
+
+              loop       v
+    worker 0  0 3        0 5
+    worker 1  1 4        1 4
+    worker 2  2 5        2 3
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 Placement = Literal["loop", "v"]
-PlacementChoice = Literal["auto", "loop", "v"]  # auto: the one that the schedule wants
+PlacementChoice = Literal["auto", "loop", "v"]  # auto: the placement of the schedule
 
 
 def worker_of(stage: int, num_workers: int, placement: Placement) -> int:
@@ -20,6 +24,6 @@ def worker_of(stage: int, num_workers: int, placement: Placement) -> int:
 
 
 def stages_of(worker: int, num_workers: int, stages_per_worker: int, placement: Placement) -> tuple[int, ...]:
-    """Returns the stages of a worker, in order."""
+    """Returns the stages of a worker of a pipeline, in order."""
     every = range(num_workers * stages_per_worker)
     return tuple(stage for stage in every if worker_of(stage, num_workers, placement) == worker)

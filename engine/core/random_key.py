@@ -1,6 +1,6 @@
-"""Keys for random numbers: every draw is named by what it is for, so that any worker can repeat it.
+"""Keys for random numbers: the purpose of a draw names its key, so that any worker can repeat the draw.
 
-No rule of the program may draw from a process-wide stream: a redone forward would shift it.
+No code may draw from a process-wide stream: a forward that is run again would shift that stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def random_key(seed: int, *parts: int | str) -> int:
 
 
 def layer_key(seed: int, step: int, pipeline: int, layer: int, microbatch: int) -> int:
-    """Returns the key that seeds everything random inside one layer's forward (dropout)."""
+    """Returns the key that seeds all randomness inside one layer's forward (dropout)."""
     return random_key(seed, "layer", step, pipeline, layer, microbatch)
 
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 Scalar = str | int | float | bool
 Args = dict[str, Scalar]
 
-MOST_FLOAT = (2 - 2**-23) * 2.0**127  # the greatest number of float32, which torch refuses to exceed
+MOST_FLOAT = (2 - 2**-23) * 2.0**127  # the greatest float32; torch raises on greater ones
