@@ -21,6 +21,7 @@ from engine.files.events_file import has_event, read_events
 from engine.files.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from engine.harness.run_driver import Screen
     from engine.runtime.agent.session import Ending
     from engine.runtime.store.etcd_settings import EtcdSettings
 
@@ -77,7 +78,14 @@ class Aftermath:
 
 
 def aftermath_of(
-    job: Job, folder: RunFolder, ending: Ending, faults: Sequence[Fault], etcd: EtcdSettings | None, *, with_twin: bool
+    job: Job,
+    folder: RunFolder,
+    ending: Ending,
+    faults: Sequence[Fault],
+    etcd: EtcdSettings | None,
+    screen: Screen,
+    *,
+    with_twin: bool,
 ) -> Aftermath:
     """Reads the events of a run; runs its twin when faults struck, it finished and the twin is wanted."""
     fired = frozenset[str]()
@@ -91,10 +99,10 @@ def aftermath_of(
         found = [replace(each, heirs=()) if each.resume_ns is None else each for each in found]
     aftermath = Aftermath(tuple(faults), fired, found)
     if with_twin and fired and not ending.exit_code:
-        from bamboo_cli.twin import compare_with_twin
+        from engine.harness.twin_run import compare_with_twin
 
         try:
-            aftermath.comparison = compare_with_twin(job, ending.view.account.rows, folder, etcd)
+            aftermath.comparison = compare_with_twin(job, ending.view.account.rows, folder, etcd, screen)
         except BambooError as error:
             aftermath.twin_error = error
     return aftermath

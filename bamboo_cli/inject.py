@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,8 @@ from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from engine.core.errors import ExitCode
 
 if TYPE_CHECKING:
-    from bamboo_cli.case import Case
     from engine.files.scenarios.scenario_file import Loaded
+    from engine.harness.case_runner import Case
 
 EPILOG = (
     "Examples:  bamboo inject --scenario kill-middle-stage  |  bamboo inject --scenario mine.yaml --dry-run  |  "
@@ -49,10 +50,10 @@ def inject(
     etcd_plain_http: PlainHttp = False,
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it."""
-    from bamboo_cli.attach import as_of_now, attach
-    from bamboo_cli.options.offered import offered
     from engine.files.run_folder import find_run
     from engine.files.scenarios.scenario_file import load_scenario
+    from engine.harness.attach import as_of_now, attach
+    from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
@@ -62,7 +63,7 @@ def inject(
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
         return
     if folder is not None:
-        cases = [attach(loaded, folder)]
+        cases = [attach(loaded, folder, partial(typer.echo, err=True))]
         _print_case(loaded, cases[0], as_json)
     else:
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http)
@@ -70,7 +71,8 @@ def inject(
 
 
 def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[Case]:
-    from bamboo_cli.case import run_case
+    from bamboo_cli.live import SCREEN
+    from engine.harness.case_runner import run_case
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.process.children import ForkServer
 
@@ -79,7 +81,7 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     mark_processes()
     with ForkServer() as server:  # for all runs and their twins: to start one takes as long as a short job
         for _ in range(repeat):
-            cases.append(run_case(loaded, store, server))
+            cases.append(run_case(loaded, store, server, SCREEN))
             _print_case(loaded, cases[-1], as_json)
             if cases[-1].exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
                 break
@@ -110,7 +112,7 @@ def _print_case(loaded: Loaded, case: Case, as_json: bool) -> None:
 
 def _print_all(loaded: Loaded, cases: Sequence[Case], as_json: bool) -> int:
     """Prints what came of all runs together; returns the exit code."""
-    from bamboo_cli.case import pauses_ms
+    from engine.harness.case_runner import pauses_ms
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict), not each.exit_code))
     pauses = pauses_ms(cases)

@@ -1,4 +1,4 @@
-"""Runs a job and shows its picture on stderr meanwhile: a live table on a terminal, plain lines anywhere else."""
+"""Shows a run on stderr while it goes on: a live table on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -18,48 +19,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bamboo_cli.live_recoveries import GONE, LiveRecoveries
 from engine.core.config.job import Job
-from engine.core.faults.fault import Fault
-from engine.files.run_folder import RunFolder
-from engine.runtime.agent.session import Ending, View, WorkerView, run_session
-from engine.runtime.process.children import ForkServer
-from engine.runtime.store.etcd_settings import EtcdSettings
+from engine.harness.live_recoveries import GONE, LiveRecoveries
+from engine.harness.run_driver import Screen
+from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.session import View, WorkerView
 
 _PLAIN_EVERY_S = 2.0
 _RATE_OVER_S = 3.0
 _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "finished": "dim", "left": "dim"}
-
-
-def run_shown(
-    job: Job,
-    folder: RunFolder,
-    etcd: EtcdSettings | None,
-    *,
-    run_id: str = "",
-    faults: Sequence[Fault] = (),
-    grace_s: float = 120.0,
-    server: ForkServer | None = None,
-) -> Ending:
-    """Runs a job in a run folder, whose name is the run's unless it has another, and shows its picture.
-
-    Raises:
-        BambooError: it could not be started.
-    """
-    with LivePicture(job, folder.events) as picture:
-        ending = run_session(
-            job,
-            folder.events,
-            folder.logs,
-            picture.show,
-            run_id=run_id or folder.path.name,
-            etcd=etcd,
-            faults=faults,
-            grace_s=grace_s,
-            server=server,
-        )
-        picture.tell_notes(ending.view)
-        return ending
 
 
 class LivePicture:
@@ -72,6 +40,7 @@ class LivePicture:
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._said_s = 0.0
+        self._account: Account | None = None  # of the last view
         self._num_notes = 0
         self._history: deque[tuple[float, dict[int, int], int]] = deque()
 
@@ -99,7 +68,8 @@ class LivePicture:
         self._history.append((now_s, computed, len(view.account.losses)))
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
-        self._tell_notes(view)
+        self._account = view.account
+        self._tell_notes()
         for text in self._recoveries.look(view):
             self._say(text)
         if self._is_terminal:
@@ -108,15 +78,16 @@ class LivePicture:
             self._said_s = now_s
             typer.echo(self._line(view), err=True)
 
-    def tell_notes(self, view: View) -> None:
-        """Tells what came up after the last picture."""
+    def close(self) -> None:
+        """Shows the notes that came after the last view."""
         with contextlib.suppress(OSError):
-            self._tell_notes(view)
+            self._tell_notes()
 
-    def _tell_notes(self, view: View) -> None:
-        for text in view.account.notes[self._num_notes :]:
+    def _tell_notes(self) -> None:
+        notes = self._account.notes if self._account is not None else []
+        for text in notes[self._num_notes :]:
             self._say(text)
-        self._num_notes = len(view.account.notes)
+        self._num_notes = len(notes)
 
     def _say(self, text: str) -> None:
         """Says something that stays: above the table, or as a line of its own."""
@@ -182,3 +153,13 @@ class LivePicture:
             text = str(stage) if self.job.pipelines == 1 else f"{pipeline}.{stage}"
             texts.append(text if owner == each.worker else f"{text} (now worker {owner})")
         return " ".join(texts)
+
+
+@contextlib.contextmanager
+def _picture(job: Job, events: Path) -> Iterator[Callable[[View], None]]:
+    with LivePicture(job, events) as picture:
+        yield picture.show
+        picture.close()
+
+
+SCREEN = Screen(partial(typer.echo, err=True), _picture)

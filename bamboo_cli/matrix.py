@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,9 @@ from bamboo_cli.options.matrix import (
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
 
 if TYPE_CHECKING:
-    from bamboo_cli.matrix_run import MatrixRun
     from engine.core.checks.cell_result import CellResult
     from engine.files.scenarios.matrix_file import Matrix, Planned
+    from engine.harness.matrix_runner import MatrixRun
 
 EPILOG = (
     "Examples:  bamboo matrix matrix-smoke  |  bamboo matrix mine.yaml --jobs 2 --junit cells.xml  |  "
@@ -68,9 +69,9 @@ def matrix(
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 when any failed, with 6 when any proved nothing."""
-    from bamboo_cli.options.offered import offered
     from engine.files.matrix_results import usual_seconds
     from engine.files.scenarios.matrix_file import read_matrix
+    from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
 
     found = read_matrix(file, kinds(), settings or (), offered)
@@ -79,7 +80,7 @@ def matrix(
     if form != "text":
         _print_cells(file, chosen, form, num_shards, seconds)
         return
-    from bamboo_cli.matrix_run import MatrixRun, end_by_exception, usual_jobs
+    from engine.harness.matrix_runner import MatrixRun, end_by_exception, usual_jobs
 
     end_by_exception()
     run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
@@ -141,10 +142,10 @@ def _run(
     found: Matrix, chosen: Sequence[Planned], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
     """Returns the results of the chosen cells in their order, old ones too, and what shrinking found."""
-    from bamboo_cli.matrix_run import LANE
     from engine.core.checks.cell_result import key_of
     from engine.core.faults.ci_shards import estimated
     from engine.files.matrix_results import read_results
+    from engine.harness.matrix_runner import LANE
     from engine.runtime.process.lanes import Lanes
 
     before = read_results(run.folder)
@@ -161,12 +162,22 @@ def _run(
     )
     shrunk = None
     with Lanes(LANE, min(jobs, max(1, len(left))), run.folder) as lanes:
-        done |= {each.cell: each for each in run.run(lanes, left, expected_s)}
+        done |= {each.cell: each for each in run.run(lanes, left, expected_s, _tell)}
         first = next((each for each in left if done[each.cell.name].result == "failed"), None)
         if budget and first is not None:
-            path, what = run.shrink(lanes, first.loaded.scenario, done[first.cell.name], budget)
+            path, what = run.shrink(
+                lanes, first.loaded.scenario, done[first.cell.name], budget, partial(typer.echo, err=True)
+            )
             shrunk = {"cell": first.cell.name, "file": str(path), "tries": what.num_tries, "minimal": what.is_minimal}
     return [done[each.cell.name] for each in chosen], shrunk
+
+
+def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
+    colours = {"passed": typer.colors.GREEN, "failed": typer.colors.RED, "invalid": typer.colors.YELLOW}
+    word = typer.style(f"{result.result:<7}", fg=colours[result.result])
+    why = "" if result.result == "passed" else f"\n    {result.text}"
+    text = f"[{number}/{count}] {word} {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left){why}"
+    typer.echo(text, err=True)
 
 
 def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Path | None, page: Path) -> None:

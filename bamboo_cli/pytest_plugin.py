@@ -25,7 +25,7 @@ LIMIT_S = 120.0
 @pytest.fixture(scope="session")
 def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
     """One process that stays warm for all scenarios of a session."""
-    from bamboo_cli.matrix_run import LANE
+    from engine.harness.matrix_runner import LANE
     from engine.runtime.process.lanes import Lanes
 
     with Lanes(LANE, 1, tmp_path_factory.mktemp("bamboo-lane")) as lanes:
@@ -38,9 +38,9 @@ def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellRes
 
     Its run folder is below ``tmp_path``. Returns what came of it.
     """
-    from bamboo_cli.matrix_run import MatrixRun
-    from bamboo_cli.options.offered import offered
     from engine.files.scenarios.matrix_file import read_matrix
+    from engine.harness.matrix_runner import MatrixRun
+    from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
 
     def run(scenario: str | Path, *settings: str, limit_s: float = LIMIT_S) -> CellResult:

@@ -87,9 +87,10 @@ def _train(
     started_s = time.monotonic()
     # These load torch-free parts only; still, --help should not pay for them.
     from bamboo_cli.aftermath import aftermath_of
-    from bamboo_cli.live import run_shown
+    from bamboo_cli.live import SCREEN
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
+    from engine.harness.run_driver import drive, summary_of
     from engine.models.offer import unreadable_data
 
     job = resolved.job
@@ -99,10 +100,10 @@ def _train(
         Path(job.results), job.name or _run_name(job.model), datetime.now(), secrets.token_hex(2)
     )
     _write_facts(folder, resolved)
-    ending = run_shown(job, folder, etcd, faults=faults, grace_s=grace_s)
+    ending = drive(job, folder, SCREEN, etcd, faults=faults, grace_s=grace_s)
     wall_s = time.monotonic() - started_s
     write_trajectory(folder.trajectory, ending.view.account.rows)
-    aftermath = aftermath_of(job, folder, ending, faults, etcd, with_twin=with_twin)
+    aftermath = aftermath_of(job, folder, ending, faults, etcd, SCREEN, with_twin=with_twin)
     ending = _judged(ending, aftermath)
     summary = summary_of(folder, ending, wall_s) | aftermath.as_dict()
     _write_facts(folder, resolved, summary)
@@ -141,31 +142,6 @@ def _write_facts(folder: RunFolder, resolved: Resolved, summary: dict[str, Any] 
     )
 
 
-def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
-    """Returns what is kept of a run in run.json."""
-    from engine.core.checks.trajectory import trajectory_hash
-
-    account = ending.view.account
-    last = max(account.validations, default=None)
-    return {
-        "run_dir": str(folder.path),
-        "outcome": ending.outcome,
-        "exit_code": ending.exit_code,
-        "error": None if ending.error is None else str(ending.error),
-        "steps": len(account.losses),
-        "loss_first": account.losses[0] if account.losses else None,
-        "loss_last": account.losses[-1] if account.losses else None,
-        "validation_loss": None if last is None else account.validations[last][0],
-        "validation_metric": None if last is None else account.validations[last][1],
-        "trajectory": trajectory_hash(account.rows) if account.rows else None,
-        "missing": list(ending.missing),
-        "wall_s": round(wall_s, 3),
-        "launch_s": round((account.going_at_ns - ending.started_at_ns) / 1e9, 3) if account.going_at_ns else None,
-        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
-        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
-    }
-
-
 def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
     """Returns a user's error with the places that the values came from."""
     if not isinstance(error, UserError):
@@ -187,8 +163,8 @@ def _print_ending(
         for line in str(_with_origins(ending.error, resolved)).splitlines():
             typer.echo(f"bamboo: {line}", err=True)
     if ending.exit_code == ExitCode.STATE_LOST:
-        from bamboo_cli.state_lost import state_lost_lines
         from engine.files.events_file import read_events
+        from engine.harness.state_lost import state_lost_lines
 
         for line in state_lost_lines(resolved.job, read_events(folder.events), summary["steps"]):
             typer.echo(f"  {line}", err=True)

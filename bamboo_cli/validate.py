@@ -56,12 +56,12 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns what a file says, as text and as plain values; raises what its reader raises."""
-    from bamboo_cli.options.offered import offered
     from engine.files.jobs.job_file import is_job, merge
     from engine.files.jobs.job_layers import document_layer
     from engine.files.scenarios.matrix_file import read_matrix
     from engine.files.scenarios.scenario_file import find_scenario, is_matrix, load_document
     from engine.files.strict_yaml import read_yaml
+    from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
 
     path = find_scenario(name)

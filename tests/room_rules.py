@@ -63,6 +63,10 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"},
     "engine.bench.figures": _PLANS,
     "engine.bench.peers": _HOST | _PLANS | _ARRAYS | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
+    "engine.harness": _HOST
+    | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
+    | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
+    | {"engine.runtime.agent"},
 }
 COMMANDS = ("bamboo_cli", "bamboo_cli.options")  # they may import any room of the engine but where torch is
 NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}

@@ -55,8 +55,8 @@ def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
         UserError: with every problem found.
     """
     # The reader of YAML takes 20 ms to import, which --help does not owe.
-    from bamboo_cli.options.offered import named, offered
     from engine.files.jobs.job_file import resolve_job
+    from engine.harness.offered import named, offered
 
     flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = named if program_only else offered

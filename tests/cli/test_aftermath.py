@@ -18,6 +18,7 @@ from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.faults.kill_text import parse_kill
 from engine.files.run_folder import RunFolder, create_run_folder
+from engine.harness.run_driver import lines_only
 from engine.runtime.agent.run_state import Account
 from engine.runtime.agent.session import Ending, View
 
@@ -140,15 +141,15 @@ def write(folder: RunFolder, events: list[dict[str, Any]]) -> None:
 
 def test_what_fired_is_read_off_the_events_also_when_the_run_failed(folder: RunFolder) -> None:
     write(folder, EVENTS)
-    found = aftermath_of(JOB, folder, ending(3), [FAULT], None, with_twin=True)
+    found = aftermath_of(JOB, folder, ending(3), [FAULT], None, lines_only(print), with_twin=True)
     assert (found.missed, found.comparison, found.recoveries) == ([], None, [])
     write(folder, EVENTS[:5])
-    assert aftermath_of(JOB, folder, ending(0), [FAULT], None, with_twin=True).missed == [FAULT]
+    assert aftermath_of(JOB, folder, ending(0), [FAULT], None, lines_only(print), with_twin=True).missed == [FAULT]
 
 
 def test_of_shards_nobody_is_called_the_heir(folder: RunFolder) -> None:
     verdict = {"epoch": 1, "owners": [0, 1, 1], "verdict": [[2, "died"]], "reason": "", "at_ns": 6}
     write(folder, [*EVENTS[:-2], {"event": "epoch", **verdict}])
     for job, heirs in ((JOB, "; worker 1 was to take over stage 2"), (replace(JOB, pipelines=2, fsdp=1), "")):
-        found = aftermath_of(job, folder, ending(80), [FAULT], None, with_twin=True)
+        found = aftermath_of(job, folder, ending(80), [FAULT], None, lines_only(print), with_twin=True)
         assert found.lines(0) == [f"worker 2 died after 2B0 of step 1{heirs}; not recovered"]

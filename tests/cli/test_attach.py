@@ -14,14 +14,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from bamboo_cli import attach
-from bamboo_cli.attach import have_shown, pace, skipped
 from bamboo_cli.inject import inject
 from engine.core.action import parse_action
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, NothingMatchedError, StorageError
 from engine.core.faults.fault import After, At, Fault, When, Worker
 from engine.files.run_folder import RunFolder
+from engine.harness import attach
+from engine.harness.attach import have_shown, pace, skipped
 
 
 def at(name: str, step: int, when: When = "before") -> Fault:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bamboo_cli.case import scenario_facts
 from engine.files.scenarios.scenario_file import find_scenario, load_scenario
+from engine.harness.case_runner import scenario_facts
 from engine.runtime.faults.registry import kinds
 
 

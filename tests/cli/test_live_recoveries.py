@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bamboo_cli.live_recoveries import LiveRecoveries
 from engine.core.config.job import Job
+from engine.harness.live_recoveries import LiveRecoveries
 from engine.runtime.agent.run_state import Account
 from engine.runtime.agent.session import View, WorkerView
 from engine.runtime.ipc.progress_board import Progress

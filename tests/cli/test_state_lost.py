@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bamboo_cli.state_lost import Loss, fewest_holders, loss_of, state_lost_lines
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
+from engine.harness.state_lost import Loss, fewest_holders, loss_of, state_lost_lines
 
 LAZY = Job(stages=3, steps=9)
 SHARDED = replace(LAZY, redundancy="none", pipelines=2, fsdp=1)

@@ -11,14 +11,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from bamboo_cli.case import Case, case_of
 from engine.core.checks.expectations import Observed
 from engine.core.checks.recovery_log import recoveries
 from engine.core.config.job import Job
@@ -26,6 +23,7 @@ from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Probl
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.files.events_file import events_of
+from engine.harness.case_runner import Case, case_of
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -38,7 +36,7 @@ _COMMITS = 4  # by which a job's pace is judged
 _STEPS_AFTER = 2  # committed after the last sign of a fault: the run goes on
 
 
-def attach(loaded: Loaded, folder: RunFolder) -> Case:
+def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Case:
     """Hands the faults of a scenario to a running job; returns when all have shown and it goes on, or has ended.
 
     Raises:
@@ -50,9 +48,9 @@ def attach(loaded: Loaded, folder: RunFolder) -> Case:
     loaded = _fitted(loaded, events)
     judged = loaded.scenario.expect
     for line in describe(loaded.faults, loaded.scenario.job):
-        typer.echo(line, err=True)
+        say(line)
     if unjudged := [each.name for each in fields(judged) if getattr(judged, each.name) != getattr(wanted, each.name)]:
-        typer.echo(f"not judged: {', '.join(unjudged)} (the job runs on)", err=True)
+        say(f"not judged: {', '.join(unjudged)} (the job runs on)")
     since_ns = time.monotonic_ns()  # the clock of the events
     request = _request(folder, loaded.faults)
     try:

@@ -6,13 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from engine.core.checks.cell_result import CellResult, key_of
 
@@ -22,7 +20,9 @@ if TYPE_CHECKING:
     from engine.files.scenarios.matrix_file import Planned
     from engine.runtime.process.lanes import Lanes
 
-LANE = "bamboo_cli.matrix_lane"
+# number of the result, number of cells, result, seconds that the others are expected to take
+Tell = Callable[[int, int, CellResult, float], None]
+LANE = "engine.harness.matrix_lane"
 
 
 @dataclass(slots=True)
@@ -45,8 +45,14 @@ class MatrixRun:
             "keep": self.keep,
         }
 
-    def run(self, lanes: Lanes, cells: Sequence[Planned], expected_s: Mapping[str, float]) -> list[CellResult]:
-        """Runs cells and appends each result to the folder; returns them as they came, telling progress on stderr."""
+    def run(
+        self,
+        lanes: Lanes,
+        cells: Sequence[Planned],
+        expected_s: Mapping[str, float],
+        tell: Tell = lambda number, count, result, left_s: None,
+    ) -> list[CellResult]:
+        """Runs cells, appends each result to the folder and tells it; returns them in the order of their ends."""
         from engine.files.matrix_results import append_result
 
         by_name = {each.cell.name: each for each in cells}
@@ -63,7 +69,7 @@ class MatrixRun:
             taken_s = expected_s[task["cell"]]
             left_s, expected_done_s = left_s - taken_s, expected_done_s + taken_s
             still_s = left_s * (time.monotonic() - started_s) / max(expected_done_s, 1e-9)
-            _tell(f"[{len(results)}/{len(cells)}]", result, still_s)
+            tell(len(results), len(cells), result, still_s)
 
         tasks = [self.task(each.cell.name, each.cell.values, self.settings) for each in cells]
         lanes.run(tasks, self.limit_s, take)
@@ -86,12 +92,14 @@ class MatrixRun:
         text = f"the lane ended with code {answer['ended']}; its log is in {self.folder}"
         return CellResult(planned.cell.name, "invalid", "", text, do, 0.0, loaded.seed, "", labels, planned.line, key)
 
-    def shrink(self, lanes: Lanes, scenario: Scenario, failed: CellResult, budget: int) -> tuple[Path, Shrunk]:
-        """Returns the file of the smallest scenario that fails like this cell, and how it was found."""
-        from bamboo_cli.matrix_lane import scenario_text
+    def shrink(
+        self, lanes: Lanes, scenario: Scenario, failed: CellResult, budget: int, say: Callable[[str], None]
+    ) -> tuple[Path, Shrunk]:
+        """Returns the file of the smallest scenario that fails like this cell, and how it was found; says each try."""
         from engine.core.faults.scenario_plain import scenario_plain
         from engine.core.faults.shrink import shrink
         from engine.files.atomic_write import write_atomically
+        from engine.harness.matrix_lane import scenario_text
         from engine.runtime.faults.registry import kinds
 
         def fails(smaller: Scenario) -> bool:
@@ -102,7 +110,7 @@ class MatrixRun:
             same = (result["result"], result["failure"]) == (failed.result, failed.failure)
             job = smaller.job
             size = f"{len(smaller.faults)} faults, {job.pipelines} x {job.stages} stages, {job.steps} steps"
-            typer.echo(f"shrink: {size}, {job.microbatches} microbatches: {'fails' if same else 'does not'}", err=True)
+            say(f"shrink: {size}, {job.microbatches} microbatches: {'fails' if same else 'does not'}")
             return same
 
         ending = {kind.name for kind in kinds().values() if kind.ends}
@@ -129,10 +137,3 @@ def end_by_exception() -> None:
 def usual_jobs() -> int:
     """Returns how many lanes there are unless the user says: a case waits more than it computes."""
     return max(1, min(len(os.sched_getaffinity(0)), 8))
-
-
-def _tell(number: str, result: CellResult, left_s: float) -> None:
-    colours = {"passed": typer.colors.GREEN, "failed": typer.colors.RED, "invalid": typer.colors.YELLOW}
-    word = typer.style(f"{result.result:<7}", fg=colours[result.result])
-    why = "" if result.result == "passed" else f"\n    {result.text}"
-    typer.echo(f"{number} {word} {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left){why}", err=True)

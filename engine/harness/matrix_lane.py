@@ -1,6 +1,7 @@
 """A lane of `bamboo matrix`: runs the cells that it is given one after another, with one fork server for all.
 
-Started as ``python -m bamboo_cli.matrix_lane FD``; the descriptor is one end of a link (`engine/runtime/ipc/link.py`).
+Started as ``python -m engine.harness.matrix_lane FD``; FD is one end of a link (`engine/runtime/ipc/link.py`). Its log
+holds the results, and the lines that a user would see.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 
 def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
     """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
-    from bamboo_cli.options.offered import offered
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
+    from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
 
     started_s = time.monotonic()
@@ -45,9 +47,10 @@ def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
 
 
 def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str]:
-    from bamboo_cli.case import run_case
+    from engine.harness.case_runner import run_case
+    from engine.harness.run_driver import lines_only
 
-    case = run_case(loaded, None, server)
+    case = run_case(loaded, None, server, lines_only(partial(print, flush=True)))
     if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         sys.exit(int(case.exit_code))
     if not keep and case.verdict == "passed":

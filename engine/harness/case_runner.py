@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.core.checks.trajectory import Row
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
+    from engine.harness.run_driver import Screen
     from engine.runtime.agent.session import Ending
     from engine.runtime.process.children import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
@@ -62,7 +63,7 @@ def case_of(loaded: Loaded, folder: Path, seen: Observed) -> Case:
     return Case(folder, checks, exit_code(checks, seen), tuple(seen.recoveries()))
 
 
-def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> Case:
+def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer, screen: Screen) -> Case:
     """Runs a scenario in a run folder of its own, then its twin if something is expected of the weights.
 
     Both are forked by `server`, which was started after `mark_processes`.
@@ -70,12 +71,11 @@ def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> C
     Raises:
         BambooError: it could not be started.
     """
-    from bamboo_cli.live import run_shown
-    from bamboo_cli.run import summary_of
     from engine.files.atomic_write import write_atomically
     from engine.files.events_file import add_event, read_events
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
+    from engine.harness.run_driver import drive, summary_of
     from engine.models.offer import unreadable_data
     from engine.runtime.doctor.leak_check import Traces
 
@@ -89,13 +89,13 @@ def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> C
     write_atomically(copy, loaded.path.read_text(encoding="utf-8"))
     _write_facts(folder, loaded)
     traces = Traces()
-    ending = run_shown(job, folder, etcd, faults=loaded.faults, server=server)
+    ending = drive(job, folder, screen, etcd, faults=loaded.faults, server=server)
     left = traces.left(folder.logs, folder.path.name, etcd, server.pid) if scenario.expect.leftovers else None
     add_event(folder.events, "scenario", **scenario_facts(loaded, copy))
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
-    twin = _twin(loaded, folder, ending, etcd, server)
+    twin = _twin(loaded, folder, ending, etcd, server, screen)
     case = case_of(
         loaded, folder.path, Observed(ending.exit_code, error, list(read_events(folder.events)), rows, twin, left)
     )
@@ -105,19 +105,17 @@ def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer) -> C
 
 
 def _twin(
-    loaded: Loaded, folder: RunFolder, ending: Ending, etcd: EtcdSettings | None, server: ForkServer
+    loaded: Loaded, folder: RunFolder, ending: Ending, etcd: EtcdSettings | None, server: ForkServer, screen: Screen
 ) -> list[Row] | None:
     """Returns the rows of the twin, or None where nobody asks for them or there are none."""
-    import typer
-
-    from bamboo_cli.twin import twin_rows
+    from engine.harness.twin_run import twin_rows
 
     if loaded.scenario.expect.trajectory is None or ending.outcome == "interrupted":
         return None
     try:
-        return twin_rows(loaded.scenario.job, folder, etcd, server)
+        return twin_rows(loaded.scenario.job, folder, etcd, screen, server)
     except BambooError as error:
-        typer.echo(f"bamboo: {error}", err=True)
+        screen.say(f"bamboo: {error}")
         return None
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from engine.core.errors import BambooError, ExitCode
 
 if TYPE_CHECKING:
@@ -14,18 +12,23 @@ if TYPE_CHECKING:
     from engine.core.checks.twin import Comparison
     from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
+    from engine.harness.run_driver import Screen
     from engine.runtime.process.children import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
-def compare_with_twin(job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSettings | None) -> Comparison:
+def compare_with_twin(
+    job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSettings | None, screen: Screen
+) -> Comparison:
     """Returns how the rows of a run compare with those of its twin; raises what `twin_rows` raises."""
     from engine.core.checks.twin import compare
 
-    return compare(rows, twin_rows(job, folder, etcd))
+    return compare(rows, twin_rows(job, folder, etcd, screen))
 
 
-def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None = None) -> list[Row]:
+def twin_rows(
+    job: Job, folder: RunFolder, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None
+) -> list[Row]:
     """Returns the rows of the twin of a run; if it is run, its own files go to ``twin/`` in `folder`.
 
     Its losses are added to the events of the run, for reports are made of these alone.
@@ -38,12 +41,12 @@ def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: Fo
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
-    sources = source_hash(Path(__file__).parents[1] / "engine")
+    sources = source_hash(Path(__file__).parents[1])
     name = fingerprint(job, host_facts(Path.cwd()), sources)
     twin = kept_twin(Path(job.results), name) if name else None
     if twin is None:
-        typer.echo("running the fault-free twin, to compare the weights with", err=True)
-        twin = _run_twin(job, folder, etcd, server)
+        screen.say("running the fault-free twin, to compare the weights with")
+        twin = _run_twin(job, folder, etcd, screen, server)
         if name:
             keep_twin(Path(job.results), name, twin)
     losses = {row.step: row.loss for row in twin if row.loss is not None}
@@ -51,15 +54,17 @@ def twin_rows(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: Fo
     return twin
 
 
-def _run_twin(job: Job, folder: RunFolder, etcd: EtcdSettings | None, server: ForkServer | None) -> list[Row]:
-    from bamboo_cli.live import run_shown
+def _run_twin(
+    job: Job, folder: RunFolder, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None
+) -> list[Row]:
     from engine.core.checks.twin import twin_of
     from engine.files.run_folder import RunFolder
+    from engine.harness.run_driver import drive
 
     own = RunFolder(folder.path / "twin")
     own.logs.mkdir(mode=0o700, parents=True)
     twin = twin_of(job)
-    ending = run_shown(twin, own, etcd, run_id=f"{folder.path.name}-twin", server=server)
+    ending = drive(twin, own, screen, etcd, run_id=f"{folder.path.name}-twin", server=server)
     if ending.exit_code:
         error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
         interrupted = ending.outcome == "interrupted"
