@@ -37,7 +37,12 @@ TRACES = {
 # An absolute path of the workplace in which the project was built would mean nothing to anyone else.
 FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
 # Rooms whose prose names its nouns. The list may only grow; with the last room it goes.
-ROOMS_IN_PLAIN_ENGLISH = frozenset({"engine.core"})
+ROOMS_IN_PLAIN_ENGLISH = frozenset(
+    {
+        "engine.core",
+        "engine.core.schedules",
+    }
+)
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")
 BLOCKED_FOR_CLI = ("torch", "numpy", "pandas", "plotly", "sklearn")
 

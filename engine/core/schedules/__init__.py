@@ -1,1 +1,1 @@
-"""Schedules: rules that make the compute actions of one pipeline. One module per family; `registry` names them all."""
+"""Schedules: generators of the compute actions of one pipeline. One module per family; `registry` lists them all."""

@@ -1,8 +1,8 @@
-"""Compute lists: what a schedule generator returns, and how it counts microbatches.
+"""Compute lists: the result of a schedule generator.
 
-A list holds the compute actions of one worker, in order; list n is that of the n-th worker of a pipeline. Of every
-stage the forwards come in microbatch order, and so do the backwards, whole or in parts: gradients are always added in
-the same order, whatever the schedule.
+List n holds the compute actions of the n-th worker of a pipeline, in order. On every stage the forwards run in
+microbatch order, and so do the backwards, whole or split. Gradients are therefore added in the same order with every
+schedule, and the schedule does not change the bits of a result.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Generator = Callable[[int, int, int], ComputeLists]  # (workers P, stages per wo
 
 
 class Line:
-    """The list of one worker while it is made: each action takes the next microbatch of its stage."""
+    """Builder of the list of one worker: each action takes the next microbatch of its stage."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self._taken: dict[tuple[int, Op], int] = {}
 
     def num(self, stage: int, op: Op) -> int:
-        """Returns how many microbatches of a stage an op has had."""
+        """Returns the number of microbatches of a stage to which an op was applied."""
         return self._taken.get((stage, op), 0)
 
     def add(self, stage: int, *ops: Op) -> None:
-        """Adds ops of a stage, each on its next microbatch; a whole backward counts as both of its parts."""
+        """Adds ops of a stage, each on its next microbatch; a whole backward (B) counts as I and as W."""
         for op in ops:
             counted = Op.I if op is Op.B else op
             microbatch = self.num(stage, counted)

@@ -1,10 +1,9 @@
-"""Compute lists as CSV: row n is worker n, a cell is an action, as torch's pipelining writes and reads it.
+"""Compute lists as CSV in the format of torch's pipelining: row n is worker n, a cell is an action.
 
-Rules for what is read: an empty cell is an idle step and is skipped, a pair that is to be overlapped stands for its two
-parts in a row, a reduction is skipped, for a pass adds it; a transfer is refused. What is wrong is told with worker and
-position: the numbers of row and cell, from 0. Of every stage the microbatches of the forwards, and of the backwards,
-are put in order at the places that they take: so what is computed does not depend on the schedule. Whether the result
-can run is for the verification to say.
+Rules for reading: an empty cell is an idle step and is skipped. An overlap pair is read as its two actions in a row. A
+reduction is skipped, because a pass adds it. A transfer is refused. An error names worker and position: the numbers of
+row and cell, from 0. The forwards of each stage keep their places, but get microbatches in ascending order; so do the
+backwards. The result of training therefore does not depend on the schedule. `verify` checks that the lists can run.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ _TAKEN = (COMPUTE_OPS - {Op.REDO_F}) | {Op.REDUCE_GRAD}
 
 
 def is_text(schedule: str) -> bool:
-    """Says whether a schedule is given as CSV, not by name."""
+    """Returns whether a schedule is CSV text; else it is a name."""
     return "," in schedule or "\n" in schedule
 
 
 def has_pairs(text: str) -> bool:
-    """Says whether compute lists as CSV ask for a forward and a backward to be run at once."""
+    """Returns whether compute lists as CSV contain an overlap pair."""
     return any(op in text for op in OVERLAPS.values())
 
 
 def name_of(schedule: str) -> str:
-    """Returns a schedule's name for people."""
+    """Returns the name of a schedule for messages."""
     return "a schedule of one's own" if is_text(schedule) else schedule
 
 
 def rows_to_csv(rows: Iterable[Sequence[Action]], pairs: bool = False) -> str:
-    """Returns actions as CSV; with `pairs`, a forward and the backward to be run at once with it share a cell."""
+    """Returns actions as CSV; with `pairs`, the two actions of an overlap pair share a cell."""
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         _cells(row) if pairs else [str(action) for action in row] for row in rows
@@ -73,9 +72,9 @@ def lists_from_csv(text: str) -> ComputeLists:
 
 
 def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
-    """Returns the position, in the row of a worker, of the cell of its nth such action; -1 where it is none of these.
+    """Returns the position of the cell with the nth (from 0) `action` in the row of a worker.
 
-    What is added to compute lists, such as transfers, stands in no cell.
+    Returns -1 for an action that has no cell, such as a transfer that a pass has added.
     """
     cells = [cell for cell, each in _placed_rows(text)[worker] if each.op is not Op.REDUCE_GRAD]
     found = [cell for cell, each in zip(cells, lists_from_csv(text)[worker], strict=True) if each == action]
@@ -83,7 +82,7 @@ def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
 
 
 def stages_on(lists: ComputeLists) -> dict[int, int]:
-    """Returns the number of the worker of each stage; raises ScheduleError where a stage is on two."""
+    """Returns the worker of each stage, as stage -> worker; raises ScheduleError if a stage is on two workers."""
     found: dict[int, int] = {}
     for worker, row in enumerate(lists):
         for stage in sorted({action.stage for action in row}):
@@ -93,13 +92,13 @@ def stages_on(lists: ComputeLists) -> dict[int, int]:
 
 
 def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Puts the microbatches of each stage in order: of its forwards, of its backwards, of those for the weights."""
+    """Sorts the microbatches of each stage's forwards and of its backwards (B and I); W takes the order of I."""
     queues: dict[tuple[int, Op], list[int]] = {}
     line = [(each, (each.stage, Op.B if each.op is Op.I else each.op)) for each in row]
     for action, key in line:
         if action.op is not Op.W:
             queues.setdefault(key, []).append(action.microbatch)
-    # Where one stands twice nothing will run, and it is told where it stands.
+    # A list that repeats a microbatch cannot run. It stays as it is, so that `verify` reports its true position.
     rest = {key: iter(sorted(each) if len(set(each)) == len(each) else each) for key, each in queues.items()}
     in_parts: dict[int, list[int]] = {}
     ordered = []
@@ -131,7 +130,7 @@ def _cells(row: Sequence[Action]) -> list[str]:
     cells: list[str] = []
     for before, action in zip([None, *row], row, strict=False):
         kind = before and overlap_of(before, action)
-        if kind == "OVERLAP_F_B":  # the only kind that torch's rows have
+        if kind == "OVERLAP_F_B":  # torch's format has no other kind
             cells[-1] = f"({cells[-1]};{action}){kind}"
         else:
             cells.append(str(action))

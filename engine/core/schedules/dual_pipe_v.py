@@ -1,7 +1,10 @@
-"""DualPipeV: the two ends of a V feed the pipeline's two directions from one worker (after DeepSeek's DualPipe).
+"""DualPipeV: each worker has one stage on the way down a V and one on the way up (after DeepSeek's DualPipe).
 
-In its middle part a forward of one stage stands before a backward of the other, each of another direction; a device
-that can run both at once may overlap them. Weight gradients are split off only where they fill a gap.
+In the middle of a step, a worker alternates a forward of one of its stages with a backward of the other; a device that
+can run both at once may overlap them. Backwards are split only where a weight gradient fills a gap. P = 2, M = 4:
+
+    worker 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 -   3F2 0B0 -   3B2 -   3F3     0B1 -   3B3 -   0I2 0W2 0I3 0W3
+    worker 1      1F0 2F0 1F1 2F1 1F2 2B0 -   2F2 1B0 -   1F3 2B1 -   2F3 1B1 -   2B2 -   1B2 -   2I3 1I3 2W3 1W3
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from engine.core.schedules.compute import ComputeLists, Line
 
 
 def dual_pipe_v(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """DualPipeV (github.com/deepseek-ai/DualPipe, the cut-in-half form); needs M >= 2P."""
+    """Returns DualPipeV (github.com/deepseek-ai/DualPipe, the cut-in-half form); needs M >= 2P."""
     assert stages_per_worker == 2
     assert num_microbatches >= 2 * num_workers
     return tuple(tuple(_line(worker, num_workers, num_microbatches).actions) for worker in range(num_workers))
@@ -44,7 +47,7 @@ def _cross(line: Line, forward: int, backward: int) -> None:
 
 
 def _drain(line: Line, worker: int, behind: int, stages: tuple[int, int]) -> None:
-    """Runs the last backwards; the second half of them puts its weight gradients off, to fill what follows."""
+    """Runs the last backwards; later ones are split, and their weight gradients fill the gaps between the next ones."""
     put_off: deque[int] = deque()
     number = 0
 

@@ -1,8 +1,12 @@
-"""Schedules that loop through the workers several times: interleaved 1F1B, its flexible form, and breadth-first.
+"""Schedules with several stages per worker: interleaved 1F1B, its flexible form, and breadth-first.
 
 Interleaved schedules take the microbatches in rounds: a worker runs a round on one of its stages, then on the next.
-After a warm-up it runs one forward and one backward in turn. The warm-up is as many forwards as the last worker needs
-before its first backward, and two for each worker behind: an activation comes down while a gradient goes up.
+After a warm-up it alternates forwards and backwards. The warm-up of the last worker lasts until its first backward can
+start; each worker before it has two forwards more, the time of one activation down and one gradient up. P = V = 2,
+M = 4:
+
+    worker 0  0F0 0F1 2F0 2F1 0F2     2B0 -   0F3 2B1 -   2F2 0B0 -   2F3 0B1 -       2B2 -       2B3 -   0B2 -   0B3 -
+    worker 1      1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -   1B3 -
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from engine.core.schedules.one_stage import one_f_one_b
 
 
 def interleaved(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """Interleaved 1F1B in rounds of P microbatches (Narayanan et al., Megatron-LM, SC 2021); the last takes the rest.
+    """Returns interleaved 1F1B in rounds of P microbatches (Narayanan et al., Megatron-LM, SC 2021).
 
-    A round of fewer than P would make a stage's second turn wait for its first.
+    The last round also takes the remainder: in a round of fewer than P, a worker would wait for its own previous stage.
     """
     num_rounds = max(1, num_microbatches // num_workers)
     rest = num_microbatches - num_workers * (num_rounds - 1)
@@ -23,14 +27,14 @@ def interleaved(num_workers: int, stages_per_worker: int, num_microbatches: int)
 
 
 def interleaved_flexible(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """Interleaved 1F1B in as many rounds, as even as can be: those of torch's where the number of rounds divides M."""
+    """Returns interleaved 1F1B in M // P rounds of nearly equal size; torch's rounds where their number divides M."""
     num_rounds = max(1, num_microbatches // num_workers)
     each, rest = divmod(num_microbatches, num_rounds)
     return _interleaved(num_workers, stages_per_worker, [each + 1] * rest + [each] * (num_rounds - rest))
 
 
 def looped_bfs(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """Breadth-first: all microbatches forward on one stage after another, then back (Lamy-Poirier, MLSys 2023)."""
+    """Returns breadth-first: all forwards, stage by stage, then all backwards (Lamy-Poirier, MLSys 2023)."""
     every = range(num_microbatches)
     lists = []
     for worker in range(num_workers):
@@ -42,7 +46,7 @@ def looped_bfs(num_workers: int, stages_per_worker: int, num_microbatches: int) 
 
 def _interleaved(num_workers: int, stages_per_worker: int, rounds: list[int]) -> ComputeLists:
     if stages_per_worker == 1:
-        return one_f_one_b(num_workers, 1, sum(rounds))  # the same, with a shorter warm-up
+        return one_f_one_b(num_workers, 1, sum(rounds))  # which has a shorter warm-up
     lists = []
     for worker in range(num_workers):
         stages = range(worker, num_workers * stages_per_worker, num_workers)
@@ -58,7 +62,7 @@ def _interleaved(num_workers: int, stages_per_worker: int, rounds: list[int]) ->
 
 
 def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
-    """Returns (stage, microbatch) in order: round by round, in it stage by stage."""
+    """Returns the (stage, microbatch) pairs round by round, and within a round stage by stage."""
     pairs, first = [], 0
     for size in rounds:
         pairs += [(stage, each) for stage in stages for each in range(first, first + size)]

@@ -1,4 +1,15 @@
-"""Schedules of one stage per worker: GPipe and 1F1B."""
+"""Schedules of one stage per worker: GPipe and 1F1B.
+
+Both with P = 3 and M = 4, if a backward takes twice the time of a forward:
+
+GPipe     worker 0  0F0 0F1 0F2 0F3                         0B0 -   0B1 -   0B2 -   0B3 -
+          worker 1      1F0 1F1 1F2 1F3             1B0 -   1B1 -   1B2 -   1B3 -
+          worker 2          2F0 2F1 2F2 2F3 2B0 -   2B1 -   2B2 -   2B3 -
+
+1F1B      worker 0  0F0 0F1 0F2                 0B0 -   0F3 0B1 -       0B2 -       0B3 -
+          worker 1      1F0 1F1         1B0 -   1F2 1B1 -   1F3 1B2 -       1B3 -
+          worker 2          2F0 2B0 -   2F1 2B1 -   2F2 2B2 -   2F3 2B3 -
+"""
 
 from __future__ import annotations
 
@@ -7,19 +18,19 @@ from engine.core.schedules.compute import ComputeLists
 
 
 def gpipe(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
+    """Returns GPipe: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
     assert stages_per_worker == 1
     return tuple(_warm_up_then_pairs(stage, num_microbatches, num_microbatches) for stage in range(num_workers))
 
 
 def one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """1F1B: stage s holds residuals of at most P - s microbatches (Narayanan et al., PipeDream-Flush, ICML 2021)."""
+    """Returns 1F1B: stage s holds at most P - s residuals (Narayanan et al., PipeDream-Flush, ICML 2021)."""
     assert stages_per_worker == 1
     return tuple(_warm_up_then_pairs(stage, num_workers - stage - 1, num_microbatches) for stage in range(num_workers))
 
 
 def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Returns `num_warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Returns `num_warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
     num_warm_up = min(num_warm_up, num_microbatches)
     actions = [Action(stage, Op.F, microbatch) for microbatch in range(num_warm_up)]
     for microbatch in range(num_warm_up, num_microbatches):

@@ -1,10 +1,10 @@
-"""Overlap pairs: a forward and a backward that one worker may run at once, as DualPipeV has them.
+"""Overlap pairs: a forward and a backward that one worker may run at the same time, as in DualPipeV.
 
-Rules: a pair is a forward and a backward of different microbatches that stand next to each other in a worker's program;
-the order in the list names it, OVERLAP_F_B or OVERLAP_B_F. Neither needs what the other makes, so each stays an action
-of its own, to the happens-before rule, to whoever counts, kills or redoes it; being a pair is said by its place alone.
-The pass brings the two together: what the second receives comes before both, what the first sends goes behind both.
-Run one after the other, which is what a worker does that was given no way to run them at once, they leave the same.
+Rules: a pair is a forward and a backward of different microbatches that are neighbours in a worker's program. Their
+order names the kind: OVERLAP_F_B or OVERLAP_B_F. Neither depends on the other, so both stay actions of their own for
+dependencies, faults and recovery. The pass makes the two neighbours: it moves the receives of the second action before
+the pair and the sends of the first behind it. A worker that cannot overlap runs the two in sequence, with the same
+result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TRANSFERS = RECEIVE_OPS | SEND_OPS
 
 
 def overlap_of(first: Action, second: Action) -> Overlap | None:
-    """Returns what the pair of two actions is called, in this order; None when they are no pair."""
+    """Returns the kind of pair that two actions form in this order, or None if they form no pair."""
     same = (first.pipeline, first.microbatch) == (second.pipeline, second.microbatch)
     return None if same else OVERLAPS.get((first.op, second.op))
 
 
 def pairs_of(actions: Sequence[Action]) -> Iterator[tuple[int, Overlap]]:
-    """Yields the position of the first of each pair, and the kind of pair; of two that share an action the earlier."""
+    """Yields the position and the kind of each pair; of two pairs that share an action, only the earlier."""
     taken = -1
     for second in range(1, len(actions)):
         kind = overlap_of(actions[second - 1], actions[second])
@@ -37,9 +37,9 @@ def pairs_of(actions: Sequence[Action]) -> Iterator[tuple[int, Overlap]]:
 
 
 def with_pairs_together(program: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
-    """Returns a program in which no transfer stands between a forward and the backward that follows it.
+    """Returns a program in which no transfer stands between the two actions of an OVERLAP_F_B pair.
 
-    This is for schedules that were made for it: a worker then waits for what both need before it runs the first.
+    A worker then waits for the inputs of both before it runs the first. Only schedules made for overlap profit.
     """
     return {worker: _together(actions) for worker, actions in program.items()}
 
@@ -47,7 +47,7 @@ def with_pairs_together(program: Mapping[int, tuple[Action, ...]]) -> dict[int, 
 def _together(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     moved = list(actions)
     computed = [position for position, action in enumerate(actions) if action.op in COMPUTE_OPS]
-    last = -1  # the backward of the pair before
+    last = -1  # the position of the backward of the previous pair
     for first, second in pairwise(computed):
         between = actions[first + 1 : second]
         if (
@@ -63,7 +63,7 @@ def _together(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def overlapped_costs(cost: Callable[[Action], float], actions: Sequence[Action]) -> list[float]:
-    """Returns what actions cost when pairs run at once: the second of a pair, what it takes beyond the first."""
+    """Returns the cost of each action if pairs overlap: the second of a pair costs max(0, its cost - the first's)."""
     costs = [cost(action) for action in actions]
     for first, _ in pairs_of(actions):
         costs[first + 1] = max(costs[first + 1] - costs[first], 0.0)

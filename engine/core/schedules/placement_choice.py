@@ -1,4 +1,4 @@
-"""The placement that a schedule is run with: the one that was chosen, or the one that the schedule wants."""
+"""The placement of a schedule: the user's choice, or by default the one that the schedule was made for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
 
 
 def placement_of(schedule: str, choice: PlacementChoice) -> Placement:
-    """Returns the placement that a schedule, by name or as CSV, is run with."""
+    """Returns the placement of a schedule, given by name or as CSV."""
     if choice != "auto":
         return choice
     if is_text(schedule):
@@ -21,6 +21,6 @@ def placement_of(schedule: str, choice: PlacementChoice) -> Placement:
 
 
 def stands_as(lists: ComputeLists, placement: Placement) -> bool:
-    """Says whether compute lists have their stages on the workers as a placement has them."""
+    """Returns whether compute lists have each stage on the worker that a placement gives it."""
     stages = stages_on(lists)
     return all(worker_of(stage, len(lists), placement) == worker for stage, worker in stages.items())

@@ -1,4 +1,4 @@
-"""The schedules that there are, and what each takes; a schedule of one's own is the CSV text of its compute lists."""
+"""The built-in schedules and the limits of each; a user's own schedule is the CSV text of its compute lists."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from engine.core.schedules.zero_bubble import zb1p, zbv
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A generator, and what it can be asked for. With one stage per worker both placements are the same."""
+    """A generator and the limits of its arguments. With one stage per worker both placements are the same."""
 
     generate: Generator
     placement: Placement = "loop"
     stages_per_worker: tuple[int, int] = (1, 1)  # least and most
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
-    overlaps: bool = False  # whether a forward and the backward that follows it are to be run at once
+    overlaps: bool = False  # whether `with_pairs_together` is applied
 
     def takes(self, stages_per_worker: int) -> bool:
-        """Says whether a worker may have so many stages."""
+        """Returns whether a worker may have this number of stages."""
         least, most = self.stages_per_worker
         return least <= stages_per_worker <= most
 

@@ -1,7 +1,11 @@
-"""Schedules that split the backward: the part for the weights waits for nobody, so it fills what would be a bubble.
+"""Zero-bubble schedules: they split the backward, and the part for the weights, which has no successor, fills bubbles.
 
-ZB1P has one stage per worker and 1F1B's memory; ZBV has two, placed as a V, and no bubble at all when the three parts
-(forward, backward for the input, backward for the weights) cost the same and microbatches are at least 2P - 1.
+ZB1P has one stage per worker and the memory of 1F1B. ZBV has two stages per worker, placed as a V. It has no bubble if
+forward, backward for the input and backward for the weights cost the same and M >= 2P - 1. ZB1P with P = 3, M = 4:
+
+    worker 0  0F0 0F1 0F2         0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    worker 1      1F0 1F1     1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    worker 2          2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from engine.core.schedules.compute import ComputeLists, Line
 
 
 def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """ZB-H1: 1F1B whose weight gradients on worker w lag w microbatches behind (Qi et al., ICLR 2024, section 2.2)."""
+    """Returns ZB-H1: 1F1B in which W of worker w lags w microbatches behind I (Qi et al., ICLR 2024, section 2.2)."""
     assert stages_per_worker == 1
     lists = []
     for worker in range(num_workers):
@@ -27,9 +31,9 @@ def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> Com
 
 
 def zbv(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
-    """ZBV: two stages per worker, placed as a V (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
+    """Returns ZBV: two stages per worker (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
 
-    With fewer microbatches than fill the pipeline, it is the schedule of as many as do without those too many.
+    If M < 2P - 1, it is the schedule for 2P - 1 microbatches without the actions on microbatches M and above.
     """
     assert stages_per_worker == 2
     whole = max(2 * num_workers - 1, num_microbatches)
