@@ -179,7 +179,7 @@ def test_streams_come_before_the_log_of_the_step() -> None:
     for log_every in (4, 99):
         assert problems_of(microbatches=4, log_every=log_every) == [
             f"log_every: expected a whole number <= 3, found {log_every} "
-            "(of 4 microbatches; behind the last follows the log of the whole step)"
+            "(of 4 microbatches; after the last, the log of the whole step is sent)"
         ]
 
 

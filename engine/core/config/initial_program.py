@@ -1,4 +1,4 @@
-"""What a job plans: the program of one step while nobody has failed."""
+"""The program of one step of a job before any failure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from engine.core.program.build import Program, build_program
 
 
 def planned(job: Job) -> tuple[Program, Ownership]:
-    """Returns the program of one step of a job, and who owns and shadows what."""
+    """Returns the program of one step of a job, and its ownership."""
     ownership = fresh_ownership(job)
     return build_program(job.schedule, ownership, job.redundancy, log_every=job.log_every, fsdp=job.fsdp), ownership

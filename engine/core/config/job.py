@@ -1,6 +1,7 @@
-"""The job: everything that decides what a run computes, resolved to plain values.
+"""The job: the complete configuration of a run, as plain values.
 
-The fields and their defaults stand here once: job files, ``BAMBOO_*``, ``--set``, flags and schemas are made from them.
+The fields and their defaults are defined only here. Job files, ``BAMBOO_*``, ``--set``, flags and schemas derive from
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _args(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A resolved job. Sizes are counts, learning rates are per optimizer step."""
+    """A resolved job. Sizes are counts; the learning rate is per optimizer step."""
 
     model: str = _field("gpt", "built-in model, or package.module:factory (trusted code)")
     model_args: Args = _args("arguments of the model, such as width or tied")
@@ -52,7 +53,7 @@ class Job:
     )
     stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
     placement: PlacementChoice = _field(
-        "auto", "which stages stand on one worker: loop, v (there and back), or what the schedule wants"
+        "auto", "which stages stand on one worker: loop, v (there and back), or auto: the schedule's own"
     )
     optimizer: OptimizerName = _field("adamw", "optimizer")
     optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
@@ -64,13 +65,13 @@ class Job:
     partition: str = _field("uniform", PARTITION_FORMS)
     redundancy: Redundancy = _field(
         "lazy",
-        "who can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also runs its "
-        "forwards when idle; reroute: the next pipeline",
+        "which worker can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also "
+        "runs its forwards when idle; reroute: the next pipeline",
     )
     redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
     log_every: int = _field(0, "send gradients to the shadows every N microbatches, to redo less after a kill; 0 = off")
     fsdp: int = _field(
-        0, "shard weights and optimizer state over the pipelines; stages of a worker whole at once, at most; 0 = off"
+        0, "shard weights and optimizer state over the pipelines: at most N unsharded stages per worker; 0 = off"
     )
     activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
     backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
@@ -88,7 +89,7 @@ class Job:
 
     @property
     def retains(self) -> bool:
-        """Whether a slot could be taken over, so that what a worker makes must stay until the commit."""
+        """Whether another worker can take over a slot; each worker then keeps its outputs until the commit."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
 
 

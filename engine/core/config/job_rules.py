@@ -1,4 +1,4 @@
-"""The rules between the fields of a job: what cannot be, in words that name the field, the expected and the found."""
+"""The rules between the fields of a job; each broken rule becomes a `Problem`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _AT_LEAST = {
     "validate_every": 0,
     "validation_microbatches": 1,
 }
-# 4096 workers or microbatches are far beyond what one machine starts; a typo should not try.
+# A typo should not try to start thousands of workers.
 _MAX_FORWARDS = 1_000_000
 _AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
 
 
 def check_job(job: Job) -> list[Problem]:
-    """Returns every rule between values that `job` breaks; types have been checked by whoever built it."""
+    """Returns a problem for each rule that `job` breaks; the types of its fields must be right already."""
     problems = [
         Problem(name, f"a whole number >= {least}", repr(getattr(job, name)))
         for name, least in _AT_LEAST.items()
@@ -77,7 +77,7 @@ def _check_shards(job: Job) -> list[Problem]:
         expected, hint = "0 with one pipeline", "shards lie over the pipelines: give --pipelines 2 or more"
     elif job.fsdp and job.redundancy != "none":
         expected = "0 with redundancy"
-        hint = "nobody can take over from shards, and a shadow holds whole stages: give --redundancy none"
+        hint = "a shadow holds whole stages and cannot take over from shards: give --redundancy none"
     elif job.fsdp > job.stages_per_worker >= 1:
         expected = f"a whole number <= {job.stages_per_worker}"
         hint = f"a worker has {job.stages_per_worker} of the stages (stages_per_worker)"
@@ -91,12 +91,12 @@ def _check_streams(job: Job) -> list[Problem]:
         hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
     elif job.log_every >= job.microbatches >= 1:
         expected = f"a whole number <= {job.microbatches - 1}"
-        hint = f"of {job.microbatches} microbatches; behind the last follows the log of the whole step"
+        hint = f"of {job.microbatches} microbatches; after the last, the log of the whole step is sent"
     return [Problem("log_every", expected, repr(job.log_every), hint)] if expected else []
 
 
 def _check_redundancy(job: Job) -> list[Problem]:
-    """A shadow is another worker than the owner; the one worker of a job of one slot has nobody, and trains alone."""
+    """A shadow is another worker than the owner; only a job of one worker may ask for a shadow and have none."""
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
         return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]

@@ -1,4 +1,4 @@
-"""What a job wants: who owns and shadows what, and what is due after a step."""
+"""The ownership that a job asks for, and the steps after which periodic work is due."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from engine.core.schedules.placement_choice import placement_of
 
 
 def fresh_ownership(job: Job) -> Ownership:
-    """Returns who owns and shadows what while nobody has failed."""
+    """Returns the ownership of a job before any failure."""
     placement = placement_of(job.schedule, job.placement)
     ownership = fresh(Grid(job.stages, job.microbatches, job.pipelines), job.stages_per_worker, placement)
     return shadowed(job, ownership, ownership.workers())
 
 
 def shadowed(job: Job, ownership: Ownership, members: Collection[int], leaving: Collection[int] = ()) -> Ownership:
-    """Returns an ownership with the shadows that a job wants among these members."""
+    """Returns the ownership with shadows added by the policy of the job, chosen among `members`."""
     return with_shadows(ownership, job.redundancy, job.redundancy_level, members, leaving)
 
 
 def is_due(every: int, step: int, is_last: bool) -> bool:
-    """Says whether what a job wants every so many steps, 0 for never, follows on this one; on the last one always."""
+    """Returns whether periodic work follows `step`: after each `every` steps and after the last; never if 0."""
     return every > 0 and ((step + 1) % every == 0 or is_last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-# Each maps progress in [0, 1) after the warm-up to a factor of the peak learning rate.
+# Maps progress after the warm-up, in [0, 1), to a factor of the peak learning rate.
 LR_SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,

@@ -1,6 +1,6 @@
-"""Partitions: where each stage begins, as pure functions of what is known of the layers.
+"""Partitions: the index of the first layer of each stage, from the class names and weights of the layers.
 
-Every method returns the index of the first layer of each stage; stages are never empty.
+Stages are never empty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MOST_LAYERS = 8192  # their names travel in one message
 def partition(form: str, num_stages: int, kinds: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
     """Returns the first layer of each stage.
 
-    `kinds` are the layers' class names; `weights` are what the method balances: parameters for ``parameters``,
-    measured nanoseconds for ``profile``, unused otherwise. Raises UserError when the layers cannot be cut so.
+    `kinds` are the class names of the layers. `weights` are the loads to balance: number of parameters for
+    ``parameters``, measured nanoseconds for ``profile``, else unused. Raises UserError if `form` does not fit.
     """
     num_layers = len(kinds)
     if problems := cutting_problems(form, num_stages, num_layers):
@@ -36,7 +36,7 @@ def partition(form: str, num_stages: int, kinds: Sequence[str], weights: Sequenc
 
 
 def cutting_problems(form: str, num_stages: int, num_layers: int) -> list[Problem]:
-    """Returns why a model of so many layers cannot be cut so, as far as their number tells."""
+    """Returns the problems of `form` that follow from the number of layers alone."""
     if num_layers > MOST_LAYERS:
         return [Problem("model", f"at most {MOST_LAYERS} layers", str(num_layers))]
     if num_stages > num_layers:
@@ -48,9 +48,9 @@ def cutting_problems(form: str, num_stages: int, num_layers: int) -> list[Proble
 
 
 def balanced(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Returns the partition into contiguous stages whose heaviest stage is as light as can be.
+    """Returns the partition into contiguous stages that minimizes the weight of the heaviest stage.
 
-    Bisects on the heaviest allowed weight; for one bound, filling from the left needs the fewest stages.
+    Bisects on that weight. For a given bound, filling from the left needs the fewest stages.
     """
     low, high = max(weights), sum(weights)
     while low < high:
@@ -91,7 +91,7 @@ def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
 
 
 def written(form: str, num_stages: int) -> tuple[int, ...] | None:
-    """Returns the first layer of each stage, where `form` lists those of all but the first; None where it does not."""
+    """Returns the first layer of each stage for a `form` such as 2,4,6; None if it does not rise or fit."""
     starts = (0, *(int(part) for part in form.split(",") if part))
     rising = all(before < after for before, after in pairwise(starts))
     return starts if rising and len(starts) == num_stages else None

@@ -1,4 +1,4 @@
-"""The choice of a schedule: the placement that it comes to, and what it asks of stages, workers and microbatches."""
+"""The rules between a schedule and the other fields of a job: placement, stages, workers and microbatches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_SHOWN = 5
 def check_schedule(
     schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
 ) -> list[Problem]:
-    """Returns every rule about a schedule that these fields of a job break."""
+    """Returns a problem for each rule about schedules that these fields of a job break."""
     if not is_text(schedule) and schedule not in SCHEDULES:
         expected = f"one of {', '.join(sorted(SCHEDULES))}"
         return [Problem("schedule", expected, repr(schedule), nearest(schedule, SCHEDULES))]
     if stages_per_worker < 1 or stages < 1 or microbatches < 1:
-        return []  # which is told where counts are checked
+        return []  # `check_job` reports these counts
     if stages % stages_per_worker:
         fitting = [str(each) for each in range(1, stages + 1) if stages % each == 0]
         return [
@@ -81,7 +81,7 @@ def _check_text(
 
 
 def _in_text(broken: Violation, text: str, program: Program) -> Violation:
-    """Returns a broken rule with the position in the text that the program was made of."""
+    """Returns a violation with its position in `text`, from which the program was built."""
     if broken.position < 0:
         return broken
     actions = program[broken.worker]
