@@ -1,4 +1,4 @@
-"""Draws grids, one row per worker: a dry run with a cell per unit of time, a broken program with a cell per action."""
+"""Text grids with a row per worker: of a dry run, a cell per unit of time; of a broken program, a cell per action."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from engine.core.program.dry_run import DryRun
 
 
 def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
-    """Returns the compute actions of `run`, made with whole-number costs, in blocks of at most `width` columns.
+    """Returns the compute actions of `run`, which has integer costs, in blocks of at most `width` columns (0: any).
 
-    A cell shows an action at the unit in which it starts, `-` while it goes on, and nothing while the worker waits.
-    What a worker does for a slot that is not its own by `ownership` stands in brackets.
+    A cell shows an action at the unit of its start, `-` while it goes on, and blank while the worker waits. Actions of
+    a worker on a slot that it does not own by `ownership` stand in brackets.
     """
     num_units = round(run.makespan)
     workers = sorted({span.worker for span in run.spans})
@@ -44,9 +44,9 @@ _BEFORE_THE_FIRST = 3  # columns
 def marked_lines(
     program: Mapping[int, tuple[Action, ...]], marked: Collection[tuple[int, int]], width: int
 ) -> list[str]:
-    """Returns the columns of a program, at most `width` wide, that begin shortly before the first `marked` action.
+    """Returns rows of a program, at most `width` columns wide, that begin shortly before the first marked action.
 
-    These, at least one, given as (worker, position), stand between > and <.
+    `marked` has at least one (worker, position); these actions stand between > and <.
     """
     start = max(0, min(position for _, position in marked) - _BEFORE_THE_FIRST)
     rows = {

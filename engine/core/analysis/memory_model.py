@@ -1,13 +1,15 @@
-"""The memory model: how many bytes of tensors a worker holds at most in a step, from its program and its stages' sizes.
+"""The memory model: the peak bytes of tensors of a worker in a step, from its program and the sizes of its stages.
 
-Rules, each a line of `peak_bytes`: a replica, owned or shadowed, has weights and two moments of AdamW. A forward adds
-its residual, and its input where that came from another worker. A backward (of two parts, that for the weights) frees
-both, but what was made for others
-(output forward, gradient of the input back) stays until the commit; the first one adds the accumulator. A redundant
-forward is never freed before the commit. A shadow receives one gradient more, the log's; what is streamed is one more
-while it is copied and sent, and at the shadow as long as the step lasts, with one more on its way. What a layer needs
-only while it computes is not in the model, nor is what the process has besides tensors: the same with and without
-redundancy.
+Each rule is a line of `peak_bytes`:
+- A replica, owned or shadowed, has the weights and the two moments of AdamW.
+- A forward adds its residual, and its input if that came from another worker.
+- A backward (if split, its part for the weights) frees both. The output of the forward and the gradient of the input
+  stay until the commit, for a recovery. The first backward adds the accumulator.
+- The residual of a redundant forward stays until the commit.
+- A shadow receives the gradients of the log, as large as the weights. A streamed accumulator takes as much: at the
+  owner while it is copied and sent, at the shadow until the end of the step, and once more in flight.
+
+The model leaves out temporary memory inside a layer and memory of the process that is not in tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from dataclasses import dataclass
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership, Slot
 
-_STATE = 3  # copies of the weights: themselves, and two moments
+_STATE = 3  # the weights and two moments
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Sizes of one stage: its weights; for a microbatch its residual, output included but not input, and its output."""
+    """Sizes of one stage: its weights; per microbatch its residual (with output, without input) and its output."""
 
     weights: int
     residual: int
@@ -31,14 +33,14 @@ class StageBytes:
 
 
 def peak_bytes(actions: Sequence[Action], worker: int, ownership: Ownership, sizes: Sequence[StageBytes]) -> int:
-    """Returns the most bytes that a worker holds while it runs its program of a step; `sizes` are by stage."""
+    """Returns the peak bytes of a worker that runs `actions`, its program of a step; `sizes[stage]` are of a stage."""
     slots = (*ownership.slots_of(worker), *ownership.shadowed_by(worker))
     streamed: set[Slot] = set()
     held = peak = sum(_STATE * sizes[stage].weights for _, stage in slots)
     for stage, op, microbatch, pipeline in actions:
         size = sizes[stage]
         is_owner = ownership.owner(pipeline, stage) == worker
-        gradient = sizes[stage - 1].output if stage > 0 else 0  # of the input, and as large
+        gradient = sizes[stage - 1].output if stage > 0 else 0  # has the size of the input
         received = gradient if stage > 0 and ownership.owner(pipeline, stage - 1) != worker else 0
         if op is Op.F:
             held += size.residual + received

@@ -1,4 +1,4 @@
-"""The comparison of schedules: what the dry run of each says for the same workers, stages, microbatches and costs."""
+"""The comparison of schedules by dry runs with the same workers, stages, microbatches and costs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from engine.core.schedules.registry import SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One schedule: its length over the work of the busiest worker, the share of idle time, memory, transfers.
+    """The dry run of one schedule. Times are in units of the costs.
 
-    `peak_stash` counts residuals of stages, each 1 / V of a worker's share of the model. `over_none` is the share by
-    which redundant forwards lengthen the step.
+    `over_ideal` is the length over the work of the busiest worker, `bubble` the share of idle time. `peak_stash` counts
+    residuals of stages, each 1 / V of a worker's part of the model. `over_none` is the relative increase of the
+    length by redundant forwards.
     """
 
     schedule: str
@@ -34,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The schedules that fit, and for each of the others, by name, why it does not."""
+    """A row per schedule that fits; `skipped` maps the name of each other schedule to the reason."""
 
     rows: tuple[Row, ...]
     skipped: dict[str, str]
@@ -49,10 +50,10 @@ def compare(
     level: int = 1,
     begin: Callable[[str], object] = str,
 ) -> Comparison:
-    """Returns every schedule on as many workers, with V stages each or one that is V of them.
+    """Returns the comparison of all schedules on stages / V workers.
 
-    `cost` is that of an action of one of `stages` stages; a schedule of one stage per worker runs V of them as one.
-    `begin` is told the name of each schedule that fits before it is looked at.
+    `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
+    at V times the cost. `begin` is called with the name of each schedule that fits before its dry run.
     """
     num_workers = stages // stages_per_worker
     rows: list[Row] = []
@@ -72,7 +73,7 @@ def compare(
 
 
 def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs) -> float:
-    """Returns the share by which a step, whose dry run is given, is longer than it would be without redundancy."""
+    """Returns the relative increase of the length of `run` over the same step without redundancy."""
     return run.makespan / dry_run(build_program(schedule, ownership), ownership, cost).makespan - 1.0
 
 

@@ -1,15 +1,15 @@
-"""What a dry run says of each worker: for which share of the time it computes nothing, how many residuals it keeps."""
+"""Utilization of the workers in a dry run: the share of idle time, and the number of residuals over time."""
 
 from __future__ import annotations
 
 from engine.core.action import COMPUTE_OPS
 from engine.core.program.dry_run import DryRun, stash_after
 
-Curve = list[tuple[float, int]]  # (from when on, how many)
+Curve = list[tuple[float, int]]  # (time, number of residuals from then on)
 
 
 def bubbles(run: DryRun) -> dict[int, float]:
-    """Returns the share of a dry run's length that each worker does not compute."""
+    """Returns for each worker the share of the dry run in which it does not compute."""
     busy = dict.fromkeys(run.peak_stash, 0.0)
     for start, end, worker, action in run.spans:
         if action.op in COMPUTE_OPS:
@@ -18,9 +18,9 @@ def bubbles(run: DryRun) -> dict[int, float]:
 
 
 def stash_curves(run: DryRun) -> dict[int, Curve]:
-    """Returns the residuals of each worker over time: one more where a forward ends, one less where its backward does.
+    """Returns the number of residuals of each worker over time: a forward's end adds one, its backward's end takes one.
 
-    A curve goes from 0 to the end of the run, and has a point only where something changes.
+    A curve goes from 0 to the end of the run and has a point at each change.
     """
     curves: dict[int, Curve] = {worker: [(0.0, 0)] for worker in run.peak_stash}
     for worker, curve in curves.items():
