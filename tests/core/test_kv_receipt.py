@@ -102,7 +102,7 @@ def test_a_receipt_that_was_swept_away_in_doubt_is_an_error_and_no_guess() -> No
             line.store.commit(Txn((), (Delete(book.key),)))
         return outcome
 
-    with pytest.raises(InvariantError, match="'receipts/me' was deleted by somebody else"):
+    with pytest.raises(InvariantError, match="'receipts/me' was deleted by another client"):
         book.transact(Txn((), (Put("a", b"1"),)), send)
     assert book.transact(Txn((), (Put("a", b"2"),)), line.send).succeeded
 

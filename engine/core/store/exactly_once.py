@@ -1,9 +1,12 @@
-"""How a client finds out what became of a transaction whose reply was lost.
+"""Exactly-once transactions: a client learns the fate of a transaction whose reply was lost.
 
-Every transaction also writes a new receipt into one key of its client, on the condition that the key still holds the
-receipt before it. After a lost reply, the client writes one more receipt on that same condition. If that succeeds,
-the transaction was not applied, and never will be, however late it may arrive: its condition no longer holds. If not,
-the key says whose receipt was first. So the answer is never a guess, and at most one of several tries is applied.
+Every transaction also writes a new receipt into one key of its client, if the key still holds the previous receipt.
+After a lost reply, the client writes one more receipt under the same condition, a fence:
+
+- The fence is written: the transaction was not applied and never will be, because its condition no longer holds.
+- The fence is refused: the key holds the receipt of the transaction that was applied.
+
+So of several attempts at most one is applied, and the client knows which.
 """
 
 from __future__ import annotations
@@ -15,35 +18,35 @@ from engine.core.store.kv import Condition, KeyValue, Outcome, Put, Txn, absent,
 
 RECEIPTS = "receipts/"
 
-# Sends a transaction once and returns its outcome, or None when the reply was lost. Raises when the time is up.
+# Sends a transaction once; returns its outcome, or None if the reply was lost. Raises after its deadline.
 Send = Callable[[Txn], Outcome | None]
 
 
 def is_receipt(key: str) -> bool:
-    """Returns whether `key` is the store's own bookkeeping, which reads of a prefix and watches leave out."""
+    """Returns whether `key` holds a receipt; reads of a prefix and watches leave receipts out."""
     return key.startswith(RECEIPTS)
 
 
 class ReceiptBook:
-    """The receipts of one client, whose `name` no other client has ever had."""
+    """The receipts of one client; `name` is unique among all clients that ever lived."""
 
     def __init__(self, name: str):
         self.key = RECEIPTS + name
         self._name = name
         self._count = 0
-        self._last: bytes | None = None  # what the key holds
-        self._doubtful: list[bytes] = []  # receipts that may have been written on top of the last one: at most one was
+        self._last: bytes | None = None  # the value of the key
+        self._doubtful: list[bytes] = []  # receipts of unknown fate; at most one of them was written
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing was ever written."""
+        """Whether the client has never tried to write a receipt."""
         return self._count == 0
 
     def transact(self, txn: Txn, send: Send) -> Outcome:
-        """Runs a transaction exactly once.
+        """Runs a transaction exactly once and returns its outcome.
 
-        When `send` raises, the fate of the transaction is unknown, and is sealed before the next one. Raises
-        InvariantError when somebody else has deleted the receipt by which a lost reply would have been made up for.
+        If `send` raises, the fate of the transaction is unknown until the next call settles it. Raises InvariantError
+        if another client has deleted the receipt that would have told the fate.
         """
         self._settle(send)
         while True:
@@ -52,13 +55,13 @@ class ReceiptBook:
                 return outcome
 
     def _try(self, txn: Txn, send: Send) -> Outcome | None:
-        """Returns the outcome, or None when nothing was applied and it should be tried again."""
+        """Returns the outcome, or None if the transaction was not applied and must be sent again."""
         receipt = self._new_receipt()
         outcome = send(Txn((self._unchanged(), *txn.conditions), (*txn.changes, Put(self.key, receipt))))
         if outcome is None:
             is_known, written = self._settle(send)
             if not is_known:
-                raise InvariantError(f"{self.key!r} was deleted by somebody else: the fate of a transaction is unknown")
+                raise InvariantError(f"{self.key!r} was deleted by another client: a transaction's fate is unknown")
             return Outcome(True, written.revision) if written is not None and written.value == receipt else None
         self._doubtful.clear()
         if outcome.succeeded:
@@ -67,12 +70,12 @@ class ReceiptBook:
         holder, *found = outcome.found
         if self._unchanged().holds(holder):
             return Outcome(False, outcome.revision, tuple(found))
-        # Somebody has swept the receipt away. This attempt was not applied, which is all that matters.
+        # Another client deleted the receipt, so this attempt was not applied.
         self._last = _value(holder)
         return None
 
     def _settle(self, send: Send) -> tuple[bool, KeyValue | None]:
-        """Seals the fate of all doubtful receipts; returns whether it is known, and the one that was written if any."""
+        """Fences all doubtful receipts; returns whether their fate is known, and the key if one of them was written."""
         while self._doubtful:
             fence = self._new_receipt()
             outcome = send(Txn((self._unchanged(),), (Put(self.key, fence),)))

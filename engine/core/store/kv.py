@@ -1,9 +1,9 @@
-"""The coordinator's store as the rest of bamboo sees it: keys with revisions, transactions, leases and watches.
+"""The interface of the coordinator's store: keys with revisions, transactions, leases and watches.
 
-Rules: only types stand here; the store on etcd and the double keep them, and one suite of tests holds both to them.
-A `KV` is rooted: every key is relative to its root, so nothing outside of it can be touched. The store has one
-revision, which each change raises by one; all changes of a transaction share a revision. Every call ends within a
-deadline, with an answer or with CoordinatorUnavailableError. Reads see every change that was answered before.
+The store on etcd and the test double implement it; the same tests run on both. Rules: every key is relative to the root
+of its `KV`, which can touch nothing outside of the root. The store has one revision; each transaction raises it by one,
+and all changes of a transaction share it. Every call returns within a deadline or raises CoordinatorUnavailableError.
+Reads are linearizable: they see every change that was acknowledged before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-# etcd takes requests of up to 1.5 MiB and up to 128 operations; the rest is room for what a back end adds.
+# etcd's limits are 1.5 MiB and 128 operations per request; the difference is for additions of the back end.
 MAX_VALUE_BYTES = 1 << 20
 MAX_TXN_LENGTH = 120
 
@@ -32,7 +32,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys under a prefix, in order, as they stood together at `revision`: a watch goes on from the next one."""
+    """All keys under a prefix, in order, at one `revision`; a watch continues from `revision` + 1."""
 
     items: tuple[KeyValue, ...]
     revision: int
@@ -40,14 +40,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A promise to call `keep_alive` within `ttl_s` seconds, or lose every key that hangs on it."""
+    """A lease: its keys are deleted if `keep_alive` is not called for `ttl_s` seconds."""
 
     lease_id: int
     ttl_s: int
 
 
 class Demand(Enum):
-    """What a condition asks of its key."""
+    """The requirement of a condition on its key."""
 
     ABSENT = "absent"
     PRESENT = "present"
@@ -56,14 +56,14 @@ class Demand(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must hold of one key for a transaction to change anything."""
+    """A precondition of a transaction on one key."""
 
     key: str
     demand: Demand
     value: bytes = b""
 
     def holds(self, found: KeyValue | None) -> bool:
-        """Returns whether `found`, what the key holds, is what this condition asks for."""
+        """Returns whether `found`, the content of the key (None: absent), meets this condition."""
         if self.demand is Demand.EQUAL:
             return found is not None and found.value == self.value
         return (found is None) == (self.demand is Demand.ABSENT)
@@ -99,7 +99,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletes a key; nothing happens if it does not exist."""
+    """Deletes a key if it exists."""
 
     key: str
 
@@ -109,7 +109,7 @@ Change = Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class Txn:
-    """If all conditions hold, make all changes at once; a key is changed at most once."""
+    """A transaction: if all conditions hold, it makes all changes atomically. It changes a key at most once."""
 
     conditions: tuple[Condition, ...]
     changes: tuple[Change, ...]
@@ -121,10 +121,10 @@ class Txn:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a transaction.
+    """The outcome of a transaction.
 
-    If it succeeded, `revision` is that of its changes. If not, `found` is what the key of each condition held
-    (None: absent) at `revision`.
+    If it succeeded, `revision` is the revision of its changes. If not, `found` has the key of each condition at
+    `revision` (None: absent).
     """
 
     succeeded: bool
@@ -133,7 +133,7 @@ class Outcome:
 
 
 class EventKind(Enum):
-    """What a watch reports. GAP: changes up to the event's revision may be missing; read the prefix again."""
+    """The kind of a watch event. GAP: changes up to the event's revision may be missing; read the prefix again."""
 
     PUT = "put"
     DELETE = "delete"
@@ -142,7 +142,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One change of one key, at `revision`; of a GAP, `key` is the prefix that is watched."""
+    """One change of one key at `revision`; in a GAP, `key` is the watched prefix."""
 
     kind: EventKind
     key: str
@@ -151,16 +151,16 @@ class WatchEvent:
 
 
 class Watch(Protocol):
-    """The changes under a prefix, each once and in the order in which they were made, however often the link breaks.
+    """The changes under a prefix, each exactly once and in order, across reconnects.
 
-    After a GAP, changes later than its revision follow. Whoever reads the prefix again, at some revision, then drops
-    the events up to that one.
+    After a GAP, changes later than its revision follow. After a GAP the client reads the prefix again and drops events
+    up to the revision of that read.
     """
 
     def take(self) -> Sequence[WatchEvent]:
-        """Returns what has arrived, without waiting.
+        """Returns the events that have arrived, without waiting.
 
-        Raises CoordinatorUnavailableError when the link could not be mended within the deadline.
+        Raises CoordinatorUnavailableError if the connection could not be restored within the deadline.
         """
         ...
 
@@ -173,29 +173,29 @@ class KV(Protocol):
     """One client of the store."""
 
     def get(self, key: str) -> KeyValue | None:
-        """Returns what `key` holds."""
+        """Returns the content of `key`, or None if it does not exist."""
         ...
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Writes a key that has no other writer, and returns the revision; a lost reply means it is written again.
+        """Writes a key that has no other writer, and returns the revision; after a lost reply it writes again.
 
-        Raises LeaseLostError when the lease has expired.
+        Raises LeaseLostError if the lease has expired.
         """
         ...
 
     def transact(self, txn: Txn) -> Outcome:
-        """Runs a transaction exactly once; what a lost reply said is found out.
+        """Runs a transaction exactly once and returns its outcome, even if a reply is lost.
 
-        Raises LeaseLostError when a put names a lease that has expired; nothing was changed.
+        Raises LeaseLostError, with nothing changed, if a put names a lease that has expired.
         """
         ...
 
     def read_prefix(self, prefix: str) -> Snapshot:
-        """Returns all keys that start with `prefix`, as they stood together; an empty prefix is the whole root."""
+        """Returns all keys that start with `prefix` at one revision; an empty prefix is the whole root."""
         ...
 
     def delete_prefix(self, prefix: str) -> None:
-        """Deletes all keys that start with `prefix`, at once."""
+        """Deletes all keys that start with `prefix`, atomically."""
         ...
 
     def grant(self, ttl_s: int) -> Lease:
@@ -203,7 +203,7 @@ class KV(Protocol):
         ...
 
     def keep_alive(self, lease: Lease) -> bool:
-        """Renews a lease; False means that it has expired: its holder is out, whatever it believes."""
+        """Renews a lease; returns False if it has expired and its holder is therefore fenced."""
         ...
 
     def revoke(self, lease: Lease) -> None:
@@ -215,5 +215,5 @@ class KV(Protocol):
         ...
 
     def close(self) -> None:
-        """Takes back what the client itself has put into the store, and ends it."""
+        """Deletes the client's own receipts from the store and disconnects."""
         ...
