@@ -40,7 +40,11 @@ FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
 ROOMS_IN_PLAIN_ENGLISH = frozenset(
     {
         "engine.core",
+        "engine.core.analysis",
+        "engine.core.config",
         "engine.core.schedules",
+        "engine.core.store",
+        "engine.runtime.stage",
     }
 )
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")

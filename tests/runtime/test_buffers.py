@@ -183,8 +183,8 @@ def probed(*layers: object) -> None:
 
 
 KEPT = torch.zeros(2, WIDTH)
-FORM = "all buffers to be there when a layer is built, and to keep shape, type and the memory that they share"
-OWN = "what a forward changes to be buffers of one layer"
+FORM = "each layer to have all its buffers when it is built, and to keep their shapes, types and shared memory"
+OWN = "a forward to change only buffers, and only those of its own layer"
 
 
 def viewed(change: str) -> Sees:
@@ -200,7 +200,7 @@ def viewed(change: str) -> Sees:
         (lambda: Sees("longer", torch.zeros(1)), FORM, "otherwise: 'seen' of layer 1"),
         (lambda: Rebinds(WIDTH), FORM, "otherwise: 'head' of layer 1"),
         (lambda: Sees("in place", KEPT), OWN, "'seen' of layer 1, whose builder returns it again"),
-        (lambda: viewed("by another name"), OWN, "'seen' of layer 1, changed by another way than its name"),
+        (lambda: viewed("by another name"), OWN, "'seen' of layer 1, changed in another way than by its name"),
         (
             lambda: viewed("in place"),
             OWN,

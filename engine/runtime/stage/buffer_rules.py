@@ -1,8 +1,8 @@
-"""What buffers must be like, so that they can be kept with their layers: seen in the first forward of a stage.
+"""Rules for the buffers of a layer, checked in the first forward of a stage.
 
-A layer has all its buffers when it is built. They keep shape and type, and those that share memory go on sharing it.
-What a forward changes lies in buffers of its own layer: each layer has memory of its own, and a tensor that is no
-buffer is neither sent nor remembered.
+A layer has all its buffers when it is built. They keep shape, type and shared memory, because the other replicas
+receive them in this form. A forward changes only buffers of its own layer: a buffer of two layers would be two tensors
+on two workers, and a tensor that is no buffer is not replicated.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.bulk_transfer import bytes_of
 
 Form = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
-_KEPT_FORM = "all buffers to be there when a layer is built, and to keep shape, type and the memory that they share"
-_OWN_MEMORY = "what a forward changes to be buffers of one layer"
+_KEPT_FORM = "each layer to have all its buffers when it is built, and to keep their shapes, types and shared memory"
+_OWN_MEMORY = "a forward to change only buffers, and only those of its own layer"
 
 
 def form_of(snapshot: Snapshot) -> Form:
-    """Returns what must not change about the buffers of each module: names, types, shapes, what shares memory."""
+    """Returns the form of each module's buffers, which must not change: names, types, shapes, shared memory."""
     places = snapshot.places
     return [
         {
@@ -37,7 +37,7 @@ def form_of(snapshot: Snapshot) -> Form:
 
 
 def refuse_another_form(layers: Mapping[int, nn.Module], expected: Form, found: Form) -> None:
-    """Raises UserError that names the first buffer which is not as it was when its layer was built."""
+    """Raises UserError with the first buffer whose form has changed since its layer was built."""
     if expected == found:
         return
     for (index, path), one, other in zip(_modules_of(layers), expected, found, strict=True):
@@ -48,10 +48,10 @@ def refuse_another_form(layers: Mapping[int, nn.Module], expected: Form, found: 
 
 @contextlib.contextmanager
 def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
-    """Lends buffers to a forward of layers, which leaves no trace; raises UserError for each that cannot be kept."""
+    """Runs a forward on copies of the buffers; then raises UserError with every buffer that breaks a rule."""
     modules = modules_of(layers.values())
     own = snapshot_of(modules)
-    marks = [hash_tensors([("", piece)]) for piece in own.memory]  # a second copy would be the peak of a small job
+    marks = [hash_tensors([("", piece)]) for piece in own.memory]  # hashes, as a second copy could set the memory peak
     with lending(modules, own.copy().buffers()):
         yield
         form, changed = form_of(snapshot_of(modules)), _changed(own, snapshot_of(modules))
@@ -65,7 +65,7 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
 
 
 def _changed(own: Snapshot, after: Snapshot) -> set[int]:
-    """Returns the numbers of the buffers that are others after a forward."""
+    """Returns the numbers of the buffers whose bytes a forward has changed."""
     pairs = zip(own.tensors(), after.tensors(), strict=False)
     return {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
 
@@ -75,26 +75,26 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _modules_of(layers: Mapping[int, nn.Module]) -> list[tuple[int, str]]:
-    """Returns the layer of each module, and what stands before the names of its buffers."""
+    """Returns (layer, path) of each module; the path, with a final dot, precedes the names of its buffers."""
     return [(index, f"{path}." if path else "") for index, layer in layers.items() for path, _ in layer.named_modules()]
 
 
 def _uses(layers: Mapping[int, nn.Module], snapshot: Snapshot) -> Iterator[tuple[int, str, int]]:
-    """Yields layer, name and number of each buffer."""
+    """Yields (layer, name, number) of each buffer."""
     for (index, path), named in zip(_modules_of(layers), snapshot.names, strict=True):
         yield from ((index, f"{path}{name}", at) for name, at in named.items() if at is not None)
 
 
 def _written_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, marks: list[str]) -> Iterator[str]:
-    """Yields buffers that have changed though others were lent."""
+    """Yields buffers that a forward has changed although it was lent copies."""
     wrong = {number for number, piece in enumerate(own.memory) if hash_tensors([("", piece)]) != marks[number]}
     for index, name, at in _uses(layers, own):
         if own.places[at].piece in wrong:
-            yield f"{name!r} of layer {index}, changed by another way than its name"
+            yield f"{name!r} of layer {index}, changed in another way than by its name"
 
 
 def _held_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, changed: set[int]) -> Iterator[str]:
-    """Yields attributes that are no buffers and lie in the memory of one that has changed."""
+    """Yields attributes that are not buffers but share the memory of a buffer that has changed."""
     pieces = {own.memory[own.places[at].piece].untyped_storage().data_ptr() for at in changed}
     for (index, path), module in zip(_modules_of(layers), modules_of(layers.values()), strict=True):
         for name, value in vars(module).items():
@@ -103,7 +103,7 @@ def _held_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, changed: set
 
 
 def _held_by_others(layers: Mapping[int, nn.Module], own: Snapshot, changed: set[int], model: Model) -> Iterator[str]:
-    """Yields buffers that have changed and that another layer has too, or would get from the builder of this one."""
+    """Yields changed buffers that another layer shares, or that the builder of this layer would return again."""
     declared = {use: uses for uses in model.shared_buffers for use in uses}
     of_changed = [(index, name, own.places[at].piece) for index, name, at in _uses(layers, own) if at in changed]
     addresses: set[int] = set()

@@ -1,9 +1,9 @@
-"""Buffers of layers (BatchNorm's averages): copied, lent to a forward that must leave no trace, remembered for a redo.
+"""Buffers of layers (such as BatchNorm's averages): copies, loans to a forward without side effects, and history.
 
-Rules: the tensors themselves are swapped, never overwritten, where autograd may have saved one for a backward. Copies
-are laid out as the buffers are, for strides can decide bits, and share memory with each other wherever the buffers do:
-one buffer may have several names, or be a view of another. What is remembered is never changed, so that it need not be
-copied again before the buffers differ from it.
+Rules: a loan swaps the tensor objects and never overwrites them, because autograd may have saved one for a backward.
+Copies have the strides of the buffers, because strides can decide bits. Copies share memory where the buffers do: a
+buffer may have several names or be a view of another. Snapshots in the history are never changed, so an unchanged
+buffer is not copied again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-Buffers = list[dict[str, Tensor | None]]  # of each module, in order
-_ALIGNED = 64  # bytes: where torch lets memory begin; how far from there a tensor begins can decide bits
-_MANY = 4096  # bytes from which it pays to compare them eight at a time
+Buffers = list[dict[str, Tensor | None]]  # name -> buffer of each module, in order
+_ALIGNED = 64  # bytes: torch's alignment; the offset of a tensor from it can decide bits
+_MANY = 4096  # bytes from which comparing eight at a time is faster
 
 
 class Place(NamedTuple):
-    """How a tensor lies in a piece of memory; the offset counts elements."""
+    """The layout of a tensor in a piece of memory; the offset counts elements."""
 
     piece: int
     dtype: torch.dtype
@@ -33,14 +33,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The buffers of some modules: the memory in which they lie, as bytes, and where in it each tensor is."""
+    """The buffers of some modules: their memory as pieces of bytes, and the place of each tensor in it."""
 
     memory: tuple[Tensor, ...]
-    places: tuple[Place, ...]  # of each tensor once, whatever names it has
-    names: list[dict[str, int | None]]  # of each module: which tensor it is
+    places: tuple[Place, ...]  # of each distinct tensor
+    names: list[dict[str, int | None]]  # name -> number of the tensor, of each module
 
     def tensors(self) -> list[Tensor]:
-        """Returns each tensor once, in order."""
+        """Returns the distinct tensors, in order; they share the memory of the snapshot."""
         return [_placed(self.memory[place.piece], place) for place in self.places]
 
     def buffers(self) -> Buffers:
@@ -49,7 +49,7 @@ class Snapshot:
         return [{name: None if at is None else tensors[at] for name, at in named.items()} for named in self.names]
 
     def copy(self) -> Snapshot:
-        """Returns the same buffers in memory of their own."""
+        """Returns a copy with its own memory."""
         return replace(self, memory=tuple(piece.clone() for piece in self.memory))
 
 
@@ -59,7 +59,7 @@ def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def snapshot_of(modules: Sequence[nn.Module]) -> Snapshot:
-    """Returns the buffers as they are, in the memory that they have: not copies."""
+    """Returns a snapshot that shares the memory of the buffers: no copies."""
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
     for module in modules:
@@ -67,7 +67,7 @@ def snapshot_of(modules: Sequence[nn.Module]) -> Snapshot:
             if buffer is not None and id(buffer) not in numbers:
                 numbers[id(buffer)] = len(tensors)
                 tensors.append(buffer)
-    spans: dict[int, tuple[int, int]] = {}  # of each storage, by its address: the bytes in which buffers lie
+    spans: dict[int, tuple[int, int]] = {}  # address of a storage -> first and end byte of the buffers in it
     for tensor in tensors:
         first, last = spans.get(address := _address(tensor), (tensor.untyped_storage().nbytes(), 0))
         start, end = _span(tensor)
@@ -101,7 +101,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first byte of its storage that a tensor lies in, aligned, and the one behind the last."""
+    """Returns the bytes of its storage that a tensor covers: the first, rounded down to alignment, and the end."""
     start = int(tensor.storage_offset())
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + 1 + extent if tensor.numel() else start
@@ -114,12 +114,12 @@ def _placed(piece: Tensor, place: Place) -> Tensor:
 
 
 def copy_buffers(modules: Sequence[nn.Module]) -> Buffers:
-    """Returns copies of the buffers as they are now."""
+    """Returns copies of the buffers."""
     return snapshot_of(modules).copy().buffers()
 
 
 def overwrite(buffer: Tensor, values: Tensor) -> None:
-    """Gives a buffer other values, also one that was expanded: several of its elements are one in memory."""
+    """Copies `values` into a buffer, even an expanded one, whose elements share memory (stride 0)."""
     for dimension, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dimension] > 1:
             buffer, values = buffer.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
@@ -128,7 +128,7 @@ def overwrite(buffer: Tensor, values: Tensor) -> None:
 
 @contextlib.contextmanager
 def lending(modules: Sequence[nn.Module], buffers: Buffers) -> Iterator[None]:
-    """Has the modules use these buffers in place of their own."""
+    """Lets the modules use these buffers in place of their own."""
     kept = [dict(module._buffers) for module in modules]
     for module, lent in zip(modules, buffers, strict=True):
         module._buffers.update(lent)
@@ -136,33 +136,33 @@ def lending(modules: Sequence[nn.Module], buffers: Buffers) -> Iterator[None]:
         yield
     finally:
         for module, own in zip(modules, kept, strict=True):
-            module._buffers.clear()  # a forward may have made one more
+            module._buffers.clear()  # a forward may have registered another one
             module._buffers.update(own)
 
 
 @contextlib.contextmanager
 def in_use(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Has modules run as in use, not in training: no dropout, no gradients, and buffers as they are, afterwards too."""
+    """Lets modules run in evaluation mode: no dropout, no gradients, and buffers unchanged afterwards."""
     training = [module for module in modules if module.training]
     with torch.no_grad(), lending(modules, copy_buffers(modules)):
         for module in training:
             module.training = False
         yield
-        # A user may have frozen the statistics of a batch norm: what was not training before is not afterwards.
+        # Not `train()` on all: a user may have put a batch norm into evaluation mode to freeze its statistics.
         for module in training:
             module.training = True
 
 
 @dataclass(slots=True)
 class BufferHistory:
-    """Takes snapshots of some modules to keep; what has not changed since the last one is not copied again."""
+    """Snapshots of the buffers of some modules; a piece of memory that has not changed is not copied again."""
 
     modules: list[nn.Module]
-    _before: dict[int, Snapshot] = field(default_factory=dict)  # the forwards of the open step
+    _before: dict[int, Snapshot] = field(default_factory=dict)  # before each forward of the open step
     _last: tuple[Tensor, ...] = ()
 
     def keep(self) -> Snapshot:
-        """Returns the buffers as they are now, in memory that nobody may change."""
+        """Returns a snapshot of the buffers in memory of its own, which must not be changed."""
         now = snapshot_of(self.modules)
         known = [*self._last, *[None] * len(now.memory)]
         self._last = tuple(
@@ -172,30 +172,30 @@ class BufferHistory:
         return replace(now, memory=self._last)
 
     def note(self, microbatch: int) -> None:
-        """Remembers the buffers as they are now, before the forward of `microbatch`."""
+        """Keeps a snapshot of the buffers as those before the forward of `microbatch`."""
         self._before[microbatch] = self.keep()
 
     def forget_step(self) -> None:
-        """Forgets the forwards of a step."""
+        """Drops the snapshots of a step."""
         self._before = {}
 
     def before(self, microbatch: int) -> Snapshot:
-        """Returns the buffers as they were before that forward, or as they are if it has not been seen; not copies."""
+        """Returns the buffers before that forward, or the present buffers if there is no snapshot; no copies."""
         return self._before.get(microbatch) or snapshot_of(self.modules)
 
     def take_over(self, befores: Mapping[int, Snapshot]) -> None:
-        """Takes in the buffers before some forwards of another replica; those before the last are the buffers now."""
+        """Adds snapshots of another replica; sets the present buffers to those before the last forward of them."""
         self._before |= befores
         for module, now in zip(self.modules, befores[max(befores)].copy().buffers(), strict=True):
             module._buffers.update(now)
 
     def copy_before(self, microbatch: int) -> Buffers:
-        """Returns copies of the buffers as they were before that forward; as they are now if it has not been seen."""
+        """Returns copies of the buffers before that forward, or of the present buffers if there is no snapshot."""
         return self.before(microbatch).copy().buffers()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compares bytes, all of them: BatchNorm does not count its changes in the version of a tensor."""
+    """Returns whether two byte tensors are equal. A tensor's version would not do: BatchNorm does not count in it."""
     if one.shape != other.shape:
         return False
     many = len(one) // 8 * 8 if len(one) >= _MANY else 0

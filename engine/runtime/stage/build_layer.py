@@ -1,4 +1,4 @@
-"""Builds one layer of a model, the same bits wherever it is built."""
+"""Builds one layer of a model, with the same bits on every worker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.models.memory_rules import refuse_what_cannot_be_kept
 
 
 def build_layer(job: Job, model: Model, index: int) -> nn.Module:
-    """Builds one layer with the weights of its own key; a later use of a tied parameter starts as the first."""
+    """Returns layer `index` with weights drawn from its key; a later use of a tied parameter copies the first use."""
     torch.default_generator.manual_seed(weights_key(job.seed, index))
     layer = model.layers[index].build()
     refuse_what_cannot_be_kept({index: layer})
     for module in layer.modules():
-        # The input of a layer is a leaf for autograd, which nothing may overwrite; out of place gives the same bits.
+        # The input of a layer is a leaf for autograd and must not be overwritten; out of place gives the same bits.
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
     for tie in model.ties:

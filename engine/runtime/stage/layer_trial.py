@@ -1,8 +1,9 @@
-"""A layer on trial: two microbatches through fresh copies of it, in the orders in which training may run them.
+"""The trial of a layer: two fresh copies run two microbatches in different orders, which must not change a bit.
 
-The first copy runs both forwards, redoes the first of them as a recovery does, then runs both backwards. The second
-begins as an heir may, with a forward of the second microbatch and the buffers of before, and then takes one microbatch
-after the other. All that is made twice must have the same bits; so must all that another process makes.
+    first copy   F0 F1 redo-F0 B0 B1       as in training with a recovery
+    second copy  redo-F1 F0 B0 F1 B1       redo-F1 with the first copy's buffers before F1, as in a takeover
+
+Outputs, gradients, weights and buffers must have the same bits in both copies, and in a second process.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from engine.runtime.stage.state_hash import hash_tensors
 
 MICROBATCHES = (0, 1)
 _MARK_DIGITS = 16
-_MOST_ATTRIBUTES, _MOST_CHARACTERS = 3, 300  # of what a message says
+_MOST_ATTRIBUTES, _MOST_CHARACTERS = 3, 300  # in a message
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Marked:
-    """Marks of what was made, under one name; `sign` is the first sign that something was made otherwise again."""
+    """Hashes of the results of one layer; `sign` says which result first differed from an earlier one."""
 
     def __init__(self, name: str):
         self.name = name
@@ -40,19 +41,19 @@ class Marked:
         self.sign = ""
 
     def note(self, what: str, tensors: Iterable[Tensor | tuple[str, Tensor]], when: str) -> None:
-        """Takes in what was made, `when` being what is said where it was made before with other bits."""
+        """Records the hash of the result called `what`; blames, with `when`, if an earlier one had other bits."""
         named = (each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(tensors))
         mark = hash_tensors(named)[:_MARK_DIGITS]
         if self.marks.setdefault(what, mark) != mark:
             self.blame(f"its {what} differs {when}")
 
     def blame(self, sign: str) -> None:
-        """Keeps the first sign."""
+        """Sets the sign, unless there is one already."""
         self.sign = self.sign or sign
 
 
 class LayerTrial:
-    """The trial of one layer, which is called with `inputs` in two microbatches; the last one has targets too."""
+    """The trial of one layer; `inputs` and `targets` have an entry per microbatch; only the last layer uses targets."""
 
     def __init__(self, job: Job, model: Model, index: int, inputs: list[Tensors], targets: list[Tensors] | None):
         self.job, self.model, self.index = job, model, index
@@ -62,15 +63,15 @@ class LayerTrial:
         given = [self._called_with(microbatch) for microbatch in MICROBATCHES]
         self.marked.note(INPUT, (each for one, also in given for each in (*one, *(also or ()))), "")
         self._before_second = snapshot_of(())  # the buffers before the second forward
-        self._own: dict[str, object] = {}  # the generators of the copy that is tried
+        self._own: dict[str, object] = {}  # generators that the copy under trial keeps as attributes
         self._drawn: dict[tuple[str, str], object] = {}
 
     def first(self) -> list[Tensors]:
-        """Tries the first copy; returns what it hands on. What a forward or a backward raises is left to training."""
+        """Tries the first copy; returns its outputs per microbatch, inputs of the next layer. Lets errors through."""
         stage = self._built("")
         outputs = []
         for microbatch in MICROBATCHES:
-            if not self.job.retains:  # else the forward does
+            if not self.job.retains:  # else `Stage.forward` does it
                 stage.history().note(microbatch)
             outputs.append(self._forward(stage, microbatch, ""))
         self._before_second = stage.history().before(1)
@@ -86,7 +87,7 @@ class LayerTrial:
         when = "in a second copy, in another order"
         with self._refusing(when):
             stage = self._built("when it is built again")
-            stage.counted = len(MICROBATCHES)  # as where it was streamed how far the owner is
+            stage.counted = len(MICROBATCHES)  # as in a shadow that received a stream
             with lending(modules_of(stage.layers.values()), self._before_second.copy().buffers()):
                 self._redo(stage, 1, "in a copy that has not run the forwards before it")
             stage.forget_step()
@@ -147,9 +148,9 @@ class LayerTrial:
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
-        """Refuses draws from a stream that no replica has: it ends elsewhere than after the same call before.
+        """Blames a call that draws from a random stream without a key: the same call twice ends at two positions.
 
-        So a stream may be seeded anew and drawn from, and one that only the first call of all draws from says nothing.
+        A call that seeds the stream itself ends at one position and passes. So does a stream that one call alone moves.
         """
         before = positions(self._own)
         yield
@@ -159,16 +160,16 @@ class LayerTrial:
 
     @contextlib.contextmanager
     def _refusing(self, when: str) -> Iterator[None]:
-        """Refuses what is raised where nothing was raised before."""
+        """Blames an exception in a repetition: the first run raised none."""
         try:
             yield
         except Exception as error:
             self.marked.blame(f"it raises {type(error).__name__} {when}: {error}"[:_MOST_CHARACTERS])
 
     def changed_attributes(self) -> str:
-        """Names the attributes that a forward changes, for a message; nothing where there are none to be seen."""
+        """Returns the attributes that a forward changes, as part of a message; empty if none is visible."""
         names: list[str] = []
-        with contextlib.suppress(Exception):  # it misbehaves, as is known
+        with contextlib.suppress(Exception):  # the layer is known to misbehave
             stage = Stage(self.job, self.model, 0, self.index, self.index + 1)
             layer = stage.layers[self.index]
             before = _attributes(layer)
@@ -178,14 +179,14 @@ class LayerTrial:
 
 
 def drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns normal numbers in the form of a tensor; zeros for one of integers, which may be places in a table."""
+    """Returns normal random numbers of a tensor's shape and dtype; zeros for integers, which may be indices."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros_like(tensor, requires_grad=False)
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
 
 def _extra_states(layer: nn.Module) -> list[tuple[str, str]]:
-    """Returns what the modules of a layer would save beside parameters and buffers, as texts."""
+    """Returns the extra states of a layer's modules (`get_extra_state`), as (module and form, hash)."""
     found = []
     for name, module in layer.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -206,7 +207,7 @@ def _attributes(layer: nn.Module) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Returns a text that is the same for the same value, without the addresses of objects."""
+    """Returns a text that is equal for equal values: it leaves out addresses of objects."""
     if isinstance(value, Tensor):
         return hash_tensors([("", value)])
     return _ADDRESS.sub("", repr(value))

@@ -1,8 +1,8 @@
-"""Optimizers: one per layer, so that a layer moves with its state, and one path of arithmetic everywhere.
+"""Optimizers: one per layer, so that a layer's optimizer state can be sent with the layer.
 
-The arithmetic is torch's own, through its functional form: fused and foreach paths differ in bits from the plain one,
-and owner and replica must never take different ones. The optimizer classes are not used because the first call of one
-imports torch's compiler, which costs every start 0.8 s; and so the state is a plain mapping, ready to be sent.
+The arithmetic is torch's functional form without `foreach` and `fused`, which differ in bits: owner and shadow must
+take the same path. The optimizer classes are not used because their first call imports torch's compiler, 0.8 s at every
+start. The state is a plain mapping.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Rule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, the
 
 
 def trainable(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns the parameters of a layer that are trained, with their names; frozen ones are left alone."""
+    """Returns (name, parameter) of a layer's parameters that require a gradient."""
     return [(name, parameter) for name, parameter in layer.named_parameters() if parameter.requires_grad]
 
 
 class LayerOptimizer:
-    """The optimizer of one layer; `state` maps a parameter's name to its named state tensors, none at first."""
+    """The optimizer of one layer; `state` maps a parameter's name to its named state tensors, initially none."""
 
     def __init__(self, job: Job, layer: nn.Module):
         check_builtin_args("optimizer_args", OPTIMIZERS[job.optimizer], job.optimizer_args)
@@ -38,7 +38,7 @@ class LayerOptimizer:
         self.state: dict[str, Named] = {name: {} for name, _ in trainable(layer)}
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Updates every trained parameter from its gradient by name, times `factor`; the gradients stay as they are."""
+        """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed."""
         with torch.no_grad():
             for name, parameter in trainable(self.layer):
                 gradient = as_shard_of(parameter, gradients[name])
@@ -46,7 +46,7 @@ class LayerOptimizer:
                 self.rule(parameter, gradient, self.state[name], learning_rate)
 
     def state_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the layer's weights, then its optimizer state, each with its name, in the order of the parameters."""
+        """Yields (name, tensor) of the layer's weights, then of its optimizer state, in the order of the parameters."""
         yield from self.layer.named_parameters()
         for name, tensors in self.state.items():
             for key, tensor in sorted(tensors.items()):

@@ -1,4 +1,4 @@
-"""Streams of random numbers that nothing replicates: where each stands, so that a draw shows and can be undone."""
+"""Random streams that are not replicated: their positions, to detect draws from them and to undo these draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PYTHON, NUMPY, TORCH = "Python's random", "numpy's generator", "torch's default 
 
 
 def positions(owned: Mapping[str, object] = {}) -> dict[str, object]:
-    """Returns where the process-wide streams stand, numpy's only once somebody has loaded it, and some others."""
+    """Returns the positions of the process-wide streams (numpy's only if numpy is loaded) and of `owned` generators."""
     found = {PYTHON: random.getstate(), TORCH: _position(torch.default_generator)}
     if numpy_random := sys.modules.get("numpy.random"):
         found[NUMPY] = _of_numpy(numpy_random)
@@ -23,7 +23,7 @@ def positions(owned: Mapping[str, object] = {}) -> dict[str, object]:
 
 
 def own_generators(layer: nn.Module) -> dict[str, object]:
-    """Returns the generators that the modules of a layer keep as attributes, by what they are called in messages."""
+    """Returns the generators that the modules of a layer keep as attributes, by their names for messages."""
     return {
         f"the generator {path}.{name}".replace(" .", " "): value
         for path, module in layer.named_modules()
@@ -33,7 +33,7 @@ def own_generators(layer: nn.Module) -> dict[str, object]:
 
 
 def _position(generator: object) -> object:
-    """Returns where a generator stands; None for what is none."""
+    """Returns the position of a generator, or None if `generator` is no generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -41,7 +41,7 @@ def _position(generator: object) -> object:
     if type(generator).__module__.startswith("numpy.random"):
         if hasattr(generator, "bit_generator"):
             return repr(generator.bit_generator.state)
-        if hasattr(generator, "get_state"):  # the older kind
+        if hasattr(generator, "get_state"):  # numpy's legacy RandomState
             return _of_numpy(generator)
     return None
 
@@ -53,7 +53,7 @@ def _of_numpy(holder: Any) -> object:
 
 @contextlib.contextmanager
 def set_back() -> Iterator[None]:
-    """Leaves all process-wide streams where they stood before."""
+    """Restores the positions of all process-wide streams at the end of the block."""
     of_python, of_torch = random.getstate(), torch.default_generator.get_state()
     numpy_random = sys.modules.get("numpy.random")
     of_numpy = numpy_random.get_state() if numpy_random else None

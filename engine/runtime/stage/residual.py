@@ -1,4 +1,4 @@
-"""What a stage keeps of a microbatch between its forward and its backward, and between the two parts of a backward."""
+"""The residual of a microbatch: the data that a stage keeps from its forward until the end of its backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from engine.models.layers import Tensors
 from engine.runtime.stage.buffers import Snapshot
 from engine.runtime.stage.segment import Segment
 
-Pending = list[tuple[int, Segment, Tensors]]  # of a backward for the weights: layer, segment, gradients of its outputs
+# For a later backward for the weights: (layer, segment, gradients of the segment's outputs).
+Pending = list[tuple[int, Segment, Tensors]]
 
 
 def groups_of(layers: Iterable[int], every: int) -> list[list[int]]:
-    """Returns layers in the groups that are recomputed together; a group begins at each multiple of `every`."""
+    """Returns the groups of layers that are recomputed together; a group begins at each multiple of `every`."""
     groups: dict[int, list[int]] = {}
     for index in layers:
         groups.setdefault(index // every if every else 0, []).append(index)
@@ -22,7 +23,7 @@ def groups_of(layers: Iterable[int], every: int) -> list[list[int]]:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What it takes to redo the forward of a group of layers: its inputs, and its buffers as they were before."""
+    """The inputs of a group of layers and its buffers before the forward: enough to run that forward again."""
 
     inputs: Tensors
     buffers: Snapshot
@@ -30,7 +31,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Residual:
-    """What a stage keeps of one microbatch: per group of layers either all segments, or what it takes to redo it."""
+    """The residual of one microbatch: for each group of layers all segments, or a checkpoint."""
 
     groups: list[list[Segment] | Checkpoint]
     outputs: Tensors

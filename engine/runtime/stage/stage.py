@@ -1,11 +1,11 @@
-"""One replica of one slot: the layers of a stage, what their forwards keep, their gradients and their optimizers.
+"""One replica of one slot: the layers of a stage, their residuals, gradients and optimizers.
 
-Every layer is a segment of its own for autograd: its inputs are cut off from the layer before, and gradients are
-handed back layer by layer. So where a pipeline is cut into stages cannot change a bit of the result. Everything random
-inside a layer is drawn from a key of (seed, step, pipeline, layer, microbatch); gradients add up in microbatch order.
+Every layer is a segment of its own for autograd, and gradients are handed back layer by layer; the cut into stages
+therefore cannot change a bit of the result. All randomness inside a layer comes from a key of (seed, step, pipeline,
+layer, microbatch). Gradients are added in microbatch order.
 
-Buffers and gradients are changed in place, so each carries a counter of the microbatches that are in, and takes the
-next one only. A forward or a backward that has counted can be redone without a trace, with the same bits.
+Buffers and gradients change in place. A counter for each (`counted`, `added`) names the next microbatch, and no other
+is accepted. A counted forward or backward can run again with the same bits and without a change to either.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border, border_of,
 
 
 class Stage:
-    """Layers `first` to `last` (exclusive) of a model for one pipeline, in one step after another."""
+    """A replica of layers `first` to `last` (exclusive) of a model in one pipeline."""
 
     def __init__(self, job: Job, model: Model, pipeline: int, first: int, last: int):
         self.job = job
@@ -42,43 +42,43 @@ class Stage:
         self.optimizers = {index: LayerOptimizer(job, layer) for index, layer in self.layers.items()}
         self.residuals: dict[int, Residual] = {}
         self.pending: dict[int, Pending] = {}
-        self.losses: dict[int, float] = {}  # of the microbatches that are counted
-        self.counted = 0  # forwards that the buffers have seen in this step
-        self.added = 0  # backwards that the gradients have seen in this step
+        self.losses: dict[int, float] = {}  # of the counted microbatches
+        self.counted = 0  # forwards of this step that the buffers contain
+        self.added = 0  # backwards of this step that the gradients contain
         self._groups = groups_of(self.layers, job.activation_checkpoint)
         self._of_groups: dict[int, BufferHistory] = {}  # by the first layer
         self._history: BufferHistory | None = None
         self._form = form_of(snapshot_of(self._modules(self.layers)))
-        # If anybody could take over: the buffers of every pipeline as of the step boundary; all begin alike.
+        # The buffers of every pipeline at the step boundary, kept for a takeover; initially equal.
         self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if job.retains else ()
         self.border: Border | None = None
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
         self._first_returned: dict[int, Border] = {}
         self._share: Tensor | None = None
-        # What is trained, by layer and name. Where weights lie in shards, it is what they are put together in.
+        # Trained parameters by layer and name; with FSDP, the unsharded ones.
         self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
         self._without_accumulator = self.trained()
 
     def buffers(self) -> Tensors:
-        """Returns the buffers of the layers, in order, each once."""
+        """Returns the distinct buffers of the layers, in order."""
         found = (buffer for layer in self.layers.values() for buffer in layer.buffers())
         return tuple({id(buffer): buffer for buffer in found}.values())
 
     def copy_buffers(self) -> Tensors:
-        """Returns copies of the buffers, or the buffers themselves where nobody could take over and read a copy."""
+        """Returns copies of the buffers; the buffers themselves if no worker can take over and read a copy."""
         if not self.job.retains:
             return self.buffers()
         kept = self.history().keep()
-        refuse_another_form(self.layers, self._form, form_of(kept))  # others have them in the form that they expect
+        refuse_another_form(self.layers, self._form, form_of(kept))  # receivers expect this form
         return tuple(kept.tensors())
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
-        """Returns the accumulated gradients by layer and name; one that no loss depends on has zeros, everywhere."""
+        """Returns the accumulated gradients by layer and name; zeros for a parameter that no loss depends on."""
         return {index: {name: _gradient(p) for name, p in named.items()} for index, named in self.weights.items()}
 
     def forget_step(self) -> None:
-        """Drops all that belongs to the open step: residuals, gradients, losses, counters."""
+        """Drops the residuals, gradients, losses and counters of the open step."""
         self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
         self.counted = self.added = 0
         if self._history is not None:
@@ -88,17 +88,17 @@ class Stage:
             parameter.grad = None
 
     def history(self) -> BufferHistory:
-        """Returns the buffers as they were before each forward of the open step that this replica knows of."""
+        """Returns the history of the buffers in the open step."""
         if self._history is None:
             self._history = BufferHistory(modules_of(self.layers.values()))
         return self._history
 
     def trained(self) -> list[Tensor]:
-        """Returns the parameters that are trained, in order."""
+        """Returns the trained parameters, in order."""
         return [parameter for named in self.weights.values() for parameter in named.values()]
 
     def take_added(self, added: int, gradients: Sequence[Tensor | None]) -> None:
-        """Takes in what another replica has added up: the gradients of the trained parameters, where it has any."""
+        """Replaces the accumulators by another replica's after `added` backwards; None for a gradient not yet made."""
         assert added > self.added, f"{added} backwards where {self.added} are in"
         self.added = added
         for parameter, gradient in zip(self.trained(), gradients, strict=True):
@@ -106,7 +106,7 @@ class Stage:
         self._without_accumulator = [each for each in self.trained() if each.grad is None]
 
     def prepare(self, step: int, microbatch: int) -> None:
-        """Computes the keys of a coming forward."""
+        """Computes the random keys of a later forward in advance."""
         for index in self.layers:
             self.keys[step, index, microbatch] = self._key(step, index, microbatch)
 
@@ -114,7 +114,10 @@ class Stage:
         return layer_key(self.job.seed, step, self.pipeline, index, microbatch)
 
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
-        """Runs the layers on the next microbatch and keeps its residual; the last stage also computes the loss."""
+        """Runs the next forward, keeps its residual and returns the outputs; the last stage also computes the loss.
+
+        Raises DivergedError if the loss is not finite, TypeError if the outputs do not fit the border.
+        """
         assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
         if self.job.retains:
             self.history().note(microbatch)
@@ -125,7 +128,7 @@ class Stage:
         return residual.outputs
 
     def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
-        """Runs a forward that has counted again, with the buffers of before it; buffers, losses and counter stay."""
+        """Runs a counted forward again from the buffers before it; buffers, losses and counter do not change."""
         assert microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in"
         with lending(self.history().modules, self.history().copy_before(microbatch)):
             return self._forward(step, microbatch, inputs, targets).outputs
@@ -150,9 +153,10 @@ class Stage:
         return residual
 
     def backward(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
-        """Runs the next backward; adds to the parameters' gradients, frees the residual.
+        """Runs the next backward, adds to the gradients of the parameters and frees the residual.
 
-        `gradients` are those of the outputs that need one (none for the last stage); returns those of the inputs.
+        `gradients` belong to the outputs that require one (the last stage gets none). Returns the gradients of the
+        inputs that require one.
         """
         assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
         made = self._backward(step, microbatch, gradients)
@@ -162,9 +166,9 @@ class Stage:
         return made
 
     def backward_input(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
-        """Runs a backward for the gradients of the inputs only; frees the residual.
+        """Runs a backward for the inputs only, frees the residual and returns the gradients of the inputs.
 
-        It leaves what the one for the weights takes; nothing where that is in already.
+        It keeps the segments for the backward for the weights, unless that one is counted already.
         """
         pending: Pending = []
         made = self._backward(step, microbatch, gradients, pending)
@@ -173,7 +177,7 @@ class Stage:
         return made
 
     def backward_weights(self, microbatch: int) -> None:
-        """Runs the next backward for the weights only: adds the same bits as the whole backward would."""
+        """Runs the next backward for the weights; adds the same bits as the whole backward would."""
         assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
         for index, segment, gradients in self.pending.pop(microbatch):
             segment.backward_weights(gradients, tuple(self.weights[index].values()))
@@ -182,7 +186,7 @@ class Stage:
         self.added += 1
 
     def _backward(self, step: int, microbatch: int, gradients: Tensors, pending: Pending | None = None) -> Tensors:
-        """Runs a backward; with `pending` for the inputs only, and adds to it what is left to do for the weights."""
+        """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
@@ -195,7 +199,7 @@ class Stage:
         return gradients
 
     def _own_accumulators(self, handed: Tensors) -> None:
-        """Autograd may have taken a view of what was handed in or out for an accumulator, and would add to it."""
+        """Copies accumulators that share memory with `handed`: autograd may accumulate into a tensor it was given."""
         shared = {tensor.untyped_storage().data_ptr() for tensor in handed}
         for parameter in self._without_accumulator:
             if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in shared:
@@ -203,21 +207,24 @@ class Stage:
         self._without_accumulator = [each for each in self._without_accumulator if each.grad is None]
 
     def evaluate(self, inputs: Tensors) -> Tensors:
-        """Runs the layers as in use: no dropout, no gradients, buffers unchanged."""
+        """Returns the outputs in evaluation mode: no dropout, no gradients, buffers unchanged."""
         with in_use(self._modules(self.layers)):
             for index in self.layers:
                 inputs = self._call(index, inputs)
         return inputs
 
     def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
-        """Returns the loss of a validation microbatch, and the model's metric if it has one."""
+        """Returns the loss of a validation microbatch, and the model's metric or None."""
         with torch.no_grad():
             outputs = _in_float32(outputs)
             metric = self.model.metric
             return float(self.model.loss(outputs, targets)), metric and float(metric(outputs, targets))
 
     def probe(self, inputs: Tensors) -> Border:
-        """Runs the layers once on `inputs` to learn the border behind them; leaves no trace in buffers or gradients."""
+        """Runs the layers once on `inputs`; sets and returns the border behind them. Buffers and gradients stay.
+
+        Raises UserError for buffers that break a rule, TypeError for more than `MAX_TENSORS` outputs.
+        """
         layers = list(self.layers)
         with on_trial(self.layers, self.model):
             self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
@@ -238,7 +245,7 @@ class Stage:
             cut = cut_off(inputs)
             before = [tensor._version for tensor in cut]
             outputs = self._call(index, cut)
-            if [tensor._version for tensor in cut] != before:  # somebody else may have use for it
+            if [tensor._version for tensor in cut] != before:  # the input is kept for a recovery
                 raise TypeError(f"{self.where(index)}: a layer must not overwrite what it is called with")
             check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
             segments.append(Segment(cut, outputs))
@@ -246,7 +253,7 @@ class Stage:
         return segments
 
     def _call(self, index: int, inputs: Tensors) -> Tensors:
-        """Calls one layer; strides can decide bits, so what it hands on is contiguous, as a transfer would make it."""
+        """Returns the outputs of one layer, contiguous as after a transfer: strides can decide bits."""
         try:
             with self._autocast():
                 outputs = as_tensors(self.layers[index](*inputs), self.where(index))
@@ -256,7 +263,7 @@ class Stage:
         return tuple(output.contiguous() for output in outputs)
 
     def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
-        """Runs forwards again that have counted already: pure, with the same bits."""
+        """Runs the forwards of a group again from a checkpoint, with the same bits and without side effects."""
         with lending(self._modules(group), kept.buffers.copy().buffers()):
             return self._run(group, step, microbatch, kept.inputs)
 
@@ -269,7 +276,7 @@ class Stage:
         return loss
 
     def _share_of(self, loss: Tensor) -> Tensor:
-        """Returns the gradient of a microbatch's loss: the loss of a step is their mean."""
+        """Returns the gradient of a microbatch's loss, 1 / M: the loss of a step is the mean."""
         if self._share is None:
             self._share = torch.ones_like(loss) / self.job.microbatches
         return self._share

@@ -1,6 +1,6 @@
 """Hashes of state: SHA-256 over name, dtype, shape and bytes of each tensor, in order.
 
-The hash as it stands after each tensor is that tensor's mark: the first mark that differs names the tensor that does.
+The mark of a tensor is the hash up to and including it: the first mark that differs names the first tensor that does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[tuple[
     for name, tensor in tensors:
         plain = put_together(tensor).detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
-        # A view as bytes: numpy knows neither bfloat16 nor every other dtype.
+        # As bytes, because numpy lacks bfloat16.
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
         marks.append((name, digest.hexdigest()[:_MARK_DIGITS]))
     return digest.hexdigest(), marks

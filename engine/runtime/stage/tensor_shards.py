@@ -1,6 +1,6 @@
-"""Shards: parts of a tensor that lie with several workers, as torch's DTensor; every other tensor is whole here.
+"""Shards: parts of a tensor on several workers, as torch's DTensor; a tensor of another type is whole.
 
-Nothing is imported from torch before the first shard is made: that costs a worker a second.
+torch.distributed.tensor is imported only when there are shards, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from engine.core.errors import WorkerFailedError
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
-    """Returns the part of a whole tensor that goes with a shard; the tensor itself where there are no shards."""
+    """Returns the part of `whole` that corresponds to `shard`; `whole` itself if `shard` is a plain tensor."""
     mesh = getattr(shard, "device_mesh", None)
     if mesh is None:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = shard
-    return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)  # everybody has it: nothing is sent
+    return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)  # all have it: nothing is sent
 
 
 def put_together(tensor: Tensor) -> Tensor:
-    """Returns the whole of a tensor; where it is in shards, all that hold some must call it."""
+    """Returns the whole tensor. For a shard it is a collective: every worker with a shard must call it.
+
+    Raises WorkerFailedError if another worker is gone.
+    """
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:
         return tensor
@@ -37,7 +40,7 @@ def put_together(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def suspecting(what: str) -> Iterator[None]:
-    """Raises WorkerFailedError for what gloo raises when another worker is gone."""
+    """Turns the RuntimeError that gloo raises when another worker is gone into a WorkerFailedError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """Tied parameters: each use has its own copy and its own gradient; the gradients are added in layer order.
 
-The same holds when both uses are on one worker, so that the cut does not change a bit. Every copy takes the same
+This also holds for two uses on one worker, so that the cut into stages does not change a bit. Every copy takes the same
 optimizer step and stays equal to the others.
 """
 
@@ -16,7 +16,7 @@ from engine.models.layers import Tie
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of tie number `tie`: parameter `name` of layer `layer`, which lies in stage `stage`."""
+    """One use of tie number `tie`: parameter `name` of layer `layer` in stage `stage`."""
 
     tie: int
     order: int
@@ -26,7 +26,7 @@ class Use:
 
 
 def stage_of(layer: int, starts: Sequence[int]) -> int:
-    """Returns the stage that a layer lies in."""
+    """Returns the stage that contains a layer; `starts` has the first layer of each stage."""
     return max(stage for stage, start in enumerate(starts) if start <= layer)
 
 
@@ -45,12 +45,12 @@ def tied_stages(ties: Sequence[Tie], starts: Sequence[int]) -> tuple[tuple[int, 
 
 
 def later_uses(ties: Sequence[Tie]) -> set[tuple[int, str]]:
-    """Returns the uses after each tie's first: their gradients equal the first's and count once in a norm."""
+    """Returns the uses after the first of each tie; a gradient norm leaves them out, as they repeat the first's."""
     return {use for tie in ties for use in sorted(tie.uses)[1:]}
 
 
 def sum_in_layer_order(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of the uses' gradients, given in layer order, out of place."""
+    """Returns the sum of the gradients of a tie's uses, given in layer order, as a new tensor."""
     total = gradients[0].clone()
     for gradient in gradients[1:]:
         total += gradient

@@ -1,4 +1,4 @@
-"""Weighs layers for the partition methods that need it: by parameters, or by measured time on this machine."""
+"""Weights of layers for the partition: their number of parameters, or their measured time on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUNDS = 3
 
 
 def weigh_layers(job: Job, model: Model, data: Data) -> list[int]:
-    """Returns one weight per layer: its parameters, or for ``profile`` the nanoseconds of its forward and backward."""
+    """Returns the weight of each layer: its parameters, or for ``profile`` the ns of its forward and backward."""
     if job.partition == "parameters":
         layers = (build_layer(job, model, index) for index in range(len(model.layers)))
         return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
@@ -29,7 +29,7 @@ def _profile(job: Job, model: Model, data: Data) -> list[int]:
         stage = Stage(job, model, 0, index, index + 1)
         targets = batch.targets if stage.is_last else None
         times = []
-        # The first round warms caches and is not counted.
+        # The first round warms caches and does not count.
         for microbatch in range(1 + _ROUNDS):
             start_ns = time.perf_counter_ns()
             outputs = stage.forward(0, microbatch, inputs, targets)
