@@ -44,7 +44,9 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.core.config",
         "engine.core.schedules",
         "engine.core.store",
+        "engine.runtime.replica",
         "engine.runtime.stage",
+        "engine.runtime.transport",
     }
 )
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")

@@ -1,8 +1,8 @@
-"""The log: all that the optimizer step of a slot reads, and nothing else. Ship the log, not the state.
+"""The log: the inputs of the optimizer step of a slot. The owner sends them to its shadows, not the new state.
 
-Rules: a worker that holds the entry of a step can take the step, and two that take it have the same bits. So an entry
-has the gradients as the optimizer will see them (only the clip factor comes with the commit), and the buffers and
-losses of every pipeline, because a replica may have to stand for the same stage of another pipeline.
+Rules: each replica that applies the entry of a step gets the same bits. An entry therefore has the reduced gradients;
+the clip factor follows with the commit. It has the buffers and losses of every pipeline, because a replica may take
+over the same stage of another pipeline.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ Gradients = Mapping[int, Mapping[str, Tensor]]  # by layer and name
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """What the log has of one slot in one step. `losses` is empty but for the last stage."""
+    """The log entry of one slot in one step. `losses` is empty except on the last stage."""
 
     gradients: Gradients
     buffers: tuple[Tensors, ...]  # of each pipeline
     losses: tuple[Tensors, ...]  # of each pipeline: one tensor with the loss of each microbatch
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields everything in the order in which it is sent."""
+        """Yields all tensors in the order of sending."""
         yield from (gradient for named in self.gradients.values() for gradient in named.values())
         yield from (tensor for part in (*self.buffers, *self.losses) for tensor in part)
 
     def norms(self, skipped: Collection[tuple[int, str]]) -> list[tuple[int, float]]:
-        """Returns the squared norm of each layer's gradient, without the parameters `skipped`."""
+        """Returns (layer, squared norm of its gradient) for each layer, without the parameters `skipped`."""
         return [
             (layer, squared_norm([each for name, each in named.items() if (layer, name) not in skipped]))
             for layer, named in self.gradients.items()
         ]
 
     def loss(self, pipeline: int) -> float | None:
-        """Returns the training loss of one pipeline; rounds once, as `sum` differs between versions of Python."""
+        """Returns the training loss of one pipeline, or None; `fmean`, as `sum` differs between Python versions."""
         return fmean(self.losses[pipeline][0].tolist()) if self.losses else None
 
 
 def losses_of(stage: Stage) -> Tensors:
-    """Returns the losses of the step as a tensor that can be sent; nothing but for the last stage."""
+    """Returns the losses of the step as one float64 tensor of shape (M,); empty except on the last stage."""
     if not stage.is_last:
         return ()
     return (torch.tensor([loss for _, loss in sorted(stage.losses.items())], dtype=torch.float64),)
 
 
 def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
-    """Returns gradients by layer and name, each laid out in memory as its parameter: strides can decide bits."""
+    """Returns gradients by layer and name, each with the strides of its parameter: strides can decide bits."""
     rest = iter(gradients)
     return {
         index: {name: laid_out_as(parameter, next(rest)) for name, parameter in named.items()}
@@ -71,7 +71,7 @@ def send_entry(plane: DataPlane, targets: Iterable[int], key: Key, entry: LogEnt
 
 
 def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntry:
-    """Waits for the entry of a slot that `stage` is a replica of."""
+    """Waits for the log entry of the slot that `stage` is a replica of, and returns it."""
     pipelines = stage.job.pipelines
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
@@ -85,7 +85,7 @@ def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntr
 
 
 def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: float) -> None:
-    """Takes the optimizer step of a replica from what is logged."""
+    """Takes the optimizer step of a replica from its log entry, and sets its buffers to the logged ones."""
     for index, optimizer in stage.optimizers.items():
         optimizer.step(learning_rate, entry.gradients[index], clip_factor)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: 
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:
-    """Returns the sum of squares of some gradients in float64, added in the order given."""
+    """Returns the sum of squares of gradients in float64, added in the given order."""
     total = 0.0
     for gradient in gradients:
         total += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2

@@ -1,10 +1,14 @@
-"""Streams: what a slot has added up goes to its shadows every few microbatches, so that little is redone after a kill.
+"""Streams: an owner sends its gradient accumulator to its shadows every N microbatches, to shorten a replay.
 
-Rules: a stream is one tensor of bytes, a copy, because the next backward adds in place: which parameters have a
-gradient, the losses, the buffers before each forward since the last stream, the gradients. A shadow brings its buffers
-and its count of forwards to that point, unless it has run as many itself; the gradients it only keeps, the newest in
-place of those before, until it says what it holds. Then it takes them in with their count, as it takes what has arrived
-whole by then. Streams have a lane of their own, so nothing else waits behind them; one is posted ahead for each slot.
+    owner    B0 B1 STREAM1 B2 B3 STREAM3 B4 x      (N = 2; killed in B4)
+    shadow         keeps accumulator 0..1, then 0..3: replays from microbatch 4
+
+Rules: a stream is one tensor of bytes. It is a copy, because the next backward adds in place. It has a flag for each
+parameter with a gradient, the losses, the buffers before each forward since the last stream, and the gradients. A
+shadow sets its buffers and its count of forwards to that point, unless it has run these forwards itself. It keeps the
+newest gradients aside, and moves them into its replica only in `settle`, before it reports its inventory. `settle` also
+takes a stream that has arrived completely. Streams use their own lane, so that no other transfer waits behind them. For
+each slot one receive is posted ahead.
 """
 
 from __future__ import annotations
@@ -28,22 +32,22 @@ from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose, transfer_key
 
-_ALIGNED = 64  # bytes: where torch lets a tensor begin
+_ALIGNED = 64  # bytes: torch's alignment
 
 
 class Streams:
-    """What one worker streams, and what is streamed to it."""
+    """The streams that one worker sends and receives."""
 
     def __init__(self, job: Job, worker: int, replicas: Replicas):
         self.job = job
         self.worker = worker
         self.replicas = replicas
-        self._receipts: dict[Slot, tuple[int, ...]] = {}  # in a whole program, the microbatches of each slot
-        self._coming: dict[Slot, deque[int]] = {}
-        self._newest: dict[Slot, tuple[int, list[Tensor | None]]] = {}  # how many are added up, and the gradients
+        self._receipts: dict[Slot, tuple[int, ...]] = {}  # microbatches of the streams to receive in a program
+        self._coming: dict[Slot, deque[int]] = {}  # the rest of them in the open step
+        self._newest: dict[Slot, tuple[int, list[Tensor | None]]] = {}  # (number of backwards, gradients)
 
     def enter(self, plane: DataPlane, ownership: Ownership, routes: Routes, actions: Sequence[Action]) -> None:
-        """Takes what the next program works with."""
+        """Sets the data plane, the ownership, the routes and the actions of the next program."""
         self._plane = plane
         self._ownership = ownership
         self._routes = routes
@@ -60,11 +64,11 @@ class Streams:
             self._post(slot)
 
     def clear(self) -> None:
-        """Drops what has been streamed in the open step."""
+        """Drops the streams of the open step."""
         self._coming, self._newest = {}, {}
 
     def run(self, action: Action, step: int) -> None:
-        """Sends what a slot has added up, or takes it."""
+        """Runs a STREAM: the owner of the slot sends its accumulator, a shadow waits for it."""
         slot, microbatch = (action.pipeline, action.stage), action.microbatch
         if self._ownership.owner(*slot) == self.worker:
             stream = packed(self.replicas.stages[slot], microbatch, self.job.log_every)
@@ -76,7 +80,7 @@ class Streams:
         self._post(slot)
 
     def settle(self) -> None:
-        """Makes what has arrived part of the replicas; nothing more is taken before the next program begins."""
+        """Moves the newest accumulators, without waiting, into the replicas; later ones of this program are ignored."""
         for slot in [slot for slot, microbatches in self._coming.items() if microbatches]:
             arrived = self._plane.take_arrived(*self._next(slot))
             if arrived is not None:
@@ -120,7 +124,7 @@ def _value(slot: Slot, microbatch: int) -> Value:
 
 
 def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
-    """Returns what a slot has added up, as one tensor of bytes."""
+    """Returns the stream of a slot after the backward of `microbatch`: a uint8 tensor of one dimension."""
     gradients = [parameter.grad for parameter in stage.trained()]
     parts: list[Tensor | None] = [torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)]
     if stage.is_last:
@@ -136,7 +140,7 @@ def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
 
 
 def specs_of(stage: Stage, microbatch: int, log_every: int) -> list[TensorSpec]:
-    """Returns what a stream consists of: the same for the owner and for a shadow."""
+    """Returns the specs of the parts of a stream, equal at owner and shadow."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     losses = [TensorSpec((microbatch + 1,), torch.float64, False)] if stage.is_last else []
     buffers = [TensorSpec.of(buffer) for buffer in stage.history().before(microbatch).tensors()]
@@ -144,7 +148,7 @@ def specs_of(stage: Stage, microbatch: int, log_every: int) -> list[TensorSpec]:
 
 
 def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """Yields the parts of a stream, which share its memory."""
+    """Yields the parts of a stream as views of it."""
     at = 0
     for spec in specs:
         yield stream[at : at + _size(spec)].view(spec.dtype).view(spec.shape)
@@ -152,12 +156,12 @@ def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
 
 
 def _told_forwards(microbatch: int, log_every: int) -> range:
-    """Returns the forwards of which a stream has the buffers before: up to the one that follows."""
+    """Returns the forwards for which a stream has the buffers before: the last N and the next one."""
     return range(microbatch + 2 - log_every, microbatch + 2)
 
 
 def _filled(template: Snapshot, parts: Iterator[Tensor]) -> Snapshot:
-    """Returns the next buffers of a stream, laid out in memory as those of the template; copies, for they stay."""
+    """Returns copies of the next buffers of a stream, with the memory layout of the template."""
     filled = template.copy()
     for buffer in filled.tensors():
         overwrite(buffer, next(parts))

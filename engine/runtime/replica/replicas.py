@@ -1,8 +1,8 @@
-"""The replicas that one worker holds: of the slots it owns, and of those it shadows.
+"""The replicas of one worker: of the slots that it owns and of those that it shadows.
 
-Rules: a replica is whole when it has the weights, the optimizer state and the buffers of the last step boundary. A
-whole replica of a stage can stand for the same stage of any pipeline: weights and optimizer state are equal over
-pipelines, and it holds the buffers of all of them as of the boundary. An unfilled one waits to be healed.
+Rules: a replica is whole if it has the weights, the optimizer state and the buffers of the last step boundary. A whole
+replica of a stage can take over the same stage of any pipeline: weights and optimizer state are equal in all pipelines,
+and it has the boundary buffers of all of them. A replica that is not whole waits for its HEAL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.runtime.transport.tensor_spec import Border
 
 
 class Replicas:
-    """Replicas by slot; those of `slots` begin whole, with the weights that the job's seed gives to everybody."""
+    """Replicas by slot; those of `slots` are whole at the start, with initial weights from the job's seed."""
 
     def __init__(self, job: Job, model: Model, starts: Sequence[int], slots: Iterable[Slot]):
         self.job = job
@@ -38,19 +38,19 @@ class Replicas:
         return built
 
     def learn(self, borders: Sequence[Border]) -> None:
-        """Tells every replica, of today and of later, what crosses the border behind its stage."""
+        """Sets the border behind the stage of every replica, present and future; `borders` has one per stage."""
         self._borders = borders
         for (_, stage), replica in self.stages.items():
             replica.border = borders[stage]
 
     def whole(self) -> tuple[Slot, ...]:
-        """Returns the slots of which this worker holds the state as of the last step boundary, in order: not shards."""
+        """Returns the slots with a whole replica here, in order; none with FSDP, as a shard is not whole."""
         if self.job.fsdp:
             return ()
         return tuple(sorted(self.stages.keys() - self._unfilled))
 
     def adopt(self, slot: Slot) -> None:
-        """Builds a replica of a slot from a whole one of the same stage in another pipeline, as of the boundary."""
+        """Builds a replica of a slot at the step boundary from a whole one of the same stage in another pipeline."""
         source = self.stages[next(other for other in self.whole() if other[1] == slot[1] and other != slot)]
         replica = self._build(slot)
         with torch.no_grad():
@@ -68,16 +68,16 @@ class Replicas:
         self._unfilled.discard(slot)
 
     def await_heal(self, slot: Slot) -> None:
-        """Makes place for a replica that its owner will send, if it is not made yet."""
+        """Builds an unfilled replica for a slot whose owner will send the state, unless there is one."""
         if slot not in self._unfilled:
             self.stages[slot] = self._build(slot)
             self._unfilled.add(slot)
 
     def healed(self, slot: Slot) -> None:
-        """Notes that a replica has been filled."""
+        """Marks a replica as whole after its HEAL."""
         self._unfilled.remove(slot)
 
     def drop(self, slot: Slot) -> None:
-        """Lets a replica go."""
+        """Removes a replica."""
         del self.stages[slot]
         self._unfilled.discard(slot)

@@ -1,9 +1,9 @@
-"""FSDP: each owner of a stage keeps a shard of its weights and optimizer state, and the whole only while it computes.
+"""FSDP: each owner of a stage keeps a shard of its weights and optimizer state; it unshards the stage to compute.
 
-Rules: torch's `fully_shard` holds the shards and puts them together; gradients are added up and reduced by the engine,
-in the order of pipelines, so that no bit changes, and each owner then takes the step of its own shard. A collective of
-torch cannot be left before its end: so the owners meet on the data plane first, where a wait ends with the epoch.
-Whoever holds shards has nothing that others could go on with: no replica is whole, and a worker that goes ends the run.
+Rules: torch's `fully_shard` holds and gathers the shards. The engine accumulates and reduces the gradients itself, in
+pipeline order, so that no bit changes; then each owner takes the optimizer step of its shard. A torch collective cannot
+be aborted. The owners therefore first meet at a barrier on the data plane, where a new epoch ends the wait. No worker
+can take over from a shard: no replica is whole, and the loss of a worker ends the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOKEN = TensorSpec((1,), torch.uint8, False)
 
 
 class Shards:
-    """The shards that one worker holds of the stages that it owns."""
+    """The shards of one worker: one of each stage that it owns."""
 
     def __init__(self, worker: int, replicas: Replicas, ownership: Ownership, store: Store):
         from torch.distributed.device_mesh import init_device_mesh
@@ -67,11 +67,11 @@ class Shards:
                 self._layers[slot[1]] = layers
 
     def enter(self, plane: DataPlane, ownership: Ownership) -> None:
-        """Takes what the owners meet on."""
+        """Sets the data plane and the ownership of the next epoch."""
         self._plane, self._ownership = plane, ownership
 
     def meet(self, stage: int) -> None:
-        """Waits until all owners of a stage are here; raises Fenced, Stopped or WorkerFailedError as any wait does."""
+        """Barrier of all owners of a stage; raises Fenced, Stopped or WorkerFailedError as any wait does."""
         circle = Circle(self._plane, self._ownership, self._worker, stage)
         keys = {each: circle.key(Purpose.MEETING, circle.pipelines(each)[0]) for each in (*circle.others, self._worker)}
         for other in circle.others:
@@ -82,11 +82,11 @@ class Shards:
             self._plane.take(other, keys[other])
 
     def unshard(self, action: Action, step: int) -> None:
-        """Puts the weights of a stage together."""
+        """Runs an UNSHARD: gathers the weights of a stage."""
         self._unshard(action.stage)
 
     def reshard(self, action: Action, step: int) -> None:
-        """Keeps the shard alone."""
+        """Runs a RESHARD: frees the gathered weights of a stage."""
         self._reshard(action.stage)
 
     def _unshard(self, stage: int) -> None:
@@ -101,7 +101,7 @@ class Shards:
 
     @contextlib.contextmanager
     def all_whole(self) -> Iterator[None]:
-        """Has every stage that is owned here whole for a while."""
+        """Keeps all stages that this worker owns unsharded during the block."""
         for _, stage in self._slots:
             self._unshard(stage)
         yield

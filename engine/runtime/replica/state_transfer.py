@@ -1,8 +1,8 @@
-"""Heal: the state of a slot as of the step boundary, from its owner to a new shadow.
+"""Heal: the owner of a slot sends its state at the step boundary to a new shadow.
 
-A header says what comes, and the SHA-256 of each tensor; the new shadow fills its replica only when all has arrived,
-and compares. All is sent from where it is: weights and optimizer state change only after the new shadow has voted, and
-of the buffers, which forwards change, every replica keeps those of the boundary.
+A header lists the tensors and the SHA-256 of each. The new shadow waits for all tensors, fills its replica and compares
+the hashes. The owner sends without a copy: weights and optimizer state change only after the new shadow has voted for
+the commit, and every replica keeps copies of the buffers of the boundary.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
 from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
 
-_ASIDE = "heal"  # of receives that are posted ahead, and that may have to wait for what this worker does later
-Place = tuple[str, int, str, str]  # what it is, its layer or pipeline, its parameter or number, its name there
+_ASIDE = "heal"  # its own lane: other receives must not wait behind a heal
+Place = tuple[str, int, str, str]  # (kind, layer or pipeline, parameter or number, name of the state tensor)
 
 
 def state_of(stage: Stage) -> Iterator[tuple[Place, Tensor]]:
-    """Yields the weights, the optimizer state and the buffers of every pipeline as of the step boundary."""
+    """Yields the weights, the optimizer state and the buffers of every pipeline at the step boundary."""
     for index, layer in stage.layers.items():
         for name, parameter in layer.named_parameters():
             yield ("weight", index, name, ""), parameter.detach()
@@ -39,7 +39,7 @@ def state_of(stage: Stage) -> Iterator[tuple[Place, Tensor]]:
 
 
 def send_state(plane: DataPlane, targets: Iterable[int], key: Key, stage: Stage) -> None:
-    """Starts sending the state of a slot as of the step boundary, whatever of the step has run."""
+    """Starts sending the state of a slot at the step boundary; the open step may have begun."""
     state = list(state_of(stage))
     header = json.dumps(
         [[place, TensorSpec.of(each).to_json(), each.stride(), _hash_of(each)] for place, each in state]
@@ -52,7 +52,7 @@ def send_state(plane: DataPlane, targets: Iterable[int], key: Key, stage: Stage)
 
 
 def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
-    """Waits for the state of a slot and fills its new replica; raises InvariantError if a bit of it is wrong."""
+    """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs."""
     (length,) = _take(plane, source, key, TensorSpec((1,), torch.int64, False)).tolist()
     header = _take(plane, source, key, TensorSpec((length,), torch.uint8, False))
     entries = json.loads(header.numpy().tobytes())

@@ -1,7 +1,7 @@
-"""What a worker holds of the open step: activations and gradients by name, whoever made them, in whichever epoch.
+"""The value store of a worker: activations and gradients of the open step by name, kept across epochs.
 
-Rules: what was made here stays until the step is committed if anybody could take over a slot, and else leaves with its
-one use; what was received leaves when it is used up. Nothing that is held is ever changed in place.
+Rules: a value made here stays until the commit if another worker can take over a slot, else until its one use. A
+received value stays until its use. Values are never changed in place.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ class Holdings:
         self._made: set[Value] = set()
 
     def make(self, value: Value, tensors: Tensors) -> None:
-        """Takes in what was made here, without the graph that it was made with."""
+        """Stores a value that was made here, detached from its autograd graph."""
         self._tensors[value] = cut_off(tensors)
         if self._keeps:
             self._made.add(value)
 
     def receive(self, value: Value, tensors: Tensors) -> None:
-        """Takes in what another worker sent."""
+        """Stores a value that was received."""
         self._tensors[value] = tensors
 
     def use_up(self, value: Value) -> Tensors:
-        """Returns a value to the one action here that is made for it."""
+        """Returns a value to the one action of this worker that consumes it."""
         return self._tensors[value] if value in self._made else self._tensors.pop(value)
 
     def to_send(self, value: Value) -> Tensors:
-        """Returns a value that others need."""
+        """Returns a value for a SEND."""
         return self._tensors[value] if self._keeps else self._tensors.pop(value)
 
     def values(self) -> tuple[Value, ...]:
-        """Returns the names of what is held, in order."""
+        """Returns the names of the stored values, in order."""
         return tuple(sorted(self._tensors))
 
     def clear(self) -> None:
-        """Drops everything: the step is committed."""
+        """Drops all values, after the commit of the step."""
         self._tensors.clear()
         self._made.clear()

@@ -1,7 +1,6 @@
-"""Parcels: many tensors under one key, for which the receiver knows the specs; sent as bytes in pieces of bounded size.
+"""Bulk transfers: many tensors under one key, sent as bytes in pieces of bounded size; the receiver knows the specs.
 
-Small tensors travel together, as copies; a large one travels by itself, in slices of its own memory, so that sending
-it needs no second copy.
+Small tensors are copied into common pieces. A large tensor is sent in slices of its own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from torch import Tensor
 from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
 
-_LARGE = 1 << 20  # bytes from which a tensor travels by itself
-_PIECE = 16 << 20  # bytes of a piece, at most
+_LARGE = 1 << 20  # bytes from which a tensor has pieces of its own
+_PIECE = 16 << 20  # maximum bytes of a piece
 
-Part = tuple[int, int, int]  # of tensor i, the bytes from .. to
+Part = tuple[int, int, int]  # (tensor, first byte, end byte)
 
 
 def pieces_of(sizes: Sequence[int]) -> list[list[Part]]:
-    """Returns what each piece is made of, for tensors of these sizes in bytes: the same at both ends."""
+    """Returns the parts of each piece for tensors of these sizes in bytes; sender and receiver compute the same."""
     pieces: list[list[Part]] = []
     together: list[Part] = []
     for index, size in enumerate(sizes):
@@ -36,7 +35,7 @@ def pieces_of(sizes: Sequence[int]) -> list[list[Part]]:
 
 
 def send_parcel(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Sequence[Tensor]) -> None:
-    """Starts a parcel to each target; the tensors must not change before the step is committed."""
+    """Starts a bulk transfer to each target; the tensors must not change before the commit of the step."""
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
     parcel = [
         _joined([payload[index][start:end] for index, start, end in piece])
@@ -50,7 +49,7 @@ def send_parcel(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Seq
 def take_parcel(
     plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec], aside: object = None
 ) -> list[Tensor]:
-    """Waits for a parcel from `source`, `aside` from what else comes from there; returns its tensors, contiguous."""
+    """Waits for a bulk transfer from `source`, in lane `aside` if given; returns its tensors, contiguous."""
     tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
     payload = [bytes_of(tensor) for tensor in tensors]
     for piece in pieces_of([len(each) for each in payload]):

@@ -1,10 +1,10 @@
-"""The data plane of one epoch: tensors from worker to worker, overlapped with compute, and stoppable at any time.
+"""The data plane of one epoch: point-to-point transfers of tensors, overlapped with compute, abortable at any time.
 
-Receives are posted ahead of use; one thread per sending worker waits for them in the order of posting and wakes the
-main thread where it waits for any news. What is posted aside has a lane, and so a thread, of its own: it may be sent
-before or after whatever else comes from that worker. Sends return at once and are reaped after the commit of their
-step, which proves that they were received; one that is sent aside is let go as soon as it has been. Gloo has no way to
-wake a blocked wait: a plane is left by shutting down its connected sockets, which ends every wait of the old epoch.
+Receives are posted ahead of use. Each source has a lane: a thread that waits for its receives in the order of posting
+and wakes the main thread. A named lane (`aside`) has its own thread, and its order does not depend on other lanes.
+Sends return at once. `reap` releases them after the commit of their step, which proves that they were received;
+`send_aside` releases its tensor as soon as it is sent. Gloo cannot wake a blocked wait, so `close` shuts down the
+sockets of the group, which ends every wait of the old epoch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border
 
 _JOIN_S = 0.05
 
-Key = int  # names a transfer within a pair of workers and a step; the sender and the receiver compute the same
-_Item = tuple[int, Key | None, Tensors, list[Work]]  # the peer, the key of what is received, and what is under way
+Key = int  # identifies a transfer between two workers in a step; sender and receiver compute the same key
+_Item = tuple[int, Key | None, Tensors, list[Work]]  # (peer, key of a receive or None for a send, tensors, works)
 
 
 class DataPlane:
-    """Point-to-point transfers among `workers`; `workers[rank]` has that rank in this epoch's group."""
+    """Point-to-point transfers among `workers`; `workers[rank]` has that rank in this epoch's group.
+
+    The constructor returns when all workers have joined; raises WorkerFailedError if one does not within `timeout_s`.
+    """
 
     def __init__(self, control: Control, store: Store, worker: int, workers: Sequence[int], timeout_s: float = 1800.0):
         self.control = control
@@ -50,9 +53,9 @@ class DataPlane:
         self.bytes_sent = 0
 
     def post(self, source: int, key: Key, border: Border, aside: object = None) -> None:
-        """Posts the receive of one transfer from worker `source`; must be called in the order of sending in its lane.
+        """Posts the receive of one transfer from worker `source`, in the order of sending within a lane.
 
-        `aside` names a lane beside the usual one.
+        `aside` names a lane other than the usual one of `source`.
         """
         tensors = tuple(spec.empty() for spec in border)
         with _suspecting(f"transfer from worker {source}"):
@@ -71,15 +74,15 @@ class DataPlane:
         return self._lanes[name]
 
     def has_arrived(self, source: int, key: Key) -> bool:
-        """Says whether `take` would return at once."""
+        """Returns whether `take` would return at once."""
         return (source, key) in self._arrived
 
     def take_arrived(self, source: int, key: Key) -> Tensors | None:
-        """Returns a posted transfer if it has arrived; it does not wait, and does not look whether it may."""
+        """Returns the tensors of a posted transfer, or None if it has not arrived; never waits, never raises."""
         return self._arrived.pop((source, key), None)
 
     def take(self, source: int, key: Key) -> Tensors:
-        """Waits for a posted transfer, returns its tensors; raises Stopped, or WorkerFailedError if the pair broke."""
+        """Waits for a posted transfer and returns its tensors; raises Stopped, or WorkerFailedError if it broke."""
 
         def look() -> Tensors | None:
             if self._failed is not None:
@@ -89,12 +92,12 @@ class DataPlane:
         return self.control.wait_until(look)
 
     def send(self, target: int, key: Key, tensors: Tensors) -> None:
-        """Starts one transfer to worker `target`; the tensors must not change before the step is committed."""
+        """Starts one transfer to worker `target`; the tensors must not change before the commit of the step."""
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
         self._sends.append((target, self._begin(target, key, sent), sent))
 
     def send_aside(self, target: int, key: Key, tensor: Tensor) -> None:
-        """Starts a transfer of one tensor, which must not change before it has been received, and is let go then."""
+        """Starts a transfer of one tensor, which must not change; the plane releases it once it is sent."""
         self._lane("to", target).put((target, None, (tensor,), self._begin(target, key, (tensor,))))
 
     def _begin(self, target: int, key: Key, tensors: Tensors) -> list[Work]:
@@ -108,7 +111,7 @@ class DataPlane:
             raise _suspicion(f"transfer to worker {target}", error) from error
 
     def reap(self) -> None:
-        """Releases the sends of a committed step; none of them can block any more."""
+        """Releases the sends of a committed step. It does not block: they have all been received."""
         for target, works, _ in self._sends:
             with _suspecting(f"transfer to worker {target}"):
                 for work in works:
@@ -116,7 +119,7 @@ class DataPlane:
         self._sends = []
 
     def close(self) -> None:
-        """Leaves the plane, whatever is still under way; returns within milliseconds."""
+        """Aborts all transfers and leaves the group, within milliseconds."""
         for lane in self._lanes.values():
             lane.put(None)
         shut_down(self._sockets)
@@ -137,17 +140,17 @@ class DataPlane:
             if key is not None:
                 self._arrived[peer, key] = tensors
                 self.control.wake()
-            del item, tensors, works  # nothing is held while this thread waits
+            del item, tensors, works  # so that a waiting thread keeps no tensor alive
 
 
 def _suspicion(what: str, error: RuntimeError) -> WorkerFailedError:
-    """Returns what to raise for what gloo raises: a broken transfer does not say who died."""
+    """Returns the exception for an error of gloo; it names no failed worker, because gloo does not tell."""
     return WorkerFailedError(f"{what} failed: {error}")
 
 
 @contextlib.contextmanager
 def _suspecting(what: str) -> Iterator[None]:
-    """Raises a suspicion for what gloo raises; where every microsecond counts, `try` stands in its place."""
+    """Turns gloo's RuntimeError into a WorkerFailedError. Sends use `try` instead, to save microseconds."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,7 @@
-"""Forms the plane of an epoch beside whatever else the worker does, and gives it up when a higher epoch comes.
+"""Forms the data plane of an epoch in a thread, and gives up when a higher epoch comes.
 
-Gloo's constructor returns when all members have come. If one of them dies meanwhile it would block for long, and with
-it the connection to the store that it waits on. So an attempt that is given up loses its sockets, that connection too,
-which ends it at once.
+Gloo's constructor returns when all members have joined. If one dies first, the constructor would block for long, and so
+would its connection to the rendezvous store. `give_up` therefore shuts down the sockets of both.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from engine.runtime.transport.rendezvous import Rendezvous
 
 
 class Forming:
-    """One attempt: a thread that makes the plane of `epoch` among `members`, whose place there is their rank.
+    """One attempt to form the plane of `epoch`; a member's rank is its position in `members`.
 
-    They meet at the store on `store_port`, which the order of the epoch names: another than before if that has ended.
+    The members meet at the rendezvous store on `store_port`, which comes with the epoch: a store may be replaced.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Forming:
         self._control.wake()
 
     def plane(self) -> DataPlane:
-        """Waits for the plane; raises Stopped, Fenced, or WorkerFailedError when it could not be formed."""
+        """Waits for the plane; raises Stopped, Fenced, or WorkerFailedError if it could not be formed."""
 
         def look() -> DataPlane | None:
             if self._failed is not None:
@@ -64,9 +63,9 @@ class Forming:
         return self._control.wait_until(look)
 
     def give_up(self) -> None:
-        """Leaves the plane, made or half made."""
+        """Closes the plane, or aborts its formation."""
         if self._plane is not None:
             self._plane.close()
-        else:  # after a failure too: the answer to a question that was given up may be under way on the connection
+        else:  # after a failure too: a reply to an abandoned request may still arrive on the connection
             self._rendezvous.hang_up()
             shut_down(descriptors_by_inode().keys() - self._before)

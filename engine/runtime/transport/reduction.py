@@ -1,8 +1,12 @@
-"""The reduction over pipelines: gradients summed in pipeline order, out of place; buffers and losses handed round.
+"""The reduction over pipelines: a deterministic all-reduce of gradients, and an all-gather of buffers and losses.
 
-Each of the owners of a stage sums one chunk of all D gradients, in pipeline order, and sends the sum to the others:
-the bytes of a ring all-reduce, but a result that depends neither on ranks nor on who owns what. A worker that owns the
-stage in several pipelines contributes several parts, and sends itself nothing. The accumulators stay intact.
+Each owner of a stage sums one chunk of all D gradients in pipeline order and sends the sum to the other owners:
+
+    owner 0  sends chunk 1 of its gradient  ->  adds up chunk 0  ->  sends the mean of chunk 0
+    owner 1  sends chunk 0 of its gradient  ->  adds up chunk 1  ->  sends the mean of chunk 1
+
+It sends as many bytes as a ring all-reduce, but its result does not depend on ranks or ownership. A worker that owns
+the stage in several pipelines contributes several parts. The accumulators are not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from engine.runtime.transport.transfers import Purpose, transfer_key
 
 @dataclass(frozen=True, slots=True)
 class Circle:
-    """The owners of one stage, as one of them sees them."""
+    """The owners of one stage, from the view of `worker`, one of them."""
 
     plane: DataPlane
     ownership: Ownership
@@ -40,14 +44,14 @@ class Circle:
         return self.ownership.pipelines_of(worker, self.stage)
 
     def key(self, purpose: Purpose, pipeline: int, index: int = 0) -> int:
-        """Returns the key of what comes from the owner in `pipeline`."""
+        """Returns the key of a transfer from the owner of the stage in `pipeline`."""
         return transfer_key(self.ownership.grid, purpose, pipeline, self.stage, index)
 
 
 def mean_over_pipelines(circle: Circle, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    """Returns the mean of the pipelines' gradients of a stage; `parts` are those of the pipelines owned here.
+    """Returns the mean over all pipelines of a stage's gradients; `parts` has those of the pipelines owned here.
 
-    Every owner of the stage must call it. With one pipeline the mean is the part itself, not a copy.
+    A collective: every owner of the stage must call it. With one pipeline the mean is the part itself, not a copy.
     """
     gradients = list(next(iter(parts.values())))
     if circle.ownership.grid.pipelines == 1:
@@ -93,7 +97,7 @@ def _mean_of_one_dtype(circle: Circle, parts: Mapping[int, Sequence[Tensor]], in
 
 
 def _summed_chunk(circle: Circle, mine: Mapping[int, Tensor], index: int) -> Tensor:
-    """Returns the mean of one chunk, added in pipeline order, whoever owns which."""
+    """Returns the mean of one chunk over all pipelines, added in pipeline order."""
     parts = dict(mine)
     for other in circle.others:
         for pipeline in circle.pipelines(other):
@@ -106,9 +110,9 @@ def _summed_chunk(circle: Circle, mine: Mapping[int, Tensor], index: int) -> Ten
 
 
 def gather_over_pipelines(circle: Circle, parts: Mapping[int, Tensors]) -> tuple[Tensors, ...]:
-    """Returns what every pipeline has, in pipeline order; `parts` are those of the pipelines owned here, small ones.
+    """Returns the tensors of all pipelines, in pipeline order; `parts` has those of the pipelines owned here.
 
-    Every owner of the stage must call it.
+    A collective: every owner of the stage must call it. For small tensors: each owner sends its parts to all others.
     """
     found = dict(parts)
     for pipeline, part in parts.items():

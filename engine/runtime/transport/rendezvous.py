@@ -1,6 +1,6 @@
-"""The rendezvous store of a run: a process of its own, so that it cannot die with a worker.
+"""The rendezvous store of a run: a process of its own, so that it does not die with a worker.
 
-It listens on a loopback socket that was bound before, because torch's store would else listen on every interface.
+It listens on a loopback socket that its launcher has bound; torch's store itself would listen on every interface.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from engine.runtime.ipc.link import LOOPBACK, Link
 from engine.runtime.process.kernel import die_with_launcher
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 
-_TIMEOUT = timedelta(seconds=60)  # of a wait for what another is to say
-_CONNECT = timedelta(seconds=5)  # torch's client tries for so long, though the store be stopped, or end meanwhile
+_TIMEOUT = timedelta(seconds=60)  # of a wait for a key
+_CONNECT = timedelta(seconds=5)  # torch's client retries for so long, even if the store is stopped or ends
 
 
 def main(listener_fd: int, control_fd: int) -> int:
-    """Serves until the launcher closes the control link; says so at first, and whenever it is asked."""
+    """Serves until the launcher closes the control link; sends "serving" at the start and after each message."""
     listener = socket.socket(fileno=listener_fd)
     port = listener.getsockname()[1]
     listener.detach()  # torch's store takes the descriptor over
@@ -36,7 +36,7 @@ def main(listener_fd: int, control_fd: int) -> int:
 
 
 def connect(port: int, prefix: str) -> PrefixStore:
-    """Returns this process's view of the store, under `prefix`."""
+    """Connects to the store on `port`; returns a view of the keys under `prefix`."""
     return PrefixStore(prefix, _connected(port))
 
 
@@ -47,9 +47,9 @@ def _connected(port: int) -> TCPStore:
 
 
 class Rendezvous:
-    """This process's connection to the store, kept from one epoch to the next while these name the same store.
+    """This process's connection to the store, kept across epochs as long as they name the same store.
 
-    A wait for what never comes holds the connection; hanging up ends it, and the next epoch connects anew.
+    A wait for a key that never comes blocks the connection; `hang_up` ends it, and the next epoch connects again.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Rendezvous:
         self._sockets: Collection[int] = ()
 
     def of_epoch(self, epoch: int, port: int) -> PrefixStore:
-        """Returns the view that belongs to an epoch, of the store that listens on `port`.
+        """Returns the keys of an epoch in the store that listens on `port`.
 
-        Raises WorkerFailedError when nobody does: a suspicion like any other, for the store may have just ended.
+        Raises WorkerFailedError if the store cannot be reached: it may have just ended.
         """
         if self._client is None or port != self._port:
             before = descriptors_by_inode().keys()
             try:
-                socket.create_connection((LOOPBACK, port)).close()  # torch's client would try for long
+                socket.create_connection((LOOPBACK, port)).close()  # fails at once; torch's client would retry
                 self._client = _connected(port)
             except (OSError, RuntimeError) as error:
                 raise WorkerFailedError(f"the rendezvous store cannot be reached: {error}") from error
@@ -74,6 +74,6 @@ class Rendezvous:
         return PrefixStore(f"epoch-{epoch}", self._client)
 
     def hang_up(self) -> None:
-        """Ends the wait that holds the connection."""
+        """Shuts down the connection, which ends a wait on it."""
         shut_down(self._sockets)
         self._client = None

@@ -1,4 +1,4 @@
-"""What crosses a border between stages: learned once at the start, so that transfers carry data only."""
+"""Specs of the tensors between stages: learned once at the start, so that transfers carry data only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TENSORS = 16  # in one transfer
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and whether a gradient comes back."""
+    """Shape and dtype of a tensor, and whether its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,20 +26,20 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Says whether a tensor is of this spec."""
+        """Returns whether a tensor has this spec."""
         same_form = tensor.shape == self.shape and tensor.dtype == self.dtype
         return same_form and tensor.requires_grad == self.needs_grad
 
     def as_gradient(self) -> TensorSpec:
-        """Returns the spec of a gradient of such a tensor."""
+        """Returns the spec of the gradient of such a tensor."""
         return replace(self, needs_grad=False)
 
     def empty(self) -> Tensor:
-        """Returns an uninitialised tensor to receive into."""
+        """Returns an uninitialised tensor for a receive."""
         return torch.empty(self.shape, dtype=self.dtype)
 
     def zeros(self) -> Tensor:
-        """Returns zeros to try a layer with."""
+        """Returns a tensor of zeros as a trial input of a layer."""
         return torch.zeros(self.shape, dtype=self.dtype).requires_grad_(self.needs_grad)
 
     def to_json(self) -> list[object]:
@@ -48,7 +48,7 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, value: list[object]) -> TensorSpec:
-        """Reads what `to_json` wrote."""
+        """Returns the spec for a value of `to_json`."""
         shape, dtype, needs_grad = value
         assert isinstance(shape, list)
         return cls(tuple(shape), getattr(torch, str(dtype)), bool(needs_grad))
@@ -58,12 +58,12 @@ Border = tuple[TensorSpec, ...]  # the tensors that one stage hands to the next
 
 
 def border_of(tensors: Tensors) -> Border:
-    """Returns the border that these tensors cross."""
+    """Returns the border of these tensors."""
     return tuple(TensorSpec.of(tensor) for tensor in tensors)
 
 
 def check_border(expected: Border, tensors: Tensors, where: str) -> None:
-    """Raises TypeError when `tensors` are not what was learned at the start."""
+    """Raises TypeError if `tensors` do not have the specs that were learned at the start."""
     if len(tensors) != len(expected) or not all(map(TensorSpec.fits, expected, tensors)):
         found = border_of(tensors)
         wrong = " and ".join(
@@ -76,7 +76,7 @@ def check_border(expected: Border, tensors: Tensors, where: str) -> None:
 
 
 def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Returns a gradient laid out in memory as its parameter; a copy only where it is not."""
+    """Returns a gradient with the strides of its parameter; a copy only if they differ."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

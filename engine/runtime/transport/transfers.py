@@ -1,4 +1,4 @@
-"""Which transfer is which: the keys that sender and receiver compute alike, and the receives that are posted ahead."""
+"""Keys of transfers, equal at sender and receiver, and the receives of a program, posted ahead of use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.models.layers import Tensors
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.tensor_spec import Border
 
-# Receives posted before the one in use: two for each direction hide the transfer behind one compute action.
+# Receives posted ahead: two for each direction hide a transfer behind one compute action.
 _POSTED_AHEAD = 4
 _MAX_TIES = 64
 
 
 class Purpose(IntEnum):
-    """What a transfer carries."""
+    """The content of a transfer."""
 
     ACTIVATION = 0
     GRADIENT = 1
@@ -32,11 +32,11 @@ class Purpose(IntEnum):
     LOG = 7
     HEAL = 8
     STREAM = 9
-    MEETING = 10  # nothing: whoever has it knows that the other is there
+    MEETING = 10  # an empty token of a barrier
 
 
 def transfer_key(grid: Grid, purpose: Purpose, pipeline: int, stage: int, index: int = 0) -> int:
-    """Returns the number of a transfer made for a slot; `index` is a microbatch, a tie, or nothing."""
+    """Returns the number of a transfer for a slot; `index` is a microbatch, a tie, or 0 if neither applies."""
     num_indexes = grid.microbatches + _MAX_TIES
     assert index < num_indexes
     return ((purpose * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
@@ -44,7 +44,7 @@ def transfer_key(grid: Grid, purpose: Purpose, pipeline: int, stage: int, index:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """One receive of a program: of what, from whom, under which key, into what."""
+    """One receive of a program: the value, its source worker, its key and the specs of its tensors."""
 
     value: Value
     source: int
@@ -53,10 +53,9 @@ class Receive:
 
 
 class Receiver:
-    """Posts the receives of a program ahead, in order, and hands out each when its action comes.
+    """Posts the receives of a program ahead, in order, and returns each to its action.
 
-    Posting takes a while, so it is done when the worker has nothing else to do: before a wait. The first ones are
-    posted when `begin` says so, or before the first wait.
+    Posting takes time, so it happens when the worker is idle: in `begin` or before a wait.
     """
 
     def __init__(self, plane: DataPlane, receives: Sequence[Receive]):
@@ -66,12 +65,12 @@ class Receiver:
         self._num_taken = 0
 
     def begin(self) -> None:
-        """Posts the first receives, unless that has been done."""
+        """Posts the first receives, unless they are posted."""
         if not self._num_posted:
             self._post()
 
     def must_wait(self) -> bool:
-        """Says whether `take` would have to wait."""
+        """Returns whether `take` would wait."""
         receive = self._receives[self._num_taken]
         return not self._plane.has_arrived(receive.source, receive.key)
 
@@ -82,9 +81,9 @@ class Receiver:
             self._num_posted += 1
 
     def take(self) -> tuple[Value, Tensors]:
-        """Waits for the next receive of the program; returns its tensors, ready to be a layer's input."""
+        """Waits for the next receive of the program; returns its value and its tensors, ready as input of a layer."""
         receive = self._receives[self._num_taken]
-        if self.must_wait():  # as for one that is not posted yet
+        if self.must_wait():  # also true if it is not posted yet
             self._post()
         tensors = self._plane.take(receive.source, receive.key)
         self._num_taken += 1
@@ -97,7 +96,7 @@ class Receiver:
 def receives_of(
     actions: Sequence[Action], routes: Routes, grid: Grid, borders: Sequence[Border], validation: bool = False
 ) -> list[Receive]:
-    """Returns the receives of a worker's actions, in order."""
+    """Returns the receives among a worker's actions, in order."""
     return [
         Receive(
             carried(action),
@@ -111,7 +110,7 @@ def receives_of(
 
 
 def carrier_key(grid: Grid, transfer: Action, validation: bool = False) -> int:
-    """Returns the key of a SEND or RECV: that of what it carries."""
+    """Returns the key of a SEND or RECV."""
     _, pipeline, stage, microbatch = carried(transfer)
     backward = transfer.op in (Op.SEND_B, Op.RECV_B)
     purpose = Purpose.GRADIENT if backward else Purpose.VALIDATION if validation else Purpose.ACTIVATION
@@ -119,7 +118,7 @@ def carrier_key(grid: Grid, transfer: Action, validation: bool = False) -> int:
 
 
 def border_of_carried(transfer: Action, borders: Sequence[Border]) -> Border:
-    """Returns what a SEND or RECV carries: a stage's outputs, or the gradients of those inputs that need one."""
+    """Returns the specs of a SEND or RECV: the outputs of a stage, or the gradients of inputs that require one."""
     stage = carried(transfer).stage
     if transfer.op in (Op.SEND_F, Op.RECV_F):
         return borders[stage]

@@ -1,7 +1,6 @@
-"""One worker's share of a program, with all that is read off the program before its first action.
+"""One worker's part of a program, with the routes, receives and keys that are computed before its first action.
 
-Rules: it is a pure function of the program and the ownership, so whoever knows them early has it ready early, in
-whatever thread.
+It is a pure function of program and ownership, so that a background thread can compute it in advance.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from engine.runtime.transport.transfers import Receive, carrier_key, receives_of
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker does in a program, in order, and with whom."""
+    """The actions of one worker in a program, in order, with their transfers."""
 
     ownership: Ownership
     owned: frozenset[Slot]
-    actions: tuple[tuple[Action, str], ...]  # each with its text
+    actions: tuple[tuple[Action, str], ...]  # (action, its text)
     routes: Routes
     receives: Sequence[Receive]
-    targets: Mapping[Action, tuple[tuple[int, ...], int]]  # of each send, with its key
+    targets: Mapping[Action, tuple[tuple[int, ...], int]]  # send -> (target workers, key)
     next_forwards: Mapping[Action, Action]
-    is_awaited: bool  # until its first SEND the others have nothing to do
+    is_awaited: bool  # it begins with an own forward: the other workers wait for its first SEND
 
 
 def share_of(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> Share:
-    """Returns the share of `worker` in the program of all workers."""
+    """Returns the part of `worker` in the program of all workers."""
     actions = program.get(worker, ())
     routes = routes_of(worker, program, ownership)
     owned = frozenset(ownership.slots_of(worker))
@@ -54,7 +53,7 @@ def share_of(worker: int, program: Program, ownership: Ownership, borders: Seque
 
 
 def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:
-    """Returns for each receive the forward that comes next, whatever it is that is received."""
+    """Returns for each receive the next forward behind it in the list, which may belong to another value."""
     found: dict[Action, Action] = {}
     forward = None
     for action in reversed(actions):
