@@ -41,6 +41,8 @@ UNSAFE_SUFFIXES = ("_object_list", "gather_object")
 # Pronouns that stand where a reader needs the noun.
 PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybody)\b", re.IGNORECASE)
 MAX_PRONOUNS = 3  # per 1,000 words of docstrings and comments
+# Rooms that decide by data: a pattern would read sentences that are made for people.
+WITHOUT_PATTERNS = ("engine.core.checks.", "engine.core.membership.")
 FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})
 
 
@@ -171,6 +173,17 @@ def unsafe_code(modules: Iterable[Module]) -> list[str]:
                 if name in UNSAFE_CALLS or name.endswith(UNSAFE_SUFFIXES):
                     problems.append(f"{module.path}:{each.lineno}: calls {name}")
     return problems
+
+
+def patterns(modules: Iterable[Module]) -> list[str]:
+    """A decision goes by data, never by a regular expression over a sentence."""
+    return [
+        f"{module.path}:{line}: imports re"
+        for module in modules
+        if module.name.startswith(WITHOUT_PATTERNS)
+        for line, target in imports_of(module.tree)
+        if target.split(".")[0] == "re"
+    ]
 
 
 def too_long(modules: Iterable[Module]) -> list[tuple[str, str]]:

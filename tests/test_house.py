@@ -181,6 +181,17 @@ def test_unsafe_rule_can_fail(text: str) -> None:
     assert len(house_rules.unsafe_code(planted(text))) == 1
 
 
+def test_nothing_is_decided_by_a_pattern_over_a_sentence() -> None:
+    assert house_rules.patterns(MODULES) == []
+
+
+@pytest.mark.parametrize("room", ["checks", "membership"])
+def test_pattern_rule_can_fail(room: str) -> None:
+    path = f"engine/core/{room}/a.py"
+    assert house_rules.patterns(planted("def f():\n    from re import compile", path)) == [f"{path}:2: imports re"]
+    assert house_rules.patterns(planted("import re", "engine/core/duration.py")) == []
+
+
 def test_files_and_functions_are_short() -> None:
     assert house_rules.against_exceptions(house_rules.too_long(MODULES), LENGTH_EXCEPTIONS) == []
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.checks.recovery_log import RecoveryLog
-from engine.core.checks.recovery_times import has_left
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
+from engine.core.exclusion import Cause, verdict_of
 from engine.core.ownership import Slot
 
 
@@ -92,9 +92,9 @@ def loss_of(job: Job, events: Iterable[Mapping[str, Any]]) -> Loss:
                 loss.gone[event["of"]] = _how(event["of"], owners, log)
             case "epoch":
                 is_quiet = False
-                for worker, why in event["verdict"]:
-                    if not has_left(why):
-                        loss.gone.setdefault(worker, _how(worker, owners, log))
+                for out in verdict_of(event):
+                    if out.cause is not Cause.LEFT:
+                        loss.gone.setdefault(out.worker, _how(out.worker, owners, log))
                 members = len(event["members"])
             case "commit":
                 # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.

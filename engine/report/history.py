@@ -30,7 +30,7 @@ def history_table(events: Sequence[Event], origin_ns: int) -> pd.DataFrame:
 
 def verdict_text(event: Event) -> str:
     """Returns who is out with an epoch, and why it was made."""
-    out = ", ".join(f"worker {worker} {why}" for worker, why in event["verdict"])
+    out = ", ".join(f"worker {worker} {why}" for worker, why, *_ in event["verdict"])
     return f"{out} ({event['reason']})" if out and event["reason"] not in out else out or str(event["reason"])
 
 

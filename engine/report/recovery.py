@@ -48,7 +48,7 @@ def recovery_table(
         until_ns = following.begin_ns if following else None
         rows.append(_row(recovery, job, actions, steps, origin_ns, until_ns) | _outcome(recovery, ended))
         rows[-1] |= _moved(recovery, events)
-    recovered = {worker for recovery in found for worker, _ in recovery.verdict}
+    recovered = {each.worker for recovery in found for each in recovery.verdict}
     rows += _without_recovery(events, recovered, actions, origin_ns)
     if ended:
         told = {name for recovery in found for name in recovery.faults}
@@ -88,8 +88,8 @@ def _row(
         "extra_ms": _since(recovery.extra_ns, 0),
         "gap_ms": _since(recovery.gap_ns, 0),
     }
-    who = ", ".join(str(worker) for worker, _ in recovery.verdict)
-    verdict = "; ".join(f"worker {worker} {why}" for worker, why in recovery.verdict) or "nobody was out"
+    who = ", ".join(str(each.worker) for each in recovery.verdict)
+    verdict = "; ".join(f"worker {each.worker} {each.why}" for each in recovery.verdict) or "nobody was out"
     faults = f"{', '.join(recovery.faults)}: " if recovery.faults else ""
     return {
         "what": faults + verdict,

@@ -16,6 +16,7 @@ from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.twin import Comparison
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.exclusion import Cause, excluded
 from engine.core.faults.kill_text import parse_kill
 from engine.files.run_folder import RunFolder, create_run_folder
 from engine.harness.run_driver import lines_only
@@ -24,7 +25,18 @@ from engine.runtime.agent.session import Ending, View
 
 JOB = Job(stages=3, steps=9)
 FAULT = parse_kill("5:2:B:3", JOB)
-RECOVERY = Recovery(1, 5, "", ((2, "died"),), {2: None}, (), (FAULT.id,), 0, {"detect": 0, "replay": 120_000_000}, 1)
+RECOVERY = Recovery(
+    1,
+    5,
+    "",
+    (excluded(2, Cause.DEATH, "died"),),
+    {2: None},
+    (),
+    (FAULT.id,),
+    0,
+    {"detect": 0, "replay": 120_000_000},
+    1,
+)
 
 
 def aftermath(comparison: Comparison | None = None, fired: bool = True, **more: Any) -> Aftermath:

@@ -109,7 +109,7 @@ def exit_of(worker: int) -> dict[str, Any]:
 
 def epoch(number: int, owners: list[int], verdict: list[Any]) -> dict[str, Any]:
     members = sorted({*owners})
-    reason = "; ".join(f"worker {worker} {why}" for worker, why in verdict)
+    reason = "; ".join(f"worker {worker} {why}" for worker, why, *_ in verdict)
     told = {"epoch": number, "members": members, "owners": owners, "verdict": verdict, "reason": reason}
     return {"event": "epoch", "at_ns": 6, **told}
 
@@ -162,7 +162,7 @@ def test_the_last_worker_stood_alone() -> None:
 def test_whoever_is_given_up_is_gone_and_whoever_leaves_is_not() -> None:
     hang = epoch(1, [0, 0, 2], [[1, "has been silent for 5.0 s"]])
     assert [*loss_of(LAZY, [*BEGIN, hang, exit_of(2)]).gone] == [1, 2]
-    leaves = epoch(1, [0, 0, 2], [[1, "has left after step 0"]])
+    leaves = epoch(1, [0, 0, 2], [[1, "has left after step 0", "left", None]])
     assert [*loss_of(LAZY, [*BEGIN, leaves, exit_of(2)]).gone] == [2]
     found = loss_of(LAZY, [*BEGIN, leaves, commit(1), commit(2), exit_of(2)])
     assert (found.workers, [*found.gone]) == (2, [2])

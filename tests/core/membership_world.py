@@ -12,6 +12,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from engine.core.exclusion import Cause
 from engine.core.membership import effects, events
 from engine.core.membership.effects import Effect
 from engine.core.membership.pending_effects import orders
@@ -180,12 +181,12 @@ class World:
         new = self.state
         if new.epoch <= old.epoch:
             raise Violation(f"epoch {new.epoch} after {old.epoch}")
-        if set(new.members) | {worker for worker, _ in new.verdict} != set(old.members):
+        if set(new.members) | {each.worker for each in new.verdict} != set(old.members):
             raise Violation("members changed without a verdict")
-        for worker, why in new.verdict:
-            if why.startswith("has left"):
+        for worker, why, cause, _ in new.verdict:
+            if cause is Cause.LEFT:
                 guilty = worker in self.noticed and worker not in old.owners and not self.is_missed(worker, old)
-            elif why.startswith("had finished"):
+            elif cause is Cause.FINISHED:
                 guilty = worker in old.done
             else:
                 guilty = worker in self.struck or len(self.complaints[worker]) > EVICTED_AFTER

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from engine.core.errors import ExitCode, InvariantError
+from engine.core.exclusion import Cause, Exclusion, Position, excluded
 from engine.core.membership.effects import (
     Commit,
     Effect,
@@ -117,12 +118,13 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = committed(told(running(), Heartbeat(3, 1, 1, 1, 7, inside=True)))
     state, effects = step(state, ExitSeen(30, 1, -9))
     why = "was ended by SIGKILL, inside action 7 of step 1"
-    assert effects == (PublishEpoch(2, (0, 2), ((1, why),), f"worker 1 {why}"), GatherInventories(2))
+    out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
+    assert effects == (PublishEpoch(2, (0, 2), (out,), f"worker 1 {why}"), GatherInventories(2))
     assert heard(state, Inventory(31, 2, 2, "two")) == ()
     state = told(state, Inventory(31, 2, 2, "two"))
     state, effects = step(state, Inventory(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
-    document = PublishPlanInput(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), ((1, why),), inventories)
+    document = PublishPlanInput(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), (out,), inventories)
     assert effects == (document,)
     state = told(state, PlanAcknowledged(33, 0, 2, "same"))
     state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
@@ -263,7 +265,7 @@ def test_a_suspicion_is_looked_into() -> None:
     assert effects == (Look(1, (1, 2)),)
     assert step(state, Suspicion(6, 0, 1, peer=2)) == (state, ()), "the first one is looked into"
     dead = told(state, ExitSeen(6, 0, -9))
-    assert dead.verdict == ((0, "was ended by SIGKILL"),)
+    assert dead.verdict == (excluded(0, Cause.DEATH, "was ended by SIGKILL"),)
     look_ns = state.options.look_ns
     assert told(state, Tick(4 + look_ns)).epoch == 1
     state = told(state, Tick(5 + look_ns))
@@ -282,8 +284,9 @@ def test_a_pair_that_fails_again_and_again_loses_one() -> None:
     state = suspected(suspected(running()))
     assert (state.epoch, state.members) == (3, (0, 1, 2))
     given_up = suspected(state)
-    assert given_up.verdict == ((2, "is given up: a transfer failed at workers 1 and 2, 3 times in a row"),)
-    assert [order for order in orders(given_up) if isinstance(order, Evict)] == [Evict(4, *given_up.verdict[0])]
+    why = "is given up: a transfer failed at workers 1 and 2, 3 times in a row"
+    assert given_up.verdict == (excluded(2, Cause.GIVEN_UP, why),)
+    assert [order for order in orders(given_up) if isinstance(order, Evict)] == [Evict(4, 2, why)]
     forgiven = suspected(committed(state, now_ns=state.ticked_ns))
     assert forgiven.members == (0, 1, 2), "a commit proves that they can talk"
 
@@ -331,7 +334,7 @@ def test_whoever_owes_an_answer_at_the_deadline_is_out(state: State, why: str) -
     late_ns = 61 * S
     sightings = {worker: Sighting(late_ns, late_ns) for worker in state.sightings}
     state = told(state._replace(ticked_ns=late_ns, sightings=sightings), Tick(late_ns))
-    assert state.verdict == ((2, why),)
+    assert state.verdict == (excluded(2, Cause.NO_ANSWER, why),)
 
 
 def test_a_worker_that_is_out_is_evicted_until_its_exit_is_seen() -> None:
@@ -363,6 +366,7 @@ def test_a_node_takes_all_its_workers_with_it() -> None:
     assert state.reason == (
         "worker 0 was on node node-0, whose lease has expired; worker 1 was on node node-0, whose lease has expired"
     )
+    assert {each.cause for each in state.verdict} == {Cause.NODE_LOST}
     assert not [order for order in orders(state) if isinstance(order, Evict)], "nobody is left there to do it"
     assert step(state, LeaseExpired(6, "node-0")) == (state, ())
 
@@ -373,16 +377,17 @@ def test_a_hand_over_is_made_before_the_break() -> None:
     state, effects = step(state, StepCommitted(6, 1, 0))
     assert effects == (
         Commit(1, 0, "epoch"),
-        PublishEpoch(2, (0, 1, 2), (), "worker 2 handed over after step 0"),
+        PublishEpoch(2, (0, 1, 2), (), "worker 2 handed over after step 0", planned=True),
         GatherInventories(2),
     )
     state = recovered(state)
     state = committed(state)
     assert (state.phase, state.members) == (Phase.RUNNING, (0, 1, 2)), "it is the only shadow of stages 0 and 2"
     state, effects = step(state, StepCommitted(7, 2, 2, shadows=((1,), (0,), (0,))))
+    left = excluded(2, Cause.LEFT, "has left after step 2")
     assert effects == (
         Commit(2, 2, "epoch"),
-        PublishEpoch(3, (0, 1), ((2, "has left after step 2"),), "worker 2 has left after step 2"),
+        PublishEpoch(3, (0, 1), (left,), "worker 2 has left after step 2", planned=True),
         GatherInventories(3),
     )
     assert recovered(state).phase is Phase.RUNNING

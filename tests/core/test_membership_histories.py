@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ExitCode
+from engine.core.exclusion import Cause, excluded
 from engine.core.membership import events
 from engine.core.membership import failure_detector as membership_watch
 from engine.core.membership import pending_effects as membership_orders
@@ -104,7 +105,7 @@ def answers_of_a_lower_epoch_count(patch: Patch) -> None:
 def a_suspicion_is_a_verdict(patch: Patch) -> None:
     def decide(state: State, event: events.Suspicion) -> State:
         blamed = event.worker if event.peer not in state.members else event.peer
-        return membership_verdicts.new_epoch(state, event.now_ns, {blamed: "was suspected"})
+        return membership_verdicts.new_epoch(state, event.now_ns, [excluded(blamed, Cause.GIVEN_UP, "was suspected")])
 
     patch_rule(patch, events.Suspicion, decide)
 
@@ -156,7 +157,7 @@ def orders_are_told_once(patch: Patch) -> None:
 
 @planted("stuck while failing over")
 def nobody_is_waited_for_in_vain(patch: Patch) -> None:
-    patch.setattr(membership_rules, "unresponsive", lambda state, now_ns: {})
+    patch.setattr(membership_rules, "unresponsive", lambda state, now_ns: ())
     patch.setattr(membership_rules, "_owed", lambda state: (10**9, [], ""))
 
 
@@ -220,7 +221,7 @@ def a_step_is_committed_twice(patch: Patch) -> None:
 @planted("has left, but nothing was done to it")
 def a_leaver_goes_at_once(patch: Patch) -> None:
     def decide(state: State, event: events.Notice) -> State:
-        return membership_verdicts.new_epoch(state, event.now_ns, {event.worker or 0: "has left"})
+        return membership_verdicts.new_epoch(state, event.now_ns, [excluded(event.worker or 0, Cause.LEFT, "has left")])
 
     patch_rule(patch, events.Notice, decide)
 
@@ -242,7 +243,7 @@ def a_broken_pair_is_not_repeated(patch: Patch) -> None:
     patch.setattr(
         membership_rules,
         "nobody_died",
-        lambda state, now_ns, suspects, cause: real(state._replace(repeats={cause: 99}), now_ns, suspects, cause),
+        lambda state, now_ns, suspects, symptom: real(state._replace(repeats={symptom: 99}), now_ns, suspects, symptom),
     )
 
 

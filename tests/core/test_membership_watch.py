@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
 from engine.core.membership.events import Done, Heartbeat, Tick
-from engine.core.membership.failure_detector import unresponsive, where
+from engine.core.membership.failure_detector import last_seen, unresponsive
 from engine.core.membership.state import Options, Phase, State
 from tests.core.membership_cases import S, committed, forming, running, told
+
+
+def numbers(verdict: Verdict) -> set[int]:
+    """Returns the workers that a verdict names."""
+    return {each.worker for each in verdict}
 
 
 def beating(state: State, until_s: int, *still: Heartbeat) -> State:
@@ -21,14 +27,16 @@ def beating(state: State, until_s: int, *still: Heartbeat) -> State:
 
 def test_a_waiting_worker_is_never_suspected() -> None:
     state = beating(running(), 59)
-    assert (state.epoch, unresponsive(state, 59 * S)) == (1, {})
+    assert (state.epoch, unresponsive(state, 59 * S)) == (1, ())
 
 
 def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
     inside = Heartbeat(0, 1, 1, 0, 4, inside=True)
     assert beating(running(), 31, inside).epoch == 1
     state = beating(running(), 32, inside)
-    assert state.verdict == ((1, "hangs for 31.0 s, longer than 30.0 s, inside action 4 of step 0"),)
+    why = "hangs for 31.0 s, longer than 30.0 s, inside action 4 of step 0"
+    assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False)),)
+    assert state.verdict[0].how == "hangs for 31.0 s, longer than 30.0 s"
 
 
 def test_the_deadline_adapts_to_slow_actions_and_back() -> None:
@@ -39,8 +47,8 @@ def test_the_deadline_adapts_to_slow_actions_and_back() -> None:
         state = told(state, Heartbeat((20 + step) * S, 0, 1, step, 0, inside=True))
         allowed_s = 199 if step == 1 else 30  # the slowest counts in its own step and the next
         awake = state._replace(sightings={0: state.sightings[0]._replace(heard_ns=(20 + step + allowed_s) * S)})
-        assert unresponsive(awake, (20 + step + allowed_s) * S) == {}
-        assert 0 in unresponsive(awake, (20 + step + allowed_s + 2) * S)
+        assert unresponsive(awake, (20 + step + allowed_s) * S) == ()
+        assert numbers(unresponsive(awake, (20 + step + allowed_s + 2) * S)) == {0}
 
 
 def test_time_spent_waiting_is_no_slow_action() -> None:
@@ -51,30 +59,30 @@ def test_time_spent_waiting_is_no_slow_action() -> None:
 
 def test_a_silent_worker_is_out() -> None:
     state = told(running(), Heartbeat(S, 1, 1, 0, 4, inside=False))
-    assert unresponsive(state, 6 * S) == {
-        0: "has been silent for 6.0 s",
-        2: "has been silent for 6.0 s",
-    }
-    assert unresponsive(state, 7 * S)[1] == "has been silent for 6.0 s, after action 4 of step 0"
+    how = "has been silent for 6.0 s"
+    assert unresponsive(state, 6 * S) == tuple(excluded(worker, Cause.SILENCE, how) for worker in (0, 2))
+    late = unresponsive(state, 7 * S)[1]
+    assert late == excluded(1, Cause.SILENCE, how, Position(0, 4, waiting=True))
+    assert (late.why, late.how) == (f"{how}, after action 4 of step 0", how)
 
 
 def test_whoever_is_done_may_be_silent() -> None:
     state = told(committed(running(last_step=0)), Done(30, 1, 1))
-    assert set(unresponsive(state, 60 * S)) == {0, 2}
+    assert numbers(unresponsive(state, 60 * S)) == {0, 2}
 
 
 def test_when_every_step_is_committed_nobody_waits_as_long_as_for_a_step() -> None:
     """Without redundancy a job waits long for its workers, of which it cannot lose one; after the end it can."""
     patient = Options(stages=3, redundant=False, silence_ns=60 * S, hang_ns=600 * S, stall_ns=600 * S)
     state = running(redundant=False, last_step=0)._replace(options=patient)
-    assert unresponsive(state, 59 * S) == {}
-    assert set(unresponsive(committed(state), 6 * S)) == {0, 1, 2}
+    assert unresponsive(state, 59 * S) == ()
+    assert numbers(unresponsive(committed(state), 6 * S)) == {0, 1, 2}
     inside = told(state, *(Heartbeat(20, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)))
     for now_s in range(1, 41):
         beats = [Heartbeat(now_s * S, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)]
         inside = told(inside, *beats, Tick(now_s * S))
-    assert unresponsive(inside, 40 * S) == {}
-    assert set(unresponsive(committed(inside), 40 * S)) == {1}
+    assert unresponsive(inside, 40 * S) == ()
+    assert numbers(unresponsive(committed(inside), 40 * S)) == {1}
 
 
 def test_nobody_is_silent_for_ever_before_it_says_a_word() -> None:
@@ -94,11 +102,11 @@ def test_a_heartbeat_that_comes_late_is_a_sign_of_life_and_no_more() -> None:
     state = told(running(), Heartbeat(S, 0, 1, 2, 5, inside=True), Heartbeat(2 * S, 0, 1, 2, 4, inside=False))
     seen = state.sightings[0]
     assert (seen.heard_ns, seen.since_ns, seen.at) == (2 * S, S, (1, 2, 5, False))
-    assert where(state, 0) == ", inside action 5 of step 2"
+    assert last_seen(state, 0) == Position(2, 5, waiting=False)
 
 
 def test_a_coordinator_that_slept_judges_nobody() -> None:
     state = beating(running(), 3)
     state = told(state, Tick(500 * S))
-    assert (state.epoch, unresponsive(state, 500 * S)) == (1, {})
+    assert (state.epoch, unresponsive(state, 500 * S)) == (1, ())
     assert beating(state, 520).epoch == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.core.checks.recovery_log import RecoveryLog, recoveries
 from engine.core.checks.recovery_times import PHASES, Recovery
+from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded, in_words
 
 Event = dict[str, Any]
 
@@ -33,8 +36,12 @@ def exit_of(worker: int, seen: int, expected: bool = False) -> Event:
     return agent("exit", seen + 1, of=worker, code=-9, expected=expected, seen_ns=seen * MS)
 
 
-def epoch(number: int, at: int, owners: tuple[int, ...], **verdict: str) -> Event:
-    out = [[int(worker.removeprefix("w")), why] for worker, why in verdict.items()]
+def died(worker: int, how: str = "was killed", at: Position | None = None) -> Exclusion:
+    return excluded(worker, Cause.DEATH, how, at)
+
+
+def epoch(number: int, at: int, owners: tuple[int, ...], *verdict: Exclusion) -> Event:
+    out = json.loads(json.dumps(verdict))
     return agent("epoch", at, epoch=number, members=[0], owners=list(owners), verdict=out, reason="an exit")
 
 
@@ -59,7 +66,7 @@ BEFORE = [
 FAULT = agent("fault", 210, fault="3:2", of=2)
 RECOVERED = [
     exit_of(2, 212),
-    epoch(1, 215, (0, 1, 1), w2="was killed"),
+    epoch(1, 215, (0, 1, 1), died(2)),
     mark(0, "fence", 216),
     mark(1, "fence", 220),
     mark(0, "inventory", 222),
@@ -83,7 +90,7 @@ COMMIT = agent("commit", 330, step=3)
 def test_a_kill_is_told_in_phases_that_add_up_to_the_pause() -> None:
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT])
     assert (found.epoch, found.step, found.faults) == (1, 3, ("3:2",))
-    assert found.verdict == ((2, "was killed"),)
+    assert found.verdict == (died(2),)
     assert found.last_actions == {2: (3, "2B0")}
     assert found.heirs == (((0, 2), 2, 1),)
     expected = {"detect": 2, "agree": 3, "fence": 5, "regroup": 3, "inventory": 3, "plan": 4, "replay": 30}
@@ -108,7 +115,7 @@ def test_it_reads_as_one_sentence() -> None:
     (found,) = recoveries(events)
     sentence = "worker 2 was killed after 2B0 of step 3; worker 1 took over stage 2; recovered in 0.05 s, 0 steps lost"
     assert str(found) == sentence
-    events[-len(RECOVERED) - len(REPLAYED)] = epoch(1, 215, (0, 1, 1), w2="was killed, after action 53 of step 2")
+    events[-len(RECOVERED) - len(REPLAYED)] = epoch(1, 215, (0, 1, 1), died(2, at=Position(2, 53, waiting=True)))
     (found,) = recoveries(events)
     assert str(found) == sentence
     (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED[:2]])
@@ -119,33 +126,56 @@ def test_it_reads_as_one_sentence() -> None:
     ("verdict", "reason", "heir", "sentence"),
     [
         (
-            {},
+            (),
             "worker 2 handed over after step 3",
             ((0, 2), 2, 1),
             "worker 2 handed over after step 3; worker 1 took over stage 2; a pause of 0.02 s",
         ),
-        ({2: "has left after step 5"}, "", None, "worker 2 has left after step 5; a pause of 0.02 s"),
         (
-            {2: "hangs for 9 s, longer than 5 s, inside action 7 of step 3"},
+            (excluded(2, Cause.LEFT, "has left after step 5"),),
+            "",
+            None,
+            "worker 2 has left after step 5; a pause of 0.02 s",
+        ),
+        (
+            (excluded(2, Cause.HANG, "hangs for 9 s, longer than 5 s", Position(3, 7, waiting=False)),),
             "",
             ((1, 2), 2, 1),
             "worker 2 hangs for 9 s, longer than 5 s, after 2B0 of step 3; worker 1 took over stage 2 of pipeline 1; "
             "recovered in 0.02 s, 0 steps lost",
         ),
         (
-            {},
+            (),
             "a transfer failed, but nobody has died",
             None,
             "a transfer failed, but nobody has died; recovered in 0.02 s, 0 steps lost",
         ),
     ],
 )
-def test_every_kind_reads_well(verdict: dict[int, str], reason: str, heir: Any, sentence: str) -> None:
-    reason = reason or "; ".join(f"worker {worker} {why}" for worker, why in verdict.items())
-    at = dict.fromkeys(verdict, (3, "2B0"))
+def test_every_kind_reads_well(verdict: Verdict, reason: str, heir: Any, sentence: str) -> None:
+    at = {each.worker: (3, "2B0") for each in verdict}
     points = {"detect": 0, "replay": 20 * MS}
     heirs = (heir,) if heir else ()
-    assert str(Recovery(1, 4, reason, tuple(verdict.items()), at, heirs, (), 0, points, 1)) == sentence
+    found = Recovery(
+        1, 4, reason or in_words(verdict), verdict, at, heirs, (), 0, points, 1, planned="pause" in sentence
+    )
+    assert str(found) == sentence
+    failed = replace(found, planned=False)
+    assert str(failed).endswith("recovered in 0.02 s, 0 steps lost"), "the words of a reason decide nothing"
+
+
+def test_the_record_of_an_epoch_says_that_it_was_planned() -> None:
+    left = excluded(2, Cause.LEFT, "has left after step 2")
+    planned = {**epoch(1, 215, (0, 1, 1), left), "planned": True}
+    (found,) = recoveries([*BEGIN, *COMMITS, RECOVERED[0], planned, *RECOVERED[2:], COMMIT])
+    assert (found.verdict, found.planned) == ((left,), True)
+    assert str(found).endswith("a pause of 0.02 s")
+
+
+def test_a_record_without_causes_tells_of_deaths() -> None:
+    old = {**epoch(1, 215, (0, 1, 1)), "verdict": [[2, "was killed"]]}
+    (found,) = recoveries([*BEGIN, *COMMITS, RECOVERED[0], old, *RECOVERED[2:], COMMIT])
+    assert (found.verdict, found.planned) == ((died(2),), False)
 
 
 def test_regrouping_that_ends_last_is_charged_with_the_rest() -> None:
@@ -220,20 +250,20 @@ def test_a_mark_may_stand_before_the_record_of_its_epoch() -> None:
 def test_a_failure_during_a_recovery_is_part_of_it() -> None:
     second = [
         exit_of(1, 224),
-        epoch(2, 225, (0, 0, 0), w1="was killed"),
+        epoch(2, 225, (0, 0, 0), died(1)),
         mark(0, "fence", 228, 2),
         agent("go", 240, epoch=2),
     ]
     again = [did(0, 3, "2F0", 250), did(0, 3, "1F2", 262)]
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED[:4], *second, *again, COMMIT])
-    assert (found.epoch, found.verdict) == (2, ((2, "was killed"), (1, "was killed")))
+    assert (found.epoch, found.verdict) == (2, (died(2), died(1)))
     assert found.last_actions == {1: (3, "1F2"), 2: (3, "2B0")}
     assert found.heirs == (((0, 1), 1, 0), ((0, 2), 2, 0))
     assert found.phases_ns == {"detect": 2 * MS, "agree": 13 * MS, "fence": 3 * MS, "plan": 12 * MS, "replay": 22 * MS}
 
 
 def test_the_next_recovery_counts_from_the_owners_of_the_last() -> None:
-    second = [exit_of(1, 340), epoch(2, 341, (0, 0, 0), w1="was killed"), agent("go", 342, epoch=2)]
+    second = [exit_of(1, 340), epoch(2, 341, (0, 0, 0), died(1)), agent("go", 342, epoch=2)]
     events = [*BEGIN, *COMMITS, *BEFORE, *RECOVERED, *REPLAYED, COMMIT, *second, agent("commit", 400, step=4)]
     first, last = recoveries(events)
     assert first.heirs == (((0, 2), 2, 1),)
@@ -263,7 +293,7 @@ def test_after_the_last_commit_nothing_is_left_to_recover() -> None:
 def test_after_an_interruption_that_met_an_epoch_nothing_is_left_either() -> None:
     """The commit came before the interruption: only the start of the epoch says that no step follows."""
     handed_over = [epoch(1, 205, (0, 1, 1)), agent("go", 206, epoch=1, end=True)]
-    killed = [exit_of(1, 240), epoch(2, 241, (0, 0, 0), w1="was killed"), agent("go", 242, epoch=2, end=True)]
+    killed = [exit_of(1, 240), epoch(2, 241, (0, 0, 0), died(1)), agent("go", 242, epoch=2, end=True)]
     (found,) = recoveries([*BEGIN, *COMMITS, *handed_over, *killed])
     assert (found.after_end, found.step, found.rung) == (True, 2, "nothing was lost")
 

@@ -144,4 +144,4 @@ def wrongly_out(events: Sequence[Mapping[str, Any]], blows: Collection[Blow]) ->
     """Returns the verdicts on workers to which nothing was done."""
     struck = {blow.whom for blow in blows if blow.is_fatal or blow.number is signal.SIGTERM}
     verdicts = [each for event in events if event["event"] == "epoch" for each in event["verdict"]]
-    return [f"worker {worker} {why}" for worker, why in verdicts if f"bamboo-{worker}" not in struck]
+    return [f"worker {worker} {why}" for worker, why, *_ in verdicts if f"bamboo-{worker}" not in struck]

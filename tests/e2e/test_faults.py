@@ -43,7 +43,7 @@ class Struck:
     @property
     def out(self) -> list[int]:
         """The workers that verdicts name, in order."""
-        return [worker for event in self.events("epoch") for worker, _ in event["verdict"]]
+        return [worker for event in self.events("epoch") for worker, *_ in event["verdict"]]
 
     @property
     def codes(self) -> dict[int, int]:

@@ -81,7 +81,7 @@ def exits_of(events: Sequence[Event]) -> dict[int, int]:
 
 def out_of(events: Sequence[Event]) -> list[int]:
     """Returns whom verdicts name, in order."""
-    return [worker for event in events if event["event"] == "epoch" for worker, _ in event["verdict"]]
+    return [worker for event in events if event["event"] == "epoch" for worker, *_ in event["verdict"]]
 
 
 def check(runs: Runs, job: Job, ending: Ending, events: Sequence[Event]) -> None:

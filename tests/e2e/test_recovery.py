@@ -52,7 +52,7 @@ class Recovered:
     @property
     def verdicts(self) -> list[list[int]]:
         """Who is out with each epoch after the first."""
-        return [[worker for worker, _ in each.verdict] for each in self.account.epochs[1:]]
+        return [[out.worker for out in each.verdict] for each in self.account.epochs[1:]]
 
 
 def outcome_of(account: Account) -> tuple[object, ...]:

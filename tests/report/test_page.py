@@ -146,7 +146,7 @@ def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) ->
     events = []
     for event in MadeUpRun(dead=((5, 2),)).events():
         changed: dict[str, dict[str, Any]] = {
-            "epoch": {"reason": EVIL, "verdict": [[who, EVIL] for who, _ in event.get("verdict", [])]}
+            "epoch": {"reason": EVIL, "verdict": [[who, EVIL] for who, *_ in event.get("verdict", [])]}
         }
         changed |= {"job": {"model": EVIL, "model_args": {EVIL: EVIL}}, "fault": {"fault": EVIL}}
         events.append(event | changed.get(event["event"], {}))

@@ -16,6 +16,7 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
+from engine.core.exclusion import Cause, excluded
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker, slot_owner
 from engine.core.membership.effects import Commit, Effect, PublishEpoch, StartTraining
 from engine.core.membership.state import Options, Phase, State, begin
@@ -212,7 +213,7 @@ def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
 def effect(kind: type[Effect], epoch: int) -> Effect:
     """Returns what the agent does at the beginning of a phase."""
     if kind is PublishEpoch:
-        return PublishEpoch(epoch, (0, 2), ((1, "died"),), "died")
+        return PublishEpoch(epoch, (0, 2), (excluded(1, Cause.DEATH, "died"),), "died")
     if kind is Commit:
         return Commit(epoch, 1 + epoch, "step")
     return kind(epoch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.core.exclusion import Cause
 from engine.core.membership.events import Event, Tick
 from engine.core.membership.state import Phase, State
 from engine.core.ownership import Grid, Ownership
@@ -109,10 +110,10 @@ class Judge:
     def state_changed(self, old: State, new: State, event: Event) -> None:
         """The protocol has decided something."""
         if new.epoch != old.epoch:
-            for worker, why in new.verdict:
-                known = self.struck | (self.noticed if why.startswith("has left") else set())
-                if worker not in known and not why.startswith("had finished"):
-                    raise Violation(f"worker {worker} {why}, but nothing was done to it")
+            for out in new.verdict:
+                known = self.struck | (self.noticed if out.cause is Cause.LEFT else set())
+                if out.worker not in known and out.cause is not Cause.FINISHED:
+                    raise Violation(f"worker {out.worker} {out.why}, but nothing was done to it")
             if isinstance(event, Tick) and not self.clock_may_rule:
                 raise Violation(f"the clock had to rule: {new.reason}")
         if new.epoch == old.epoch and new.phase is old.phase:

@@ -186,7 +186,7 @@ def _culprit(
     struck = {event["of"] for event in seen.of("fault")} if expected == "exact" else set()
     ending = {fault.id for fault in faults if expected == "exact" and kinds[fault.do].ends}
     must = {event["of"] for event in seen.of("fault") if event["fault"] in ending}
-    out = {worker for event in seen.of("epoch") for worker, _ in event["verdict"]}
+    out = {worker for event in seen.of("epoch") for worker, *_ in event["verdict"]}
     out |= {event["of"] for event in seen.of("exit") if not event["expected"]}
     gone = out | {event["of"] for event in seen.of("notice")}
     if seen.exit_code:  # a run that halts gives no further verdict

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.checks.recovery_times import Event, Recovery
 from engine.core.checks.usual_step import Entry, left_ns, usual_ns
+from engine.core.exclusion import verdict_of
 from engine.core.ownership import Slot
 
 # Made again, a forward leaves no trace; a backward may be made whole, or for the input only.
@@ -56,8 +57,8 @@ class RecoveryLog:
                 self.signs.append(event)
             case "epoch" if self.training:
                 self.epochs.append(event)
-                for worker, _ in event["verdict"]:
-                    self.out_since.setdefault(worker, event["at_ns"])
+                for out in verdict_of(event):
+                    self.out_since.setdefault(out.worker, event["at_ns"])
             case "heirs" if self.epochs:
                 self.epochs[-1] = {**self.epochs[-1], "owners": event["owners"]}
             case "mark":
@@ -95,8 +96,8 @@ class RecoveryLog:
         before = self.commits[-1][0] if self.commits else -1
         after_end = commit is None and self.is_over
         step = before + (not after_end) if commit is None else commit["step"]
-        verdict = tuple((worker, why) for epoch in self.epochs for worker, why in epoch["verdict"])
-        out = {worker for worker, _ in verdict}
+        verdict = tuple(each for epoch in self.epochs for each in verdict_of(epoch))
+        out = {each.worker for each in verdict}
         now = self._owners_now()
         moved = [] if after_end else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
         faults = [each for each in self.signs if each["event"] == "fault"]
@@ -128,6 +129,7 @@ class RecoveryLog:
             None if commit is None or usual is None else commit["at_ns"] - self.commits[-1][1] - usual,
             frozenset(self.adopted),
             after_end,
+            last.get("planned", False),
         )
 
     def _entries(self) -> list[Entry]:

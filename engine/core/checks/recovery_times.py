@@ -11,18 +11,14 @@ they began, and from the commits. Usual are the last few steps under the same ow
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.exclusion import Cause, Exclusion, Verdict
 from engine.core.ownership import Slot
 
 Event = Mapping[str, Any]
-
-_HEARD_AT = re.compile(r", (after|inside) action \d+ of step \d+$")
-
-_AT_BOUNDARY = re.compile(r"\b(handed over|has left) after step \d+$")  # nobody has died
 
 PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
 
@@ -42,7 +38,7 @@ class Recovery:
     epoch: int
     step: int  # the open step, which the survivors finish; the last one, when none is left
     reason: str
-    verdict: tuple[tuple[int, str], ...]
+    verdict: Verdict
     last_actions: Mapping[int, tuple[int, str] | None]
     heirs: tuple[tuple[Slot, int, int], ...]
     faults: tuple[str, ...]
@@ -54,6 +50,7 @@ class Recovery:
     gap_ns: int | None = None  # what was between the commits before and after it, beyond what usually is
     adopted: frozenset[Slot] = frozenset()
     after_end: bool = False  # no step was left
+    planned: bool = False  # the last epoch came of a notice
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -90,7 +87,7 @@ class Recovery:
             return "none"
         if self.lost_steps:
             return "checkpoint"
-        out = {worker for worker, _ in self.verdict}
+        out = {each.worker for each in self.verdict}
         found = {
             "hand-over" if old not in out else "other pipeline" if slot in self.adopted else "shadow"
             for slot, old, _ in self.heirs
@@ -98,8 +95,8 @@ class Recovery:
         return ", ".join(sorted(found)) or "nothing was lost"
 
     def __str__(self) -> str:
-        planned = all(map(has_left, (*self.reason.split("; "), *(why for _, why in self.verdict))))
-        parts = [f"worker {worker} {self._how(worker, why)}" for worker, why in self.verdict if not planned]
+        planned = self.planned and all(each.cause is Cause.LEFT for each in self.verdict)
+        parts = [f"worker {each.worker} {self._how(each)}" for each in self.verdict if not planned]
         takes = "was to take over" if self.pause_ns is None else "took over"
         parts = parts or [self.reason]
         if self.after_end:
@@ -114,18 +111,18 @@ class Recovery:
         steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps} steps"
         return "; ".join([*parts, f"recovered in {self.pause_ns / 1e9:.2f} s, {steps} lost"])
 
-    def _how(self, worker: int, why: str) -> str:
-        """Returns why a worker is out and where it was: the verdict knows that from heartbeats, which lag behind."""
-        at, how = self.last_actions[worker], _HEARD_AT.sub("", why)
-        return why if at is None else f"{how}{',' if ',' in how else ''} after {at[1]} of step {at[0]}"
+    def _how(self, out: Exclusion) -> str:
+        """Returns why a worker is out, after its last action; heartbeats, which lag behind, tell where it had none."""
+        at = self.last_actions[out.worker]
+        return out.why if at is None else f"{out.how}{',' if ',' in out.how else ''} after {at[1]} of step {at[0]}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the recovery as plain values, times in milliseconds."""
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "culprits": [worker for worker, _ in self.verdict],
-            "verdict": [f"worker {worker} {why}" for worker, why in self.verdict],
+            "culprits": [each.worker for each in self.verdict],
+            "verdict": [f"worker {each.worker} {each.why}" for each in self.verdict],
             "reason": self.reason,
             "last_actions": {worker: at and f"{at[1]} of step {at[0]}" for worker, at in self.last_actions.items()},
             "heirs": [{"slot": list(slot), "from": old, "heir": new} for slot, old, new in self.heirs],
@@ -138,11 +135,6 @@ class Recovery:
             "rung": self.rung,
             "lost_steps": self.lost_steps,
         }
-
-
-def has_left(why: str) -> bool:
-    """Says whether a verdict is about somebody whom nobody needs any more, and not about a failure."""
-    return bool(_AT_BOUNDARY.search(why))
 
 
 def _stages(heirs: Iterable[tuple[Slot, int, int]], heir: int) -> str:

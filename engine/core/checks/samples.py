@@ -35,7 +35,7 @@ def miscounted(events: Iterable[Mapping[str, Any]], job: Job) -> list[str]:
             case "commit":
                 committed.add(event["step"])
             case "epoch":
-                for worker, _ in event["verdict"]:
+                for worker, *_ in event["verdict"]:
                     out_since.setdefault(worker, event["at_ns"])
             case "action":
                 action = parse_action(event["action"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import product
 
 from engine.core.membership.protocol import TABLE
@@ -31,4 +30,4 @@ def _name(phase: Phase) -> str:
 
 def _words(name: str) -> str:
     """Returns ``step committed`` for ``StepCommitted``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()

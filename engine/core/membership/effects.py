@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = tuple[tuple[int, str], ...]  # (worker, why it is out), in words that follow "worker N"
+from engine.core.exclusion import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,15 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class PublishEpoch(Effect):
-    """Everybody learns who is in, who is out with this epoch, and why it was made. The plan says who owns what."""
+    """Every worker learns the members, the workers that are out with this epoch, and the reason for it.
+
+    A `planned` epoch begins at a step boundary because notice was given: no worker has failed. The plan has the owners.
+    """
 
     members: tuple[int, ...]
     verdict: Verdict
     reason: str
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

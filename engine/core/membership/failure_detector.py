@@ -6,6 +6,7 @@ an action for longer than the adaptive deadline is hanging. A coordinator that w
 
 from __future__ import annotations
 
+from engine.core.exclusion import Cause, Position, Verdict, excluded
 from engine.core.membership.events import Heartbeat
 from engine.core.membership.state import Sighting, State
 
@@ -33,20 +34,21 @@ def heard(state: State, beat: Heartbeat) -> State:
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
 
 
-def unresponsive(state: State, now_ns: int) -> dict[int, str]:
-    """Returns the members that are silent or hang, and why, in words that follow "worker N"."""
-    options, found = state.patience, {}
+def unresponsive(state: State, now_ns: int) -> Verdict:
+    """Returns the members that are silent or hang, in the order of their numbers."""
+    options, found = state.patience, []
     for worker in state.members:
         seen = state.sightings.get(worker)
         if seen is None or worker in state.done:
             continue
         allowed_ns = max(options.hang_ns, options.hang_factor * max(seen.slowest_ns, seen.slowest_before_ns))
         if now_ns - seen.heard_ns > options.silence_ns:
-            found[worker] = f"has been silent for {_seconds(now_ns - seen.heard_ns)}{where(state, worker)}"
+            how = f"has been silent for {_seconds(now_ns - seen.heard_ns)}"
+            found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker)))
         elif _is_inside(seen) and now_ns - seen.since_ns > allowed_ns:
-            limit = f"longer than {_seconds(allowed_ns)}"
-            found[worker] = f"hangs for {_seconds(now_ns - seen.since_ns)}, {limit}{where(state, worker)}"
-    return found
+            how = f"hangs for {_seconds(now_ns - seen.since_ns)}, longer than {_seconds(allowed_ns)}"
+            found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker)))
+    return tuple(found)
 
 
 def ticked(state: State, now_ns: int) -> State:
@@ -57,13 +59,12 @@ def ticked(state: State, now_ns: int) -> State:
     return state._replace(moved_ns=now_ns, looked_ns=now_ns, ticked_ns=now_ns, sightings=awake)
 
 
-def where(state: State, worker: int) -> str:
-    """Returns what a worker was last seen at, in words; nothing if it has not been seen in the open step."""
+def last_seen(state: State, worker: int) -> Position | None:
+    """Returns the place of a worker's last heartbeat; None if there was none in the open step."""
     seen = state.sightings.get(worker)
     if seen is None or not seen.at[0] or seen.at[1] <= state.committed:
-        return ""
-    _, step, index, waiting = seen.at
-    return f", {'after' if waiting else 'inside'} action {index} of step {step}"
+        return None
+    return Position(*seen.at[1:])
 
 
 def _is_inside(seen: Sighting) -> bool:

@@ -35,8 +35,8 @@ def orders(state: State) -> tuple[Effect, ...]:
     if state.phase is Phase.RECONFIGURING:
         found.append(Commit(epoch - 1, state.committed, "epoch"))  # the last word of the epoch before
     if epoch:
-        found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason))
-    found += (Evict(epoch, worker, why) for worker, why in state.out.items() if worker not in state.exited)
+        found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
+    found += (Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited)
     if state.look:
         found.append(Look(epoch, state.look))
     if state.phase in GATHERING:

@@ -130,7 +130,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 def _unheard(state: State, event: Spoken) -> str:
     """Returns why nobody listens to a worker, or nothing."""
     if event.worker not in state.members:
-        return state.out.get(event.worker, "does not belong to this job")
+        return state.out[event.worker].why if event.worker in state.out else "does not belong to this job"
     if isinstance(event, Answer) and event.epoch < state.epoch:
         return f"speaks of epoch {event.epoch}"
     return ""

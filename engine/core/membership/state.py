@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvariantError
-from engine.core.membership.effects import Verdict
+from engine.core.exclusion import Exclusion, Verdict, exclusion_of, verdict_of
 
 _S = 1_000_000_000
 
@@ -50,7 +50,7 @@ class Options:
     hang_factor: int = 10  # times the slowest action of the worker in this step and the one before
     look_ns: int = _S // 5  # from a suspicion until it is clear that nobody has died
     repeat_ns: int = _S // 2  # without movement until the orders are repeated
-    max_repeats: int = 3  # verdicts with nobody out, for one cause and with no step committed in between
+    max_repeats: int = 3  # verdicts with nobody out, for one symptom and with no step committed in between
 
 
 _USUAL = Options(stages=0, redundant=False)
@@ -85,7 +85,8 @@ class State(NamedTuple):
     last_step: int
     verdict: Verdict  # who is out with this epoch
     reason: str  # why this epoch was made, or the job halted
-    out: Mapping[int, str]  # who was ever out, and why
+    planned: bool  # this epoch was made at a step boundary because of a notice: no worker has failed
+    out: Mapping[int, Exclusion]  # the workers that were ever out
     exited: tuple[int, ...]  # whose exit has been seen or needs no care: the others that are out are evicted
     nodes: Mapping[int, str]  # of whoever has joined
     inventories: Mapping[int, str]  # of this epoch
@@ -95,7 +96,7 @@ class State(NamedTuple):
     leaving: tuple[int, ...]  # who has given notice
     excused: tuple[int, ...]  # of them, those that the present epoch knew of when it was made
     look: tuple[int, ...]  # the two ends of the failed transfer that is being looked into
-    repeats: Mapping[str, int]  # by cause: verdicts with nobody out since the last commit
+    repeats: Mapping[str, int]  # by symptom: verdicts with nobody out since the last commit
     exit_code: int
     lost_stages: tuple[int, ...]
     # What follows is on this coordinator's clock.
@@ -139,6 +140,7 @@ def begin(
         last_step=last_step,
         verdict=(),
         reason="the job begins",
+        planned=False,
         out={},
         exited=(),
         nodes={},
@@ -175,8 +177,9 @@ def resume(text: str, now_ns: int) -> State:
     try:
         fields = json.loads(text)
         options = Options(**fields.pop("options"))
-        phase = Phase(fields.pop("phase"))
-        known = {name: _frozen(value) for name, value in fields.items()}
+        phase, verdict = Phase(fields.pop("phase")), verdict_of(fields)
+        out = {int(worker): exclusion_of(entry) for worker, entry in fields["out"].items()}
+        known = {name: _frozen(value) for name, value in fields.items()} | {"verdict": verdict, "out": out}
         joined = [worker for worker in known["members"] if worker in known["nodes"]]
         return State(options=options, phase=phase, **known, **_just_now(joined, now_ns))
     except (AttributeError, KeyError, TypeError, ValueError) as error:

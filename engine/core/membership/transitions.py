@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ExitCode
+from engine.core.exclusion import Cause, excluded
 from engine.core.membership.events import (
     Done,
     Event,
@@ -26,7 +27,7 @@ from engine.core.membership.events import (
     Suspicion,
     Tick,
 )
-from engine.core.membership.failure_detector import alive, heard, ticked, unresponsive, where
+from engine.core.membership.failure_detector import alive, heard, last_seen, ticked, unresponsive
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.verdicts import (
     all_inventoried,
@@ -100,18 +101,17 @@ def ends(state: State, event: ExitSeen) -> State:
         return new
     code = event.code
     how = f"was ended by {_SIGNALS.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
-    return new_epoch(new, event.now_ns, {event.worker: how + where(state, event.worker)})
+    return new_epoch(new, event.now_ns, [excluded(event.worker, Cause.DEATH, how, last_seen(state, event.worker))])
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def loses_node(state: State, event: LeaseExpired) -> State:
     """Everyone on the node is out, and nobody is left there who could evict them."""
     there = [worker for worker in state.members if state.nodes.get(worker) == event.node]
-    out = {
-        worker: f"was on node {event.node}, whose lease has expired{where(state, worker)}"
-        for worker in there
-        if worker not in state.done
-    }
+    how = f"was on node {event.node}, whose lease has expired"
+    out = [
+        excluded(worker, Cause.NODE_LOST, how, last_seen(state, worker)) for worker in there if worker not in state.done
+    ]
     new = state._replace(exited=tuple(dict.fromkeys((*state.exited, *there))))
     return new_epoch(new, event.now_ns, out) if out else new
 
@@ -204,7 +204,8 @@ def looks_at_clock(state: State, event: Tick) -> State:
         return state
     within = f"within {patience_ns / 1e9:.1f} s"
     if owing:
-        return new_epoch(state, now_ns, dict.fromkeys(owing, f"did not {failed_to} {within}"))
+        late = [excluded(worker, Cause.NO_ANSWER, f"did not {failed_to} {within}") for worker in owing]
+        return new_epoch(state, now_ns, late)
     return nobody_died(state, now_ns, (), f"nobody moved {within}")
 
 

@@ -9,10 +9,11 @@ holds; then its replica is a replica like any other. Only then, or where nobody 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from engine.core.errors import ExitCode
+from engine.core.exclusion import Cause, Exclusion, excluded, in_words
 from engine.core.membership.state import Phase, State
 
 
@@ -53,11 +54,12 @@ def elsewhere(state: State, slot: int) -> list[int]:
 
 
 def new_epoch(
-    state: State, now_ns: int, out: Mapping[int, str], reason: str = "", phase: Phase = Phase.FAILING_OVER
+    state: State, now_ns: int, failed: Iterable[Exclusion], reason: str = "", phase: Phase = Phase.FAILING_OVER
 ) -> State:
-    """Returns the next epoch without those who are `out`, who and why in words; the end if a slot is lost with them."""
-    finished = {worker: "had finished and left" for worker in state.members if worker in state.exited}
-    out = {**finished, **out}
+    """Returns the next epoch without the workers that `failed` or left; the end if a slot is lost with them."""
+    gone = [worker for worker in state.members if worker in state.exited]
+    out = {worker: excluded(worker, Cause.FINISHED, "had finished and left") for worker in gone}
+    out |= {each.worker: each for each in failed}
     inherited = heirs(state, out, hand_over=phase is Phase.RECONFIGURING)
     new = state._replace(
         phase=phase,
@@ -65,8 +67,9 @@ def new_epoch(
         members=tuple(worker for worker in state.members if worker not in out),
         owners=inherited.owners,
         shadows=inherited.shadows,
-        verdict=tuple(out.items()),
-        reason=reason or in_words(out),
+        verdict=tuple(out.values()),
+        reason=reason or in_words(out.values()),
+        planned=phase is Phase.RECONFIGURING,
         out={**state.out, **out},
         inventories={},
         copies={},
@@ -97,30 +100,30 @@ def _holders(state: State, slot: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*state.shadows[slot], *copies)))
 
 
-def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], cause: str) -> State:
+def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
     """Returns the next epoch with the same members; when that did not help, without one of the suspects.
 
     The rule is fixed: the one with the highest number whose slots others can take over; if nobody can, the job halts.
     """
-    count = state.repeats.get(cause, 0) + 1
+    count = state.repeats.get(symptom, 0) + 1
     if count <= state.options.max_repeats:
-        new = state._replace(repeats={**state.repeats, cause: count})
-        return new_epoch(new, now_ns, {}, f"{cause}, but nobody has died")
-    told = cause if count == 1 else f"{cause}, {count} times in a row"
+        new = state._replace(repeats={**state.repeats, symptom: count})
+        return new_epoch(new, now_ns, (), f"{symptom}, but nobody has died")
+    told = symptom if count == 1 else f"{symptom}, {count} times in a row"
     highest_first = sorted(suspects, reverse=True)
     lost = heirs(state, ()).lost  # already
     victim = next((worker for worker in highest_first if heirs(state, (worker,)).lost == lost), None)
     if victim is None:
         return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
-    return new_epoch(state, now_ns, {victim: f"is given up: {told}"})
+    return new_epoch(state, now_ns, [excluded(victim, Cause.GIVEN_UP, f"is given up: {told}")])
 
 
 def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
     """Returns the next epoch at a step boundary: `moving` hand over their slots; whom nobody needs has left."""
-    gone = dict.fromkeys(departing(state), f"has left after step {state.committed}")
+    gone = [excluded(worker, Cause.LEFT, f"has left after step {state.committed}") for worker in departing(state)]
     told = [f"{workers_in_words(moving)} handed over after step {state.committed}"] if moving else []
     told += [in_words(gone)] if gone else []
-    state = state._replace(exited=(*state.exited, *gone))
+    state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
     return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING)
 
 
@@ -180,11 +183,6 @@ def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
 def halted(state: State, exit_code: ExitCode, reason: str) -> State:
     """Returns the state halted; `reason` is what the user reads."""
     return state._replace(phase=Phase.HALTED, exit_code=int(exit_code), reason=reason, look=())
-
-
-def in_words(out: Mapping[int, str]) -> str:
-    """Returns who is out and why."""
-    return "; ".join(f"worker {worker} {why}" for worker, why in out.items())
 
 
 def workers_in_words(workers: tuple[int, ...]) -> str:

@@ -22,11 +22,11 @@ from engine.core.errors import (
     ExitCode,
     WorkerFailedError,
 )
+from engine.core.exclusion import in_words
 from engine.core.faults.fault import Fault
 from engine.core.membership.effects import Effect, Finish, Halt, PublishEpoch
 from engine.core.membership.events import Event, ExitSeen, Notice, Tick
 from engine.core.membership.state import Phase
-from engine.core.membership.verdicts import in_words
 from engine.runtime.agent.effect_executor import Orders
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.node import Node
@@ -151,7 +151,7 @@ class Agent:
         elif isinstance(effect, Finish):
             self._finish(effect)
         elif isinstance(effect, PublishEpoch) and effect.verdict and not self.account.going_at_ns:
-            self.fail(self._ended_by(_NOT_RECOVERED + in_words(dict(effect.verdict))))  # nobody can take over yet
+            self.fail(self._ended_by(_NOT_RECOVERED + in_words(effect.verdict)))  # nobody can take over yet
         elif not self.is_stopping:
             self.injector.begins(effect)
             self.orders.carry_out(effect, self.node.state)
@@ -252,7 +252,7 @@ class Agent:
 
     def _halt(self, effect: Halt) -> None:
         if not self.account.going_at_ns:  # whatever else it says, nobody had anything to lose yet
-            self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out)))
+            self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out.values())))
             return
         error = self._ended_by(effect.reason)
         error.exit_code = ExitCode(effect.exit_code)

@@ -11,7 +11,7 @@ from engine.core.checks.trajectory import Row
 from engine.core.config.job import Job
 from engine.core.config.job_wants import is_due, shadowed
 from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
-from engine.core.membership.effects import Verdict
+from engine.core.exclusion import Verdict
 from engine.core.ownership import Ownership
 from engine.core.recovery.ballot import Ballot, Commit, Vote
 from engine.runtime.agent.worker_handles import Member
