@@ -14,7 +14,7 @@ MOST_MODULES = 16
 
 _GROUND = frozenset({"engine.core"})
 _PLANS = _GROUND | {"engine.core.schedules", "engine.core.program", "engine.core.config"}
-_HOST = _GROUND | {"engine.runtime.ipc", "engine.runtime.process"}
+_HOST = _GROUND | {"engine.core.history", "engine.runtime.ipc", "engine.runtime.process"}
 _ARRAYS = frozenset({"engine.runtime.transport", "engine.runtime.stage", "engine.runtime.replica"})  # where torch is
 
 # room -> rooms that it may import, beside itself
@@ -27,20 +27,21 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.analysis": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
+    "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS,
-    "engine.core.checks": _PLANS | {"engine.core.faults"},
-    "engine.files": _GROUND | {"engine.core.checks"},
+    "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
+    "engine.files": _GROUND | {"engine.core.checks", "engine.core.history"},
     "engine.files.jobs": _PLANS | {"engine.files"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
     "engine.models": _GROUND | {"engine.core.config"},
     "engine.models.networks": frozenset({"engine.models"}),
     "engine.models.datasets": _GROUND | {"engine.models"},
-    "engine.report": _PLANS | {"engine.core.checks"},
+    "engine.report": _PLANS | {"engine.core.checks", "engine.core.history"},
     "engine.report.pages": _PLANS | {"engine.core.analysis", "engine.core.checks", "engine.report"},
     "engine.runtime": frozenset(),
-    "engine.runtime.ipc": _GROUND,
+    "engine.runtime.ipc": _GROUND | {"engine.core.history"},
     "engine.runtime.process": _GROUND | {"engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
@@ -61,7 +62,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.analysis", "engine.core.recovery", "engine.core.store", "engine.core.checks", "engine.files"}
     | {"engine.models", "engine.models.networks", "engine.runtime.store", "engine.runtime.worker"}
     | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"},
-    "engine.bench.figures": _PLANS,
+    "engine.bench.figures": _PLANS | {"engine.core.history"},
     "engine.bench.peers": _HOST | _PLANS | _ARRAYS | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}

@@ -20,6 +20,10 @@ from typing import Any
 from engine.bench.figures.rows import Row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
+from engine.core.history.process_records import ExitRecord, KnownRecord
+from engine.core.history.record import Record
+from engine.core.history.record_lines import decoded
+from engine.core.history.run_records import MarkRecord
 from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
@@ -39,7 +43,7 @@ _ETCD_S = 0.3
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 60.0
 
-Events = list[dict[str, Any]]
+Events = list[Record]
 
 
 def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
@@ -48,7 +52,9 @@ def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
     First each is told the bare fact, then, when the coordinator has written it down, what comes of it.
     """
     with _rounds(8, num_rounds, folder) as rounds:
-        taken = [(_relay_s(events, "known"), _relay_s(events, "told")) for events in rounds]
+        taken = [
+            (_relay_s(events, _known_ns(events)), _relay_s(events, _marks_ns(events, "told"))) for events in rounds
+        ]
     known, told = zip(*taken, strict=True)
     case = "8 workers, one is killed"
     return [
@@ -110,7 +116,7 @@ def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterato
                 agent = _round(number, num_workers, own, server, kv, store, interrupts)
                 if agent.interrupted is not None:
                     sys.exit(128 + agent.interrupted)
-                yield [json.loads(line) for line in (own / f"{number}.jsonl").read_text().splitlines()]
+                yield [decoded(line) for line in (own / f"{number}.jsonl").read_text().splitlines()]
 
         yield rounds()
 
@@ -139,7 +145,7 @@ def _round(
         stack.callback(node.leave)
         node.enrol(members.values())
         agent = Agent(job, members, recorder, node, store, lambda agent: None)
-        recorder.event("welcomed")
+        recorder.write(MarkRecord(phase="welcomed", epoch=0))
         for member in members.values():
             member.link.send(
                 "welcome",
@@ -153,19 +159,26 @@ def _round(
     return agent
 
 
-def _relay_s(events: Events, kind: str) -> float:
-    """Returns the time from the exit of the victim to the last event of a kind, of which every worker must have one."""
-    (seen_ns,) = [event["seen_ns"] for event in events if event["event"] == "exit" and not event["expected"]]
-    at_ns = [event["at_ns"] for event in events if event["event"] == kind]
-    num_left = sum(event["event"] == "formed" for event in events) - 1
+def _relay_s(events: Events, at_ns: Sequence[int]) -> float:
+    """Returns the time from the exit of the victim to the last of some times, of which every worker must have one."""
+    (seen_ns,) = [event.seen_ns for event in events if isinstance(event, ExitRecord) and not event.expected]
+    num_left = len(_marks_ns(events, "formed")) - 1
     if len(at_ns) != num_left:
-        raise WorkerFailedError(f"{len(at_ns)} of {num_left} workers have an event {kind!r}")
+        raise WorkerFailedError(f"{len(at_ns)} of {num_left} workers have said that they know of the exit")
     return (max(at_ns) - seen_ns) / 1e9
 
 
+def _known_ns(events: Events) -> list[int]:
+    return [event.at_ns for event in events if isinstance(event, KnownRecord)]
+
+
+def _marks_ns(events: Events, phase: str) -> list[int]:
+    return [event.at_ns for event in events if isinstance(event, MarkRecord) and event.phase == phase]
+
+
 def _forming_s(events: Events) -> float:
-    (welcomed_ns,) = [event["at_ns"] for event in events if event["event"] == "welcomed"]
-    return (max(event["at_ns"] for event in events if event["event"] == "formed") - welcomed_ns) / 1e9
+    (welcomed_ns,) = _marks_ns(events, "welcomed")
+    return (max(_marks_ns(events, "formed")) - welcomed_ns) / 1e9
 
 
 def _start(folder: Path, private: str) -> dict[str, float]:

@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from engine.core.history.record_lines import decoded
+
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.02
 _GONE_WITHIN_S = 5.0  # a moment on an idle machine; a busy one takes its time to end a process
@@ -112,7 +114,7 @@ class Launcher:
         return self.folder / "results" / "latest"
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Returns the events so far, of one kind or all; a line that is still being written is left out.
+        """Returns the events so far, of one kind or all, each a record of its kind; a half-written line is left out.
 
         Whoever waits asks often: only what is new is read.
         """
@@ -124,7 +126,9 @@ class Launcher:
                 lines, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        known += map(json.loads, lines.splitlines())
+        for line in lines.splitlines():
+            decoded(line.decode())
+            known.append(json.loads(line))
         self._known[path] = start + len(lines) + len(end), known
         return [event for event in known if kind in ("", event["event"])]
 

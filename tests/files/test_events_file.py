@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import StorageError
+from engine.core.history.process_records import FailedRecord
 from engine.files.events_file import add_event, has_event, read_events
 from engine.runtime.ipc.recorder import Recorder, open_events
+from tests.core.made_records import made
 
 
 def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:
     fd = open_events(tmp_path / "events.jsonl")
     recorder = Recorder(fd, 3)
     # Whatever Python takes for the end of a line must not end one here.
-    recorder.event("failed", error="line\nline\x0b\u2028\x85\r")
+    recorder.write(FailedRecord(error="line\nline\x0b\u2028\x85\r"))
     recorder.action(1, 2, "1F0", 10, 20)
     os.close(fd)
     first, second = read_events(tmp_path / "events.jsonl")
@@ -55,9 +57,9 @@ def test_reading_can_begin_where_the_file_once_ended(tmp_path: Path) -> None:
 
 def test_a_kind_of_event_is_found_without_parsing(tmp_path: Path) -> None:
     fd = open_events(tmp_path / "events.jsonl")
-    Recorder(fd, 3).event("failed", error='{"event":"epoch"')
+    Recorder(fd, 3).write(FailedRecord(error='{"event":"epoch"'))
     assert not has_event(tmp_path / "events.jsonl", "epoch")
-    Recorder(fd, 3).event("epoch", epoch=1)
+    Recorder(fd, 3).write(made("epoch"))
     assert has_event(tmp_path / "events.jsonl", "epoch")
     os.close(fd)
     with pytest.raises(StorageError):

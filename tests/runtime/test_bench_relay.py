@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.relay import Events, _allowed, _relay_s, bench_etcd_start, bench_forming, bench_relay
+from engine.bench.relay import (
+    Events,
+    _allowed,
+    _known_ns,
+    _marks_ns,
+    _relay_s,
+    bench_etcd_start,
+    bench_forming,
+    bench_relay,
+)
 from engine.core.errors import WorkerFailedError
+from tests.core.made_records import made
 
 
 def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:
@@ -18,14 +28,15 @@ def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:
 
 
 def test_the_last_one_to_learn_counts_and_everyone_must() -> None:
-    formed: Events = [{"event": "formed"}] * 3
-    seen = {"event": "exit", "expected": False, "seen_ns": 1_000_000}
-    told = [{"event": "told", "at_ns": each} for each in (2_000_000, 4_000_000)]
-    known = [{"event": "known", "at_ns": each} for each in (1_500_000, 1_200_000)]
-    events: Events = [*formed, *known, seen, *told, {"event": "exit", "expected": True, "seen_ns": 9}]
-    assert (_relay_s(events, "known"), _relay_s(events, "told")) == (0.0005, 0.003)
-    with pytest.raises(WorkerFailedError, match="1 of 2 workers have an event 'told'"):
-        _relay_s([*formed, seen, told[0]], "told")
+    formed: Events = [made("mark", phase="formed")] * 3
+    seen = made("exit", expected=False, seen_ns=1_000_000)
+    told = [made("mark", phase="told", at_ns=each) for each in (2_000_000, 4_000_000)]
+    known = [made("known", at_ns=each) for each in (1_500_000, 1_200_000)]
+    events: Events = [*formed, *known, seen, *told, made("exit", expected=True, seen_ns=9)]
+    assert _relay_s(events, _known_ns(events)) == 0.0005
+    assert _relay_s(events, _marks_ns(events, "told")) == 0.003
+    with pytest.raises(WorkerFailedError, match="1 of 2 workers have said that they know of the exit"):
+        _relay_s(events, [2_000_000])
 
 
 def test_all_of_them_run_and_leave_their_folder_empty(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 
+from engine.core.history.run_records import MarkRecord
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -39,7 +40,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     control.recorder = recorder = Recorder(events_fd, welcome["worker"])
     store = connect(welcome["store_port"], welcome["prefix"])
     plane = DataPlane(control, store, welcome["worker"], welcome["ranks"])  # kept, as its end would be seen by others
-    recorder.event("formed")
+    recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send("ready")
         control.next_epoch()  # which begins training, as nobody has anything to answer
@@ -49,6 +50,6 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         control.take("bye")
     except Stopped:
         time.sleep(_LINGER_S)
-        recorder.event("told", at_ns=control.told_ns)
+        recorder.write(MarkRecord(phase="told", epoch=0, at_ns=control.told_ns))
     plane.close()
     return 0

@@ -24,6 +24,15 @@ from engine.core.errors import (
 )
 from engine.core.exclusion import in_words
 from engine.core.faults.fault import Fault
+from engine.core.history.process_records import (
+    CutShortRecord,
+    ExitRecord,
+    FailedRecord,
+    InterruptRecord,
+    KilledRecord,
+    LeftBehindRecord,
+    StoreSilentRecord,
+)
 from engine.core.membership.effects import Effect, Finish, Halt, PublishEpoch
 from engine.core.membership.events import Event, ExitSeen, Notice, Tick
 from engine.core.membership.state import Phase
@@ -109,7 +118,7 @@ class Agent:
         member.exit_code = code
         is_out, expected = member.worker in self.node.state.out, self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
-        self.recorder.event("exit", of=member.worker, code=code, expected=expected, seen_ns=seen_ns)
+        self.recorder.write(ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
         if not expected or (is_out and code < 0):
             member.state = "dead"
         elif is_out or member.state == "finished" or self._has_finished:
@@ -165,7 +174,7 @@ class Agent:
             return
         self._is_let_go = True
         if effect.cut_short:
-            self.recorder.event("cut_short", reason=effect.cut_short)
+            self.recorder.write(CutShortRecord(reason=effect.cut_short))
             self.account.note(f"every step is committed; what follows the last one ends early: {effect.cut_short}")
         grace_s = _LAST_WORDS_S if effect.cut_short else _LEAVE_GRACE_S
         self.deadline_s = min(self.deadline_s, time.monotonic() + grace_s)
@@ -182,7 +191,7 @@ class Agent:
         """Does what is due: pictures, leases, deadlines, signs of life."""
         self.tick(self)
         if self.store.look():
-            self.recorder.event("store_silent", child=self.store.child.pid)
+            self.recorder.write(StoreSilentRecord(child=self.store.child.pid))
         if not self._has_finished:  # there is nothing left that anybody need know, or the store could spoil
             with self.failing():
                 while self._to_strike_off:
@@ -204,7 +213,7 @@ class Agent:
             if isinstance(cause, CoordinatorUnavailableError):
                 cause = CoordinatorUnavailableError(f"{cause}; {self.account.progress()}")
             self.cause = cause
-            self.recorder.event("failed", error=str(cause))
+            self.recorder.write(FailedRecord(error=str(cause)))
         self._stop()
 
     def _stop(self) -> None:
@@ -223,21 +232,21 @@ class Agent:
             if member.exit_code is None and self._has_killed:
                 self._leaves_behind(member)
             elif member.exit_code is None:
-                self.recorder.event("killed", of=member.worker, why="it did not end when it was to")
+                self.recorder.write(KilledRecord(of=member.worker, why="it did not end when it was to"))
                 member.child.signal(signal.SIGKILL)
         self.deadline_s = float("inf") if self._has_killed else time.monotonic() + _KILL_GRACE_S
         self._has_killed = True
 
     def _leaves_behind(self, member: Member) -> None:
         member.is_left_behind = True
-        self.recorder.event("left_behind", of=member.worker, child=member.child.pid)
+        self.recorder.write(LeftBehindRecord(of=member.worker, child=member.child.pid))
         self.account.note(f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind")
 
     def interrupt(self, number: signal.Signals) -> None:
         """The first signal lets the step end; a second one, or one before the first step, stops at once."""
         again = self.interrupted is not None
         self.interrupted = self.interrupted or number
-        self.recorder.event("interrupt", signal=number.name)
+        self.recorder.write(InterruptRecord(signal=number.name))
         if again or not self.account.going_at_ns:
             self._stop()
         elif not self.is_stopping:

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from engine.core.config.job import Job
+from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership.effects import (
     Commit,
     Effect,
@@ -79,7 +80,17 @@ class Orders:
         self._note_owners(state)
         self.broadcast(**self._epoch_message())
         self.account.freeze()
-        self.recorder.event("epoch", **asdict(effect), owners=state.owners, shadows=state.shadows, at_ns=at_ns)
+        self.recorder.write(
+            EpochRecord(
+                at_ns=at_ns,
+                epoch=effect.epoch,
+                members=effect.members,
+                verdict=effect.verdict,
+                reason=effect.reason,
+                owners=state.owners,
+                shadows=state.shadows,
+            )
+        )
         self.account.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
 
     def _note_owners(self, state: State) -> None:
@@ -107,11 +118,13 @@ class Orders:
         at_ns = now_ns()
         if effect.owners != self._owners:  # an heir that was not known of before it said what it holds
             self._note_owners(state)
-            self.recorder.event("heirs", epoch=effect.epoch, owners=effect.owners, shadows=effect.shadows, at_ns=at_ns)
+            heirs = HeirsRecord(at_ns=at_ns, epoch=effect.epoch, owners=effect.owners, shadows=effect.shadows)
+            self.recorder.write(heirs)
         is_prepared = state.phase not in GATHERING
         if not is_prepared:
             self.broadcast("plan", **_document(effect))
-        self.recorder.event("plan", epoch=effect.epoch, committed=effect.committed, prepared=is_prepared, at_ns=at_ns)
+        plan = PlanRecord(at_ns=at_ns, epoch=effect.epoch, committed=effect.committed, prepared=is_prepared)
+        self.recorder.write(plan)
 
     def prepare(self, number: int, document: PublishPlanInput) -> None:
         """Has every worker make a plan before its epoch begins; it answers under the same number."""
@@ -126,7 +139,7 @@ class Orders:
         go = self._go(state)
         if self._epoch["go"] is None:
             self.broadcast("go", **go)
-        self.recorder.event("go", epoch=effect.epoch, end=go["end"], at_ns=at_ns)
+        self.recorder.write(GoRecord(at_ns=at_ns, epoch=effect.epoch, end=go["end"]))
         self.account.going_at_ns = self.account.going_at_ns or at_ns
         for worker in state.members:
             self.members[worker].state = "running"
@@ -151,7 +164,7 @@ class Orders:
         }
         at_ns = now_ns()  # before anybody can do anything after it
         self.broadcast("commit", **self._told)
-        self.recorder.event("commit", **asdict(commit), last=self._told["last"], at_ns=at_ns)
+        self.recorder.write(CommitRecord(at_ns=at_ns, **asdict(commit), last=self._told["last"]))
         if effect.then == "step":
             self.account.heal(state.members, self._leaving)
 

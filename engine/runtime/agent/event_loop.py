@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import time
 
+from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.message_handlers import hear
 from engine.runtime.agent.worker_handles import Member
@@ -81,9 +82,9 @@ def _look_at(server: ForkServer, agent: Agent, known: int) -> int:
     """Records another fork server than was known, and the end of that one; returns which is there now, 0 for none."""
     now = 0 if server.has_ended() else server.pid
     if known not in (0, now):
-        agent.recorder.event("fork_server_ended", child=known)
+        agent.recorder.write(ForkServerEndedRecord(child=known))
     if now not in (0, known):
-        agent.recorder.event("fork_server", child=now)
+        agent.recorder.write(ForkServerRecord(child=now))
     return now
 
 
@@ -94,5 +95,5 @@ def _watch_store(selector: selectors.BaseSelector, agent: Agent) -> None:
             _watch_store(selector, agent)
 
     child = agent.store.child
-    agent.recorder.event("rendezvous", child=child.pid, port=agent.store.port)
+    agent.recorder.write(RendezvousRecord(child=child.pid, port=agent.store.port))
     selector.register(child.pidfd, selectors.EVENT_READ, ended)

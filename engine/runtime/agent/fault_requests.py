@@ -32,6 +32,7 @@ from engine.core.faults.fault import (
     to_plain,
 )
 from engine.core.faults.fault_kind import Parameter
+from engine.core.history.run_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
@@ -56,9 +57,9 @@ class FaultRequests:
             try:
                 faults = read_request(_text(path), self._job, self._workers, injector.known)
             except (BambooError, OSError, ValueError) as error:
-                self._recorder.event("refused", request=path.name, reason=str(error))
+                self._recorder.write(RefusedRecord(request=path.name, reason=str(error)))
             else:
-                self._recorder.event("request", request=path.name, faults=[fault.id for fault in faults])
+                self._recorder.write(RequestRecord(request=path.name, faults=tuple(fault.id for fault in faults)))
                 injector.add(faults)
             with contextlib.suppress(OSError):
                 path.unlink()

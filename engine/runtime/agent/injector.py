@@ -14,6 +14,7 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import After, At, Fault, Owner, Phase, Victim, Worker, to_plain
+from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.effects import Commit, Effect, PublishEpoch, PublishPlanInput, StartTraining
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
@@ -193,7 +194,7 @@ class Injector:
         struck = _Struck(fault, kind, parameters, state.epoch, victims, before, set(victims))
         self._struck[fault.id] = struck
         for worker, slot in victims.items():
-            self._recorder.event("fault", **_record(fault, state), of=worker, slot=slot)
+            self._recorder.write(_record(fault, state, worker, slot))
         for worker, slot in victims.items():
             self._strike(struck, worker, slot)
         tell_all(self._members.values(), "fired", fault=fault.id)
@@ -265,24 +266,23 @@ class Injector:
             if struck.kind.shows(sign, value, struck.parameters):
                 struck.missing.discard(worker)
                 if not struck.missing:
-                    self._recorder.event("confirmed", fault=struck.fault.id, how=f"{sign}: {value}")
+                    self._recorder.write(ConfirmedRecord(fault=struck.fault.id, how=f"{sign}: {value}"))
 
     def close(self) -> None:
         """Says of every fault what is missing."""
         for fault in self._waiting.values():
-            self._recorder.event("unconfirmed", fault=fault.id, how="it did not strike")
+            self._recorder.write(UnconfirmedRecord(fault=fault.id, how="it did not strike"))
         for struck in self._struck.values():
             if struck.missing or not struck.victims:
                 who = ", ".join(f"worker {worker}" for worker in sorted(struck.missing))
                 how = f"no sign of it was seen of {who}" if who else "nobody was there to be struck"
-                self._recorder.event("unconfirmed", fault=struck.fault.id, how=how)
+                self._recorder.write(UnconfirmedRecord(fault=struck.fault.id, how=how))
 
 
-def _record(fault: Fault, state: State) -> dict[str, Any]:
-    """Returns what the event of a strike says of a fault."""
+def _record(fault: Fault, state: State, worker: int, slot: Slot | None) -> FaultRecord:
+    """Returns the record of a strike."""
     moment = fault.moment
+    struck = FaultRecord(fault=fault.id, do=fault.do, step=state.committed + 1, of=worker, slot=slot)
     if isinstance(moment, At):
-        what = {"step": moment.step, "action": str(moment.action), "when": moment.when}
-    else:
-        what = {"step": state.committed + 1, "after": moment.fault, "phase": moment.phase}
-    return {"fault": fault.id, "do": fault.do, **what}
+        return replace(struck, step=moment.step, action=str(moment.action), when=moment.when)
+    return replace(struck, after=moment.fault, phase=moment.phase)

@@ -7,6 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.core.history.run_records import (
+    AuditRecord,
+    FinishedRecord,
+    NoticeRecord,
+    PartitionRecord,
+    RaisedRecord,
+    StaysRecord,
+    SuspicionRecord,
+    ValidationRecord,
+)
 from engine.core.membership.events import (
     Done,
     Heartbeat,
@@ -35,7 +45,7 @@ def hear(agent: Agent, member: Member, message: Message) -> None:
 
 def _on_partition(agent: Agent, member: Member, message: Message) -> None:
     agent.account.cut(message)
-    agent.recorder.event("partition", starts=message["starts"], layers=message["layers"])
+    agent.recorder.write(PartitionRecord(starts=message["starts"], layers=message["layers"]))
     agent.orders.broadcast("partition", starts=message["starts"])
 
 
@@ -68,13 +78,13 @@ def _on_vote(agent: Agent, member: Member, message: Message) -> None:
 
 def _on_audit(agent: Agent, member: Member, message: Message) -> None:
     agent.account.audit(member.worker, message)
-    rows = [row[:3] for row in message["rows"]]  # marks are for whoever disagrees
-    agent.recorder.event("audit", of=member.worker, step=message["step"], pipeline=message["pipeline"], rows=rows)
+    rows = tuple(row[:3] for row in message["rows"])  # marks are for whoever disagrees
+    agent.recorder.write(AuditRecord(of=member.worker, step=message["step"], pipeline=message["pipeline"], rows=rows))
 
 
 def _on_validation(agent: Agent, member: Member, message: Message) -> None:
     agent.account.validated(message)
-    agent.recorder.event("validation", step=message["step"], loss=message["loss"], metric=message["metric"])
+    agent.recorder.write(ValidationRecord(step=message["step"], loss=message["loss"], metric=message["metric"]))
     agent.orders.broadcast("validated", step=message["step"])
 
 
@@ -82,21 +92,20 @@ def _on_finished(agent: Agent, member: Member, message: Message) -> None:
     member.state = "finished"
     member.peak_stash = {(pipeline, stage): peak for pipeline, stage, peak in message["peak_stash"]}
     member.peak_memory_kib = message["peak_memory_kib"]
-    agent.recorder.event(
-        "finished", of=member.worker, peak_stash=message["peak_stash"], peak_memory_kib=member.peak_memory_kib
-    )
+    peak_stash, peak_memory_kib = message["peak_stash"], member.peak_memory_kib
+    agent.recorder.write(FinishedRecord(of=member.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib))
     agent.decide(Done(now_ns(), member.worker, message["epoch"]))
 
 
 def _on_suspicion(agent: Agent, member: Member, message: Message) -> None:
-    agent.recorder.event("suspicion", of=member.worker, text=message["text"])
+    agent.recorder.write(SuspicionRecord(of=member.worker, text=message["text"]))
     agent.decide(Suspicion(now_ns(), member.worker, message["epoch"]))
 
 
 def _on_failed(agent: Agent, member: Member, message: Message) -> None:
     going = agent.account.going_at_ns > 0 and not agent.is_stopping
     if going and agent.raised.is_survivable(member.worker, message, agent.node.state):
-        agent.recorder.event("raised", of=member.worker, step=message["step"], error=message["what"])
+        agent.recorder.write(RaisedRecord(of=member.worker, step=message["step"], error=message["what"]))
         agent.injector.sees(member.worker, "raised", message["what"])
         return  # its end is the sign that counts
     member.state = "failed"
@@ -119,7 +128,7 @@ def _on_prepared(agent: Agent, member: Member, message: Message) -> None:
 
 def _on_notice(agent: Agent, member: Member, message: Message) -> None:
     grace_ns = agent.injector.grace_ns(member.worker) or agent.grace_ns
-    agent.recorder.event("notice", of=member.worker, grace_s=grace_ns / 1e9)
+    agent.recorder.write(NoticeRecord(of=member.worker, grace_s=grace_ns / 1e9))
     agent.injector.sees(member.worker, "notice", f"{grace_ns / 1e9:g} s")
     agent.preparation.noticed(member.worker, grace_ns)
     agent.decide(Notice(now_ns(), member.worker, grace_ns))
@@ -127,7 +136,7 @@ def _on_notice(agent: Agent, member: Member, message: Message) -> None:
         grace_s = (agent.injector.grace_ns(worker) or agent.grace_ns) / 1e9
         text = f"is to leave within {grace_s:g} s, but nobody can take over {stages_in_words(stages)}"
         if agent.account.note(f"worker {worker} {text}"):
-            agent.recorder.event("stays", of=worker, text=text)
+            agent.recorder.write(StaysRecord(of=worker, text=text))
 
 
 def _on_fault(agent: Agent, member: Member, message: Message) -> None:

@@ -13,6 +13,9 @@ from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.faults.fault import Fault, to_plain
+from engine.core.history.process_records import EndedRecord, KeysLeftRecord, StartedRecord, StoreRecord
+from engine.core.history.record import VERSION
+from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, State, begin
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import AGENT, Agent
@@ -117,7 +120,7 @@ def run_session(
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
         supervise(agent, server, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
-        recorder.event("ended", outcome=ending.outcome, exit_code=ending.exit_code)
+        recorder.write(EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
         return ending
 
 
@@ -126,7 +129,7 @@ def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
     events_fd = open_events(events)
     stack.callback(os.close, events_fd)
     recorder = Recorder(events_fd, AGENT)
-    recorder.event("job", **asdict(job))
+    recorder.write(JobRecord(version=VERSION, job=job))
     return recorder
 
 
@@ -150,7 +153,7 @@ def _welcome(
     faults: Sequence[Fault],
 ) -> None:
     """Tells a worker all that it needs to join."""
-    recorder.event("started", of=member.worker, child=member.child.pid, slots=member.slots)
+    recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
     member.link.send(
         "welcome",
         worker=member.worker,
@@ -200,8 +203,8 @@ def join_store(
     assert settings is not None
     if private is not None:
         stack.enter_context(StoreKeeper(private, recorder))
-    endpoints = [str(each) for each in settings.endpoints]
-    recorder.event("store", endpoints=endpoints, run_id=run_id, private=private is not None)
+    endpoints = tuple(str(each) for each in settings.endpoints)
+    recorder.write(StoreRecord(endpoints=endpoints, run_id=run_id, private=private is not None))
     kv = EtcdKV(settings, f"/bamboo/{run_id}/")
     stack.callback(kv.close)
     node = Node(kv, first, now_ns())
@@ -215,7 +218,7 @@ def _leave(node: Node, recorder: Recorder) -> None:
     try:
         node.leave()
     except CoordinatorUnavailableError as error:
-        recorder.event("keys_left", error=str(error))
+        recorder.write(KeysLeftRecord(error=str(error)))
 
 
 def _refuse_backend(job: Job) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from engine.core.errors import ExitCode
+from engine.core.history.process_records import KnownRecord
 from engine.runtime.ipc.link import Link, Message
 from engine.runtime.ipc.recorder import Recorder
 
@@ -73,7 +74,7 @@ class Control:
                 return
             case "exit":
                 if self.recorder is not None:
-                    self.recorder.event("known", of=message["of"])
+                    self.recorder.write(KnownRecord(of=message["of"]))
                 return
             case "prepare":
                 self.on_prepare(message)

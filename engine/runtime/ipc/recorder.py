@@ -1,13 +1,16 @@
-"""Writes events: one JSON object per line, appended whole, by every process of a run to the same file.
+"""Writes the records of a run: one JSON object per line, appended whole, by every process of a run to the same file.
 
 Rule: a record is in the kernel's hands before the next action begins, so that the death of the writer loses nothing.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
+from dataclasses import replace
+
+from engine.core.history.record import StampedRecord
+from engine.core.history.record_lines import encoded
 
 now_ns = time.monotonic_ns  # one clock for all processes of a host
 
@@ -26,10 +29,10 @@ class Recorder:
         times = f'"start_ns":{start_ns},"end_ns":{end_ns}'
         os.write(self.fd, f'{self._action_of_this}{epoch},"step":{step},"action":"{action}",{times}}}\n'.encode())
 
-    def event(self, event: str, **fields: object) -> None:
-        """Records anything else, stamped with the time of recording."""
-        record = {"event": event, "worker": self.worker, "pid": self._pid, "at_ns": now_ns(), **fields}
-        os.write(self.fd, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+    def write(self, record: StampedRecord) -> None:
+        """Records anything else, stamped with the time of recording unless it has another."""
+        stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
+        os.write(self.fd, f"{encoded(stamped)}\n".encode())
 
 
 def open_events(path: os.PathLike[str] | str) -> int:

@@ -14,6 +14,7 @@ import time
 from types import FrameType, TracebackType
 
 from engine.core.errors import EnvironmentLacksError
+from engine.core.history.process_records import StoreEndedRecord
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
@@ -49,7 +50,7 @@ class StoreKeeper:
     def _start_again(self) -> None:
         while self._has_ended() and time.monotonic() - self._started_s > _MIN_LIFE_S:
             self._started_s = time.monotonic()
-            self._recorder.event("store_ended")
+            self._recorder.write(StoreEndedRecord())
             with contextlib.suppress(EnvironmentLacksError, OSError):
                 self._etcd.start()
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from engine.core.errors import WorkerFailedError
+from engine.core.history.run_records import MarkRecord
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
@@ -47,7 +48,7 @@ class Forming:
             self._control.mark("regroup")  # a fault in this phase strikes while the group forms
             store = self._rendezvous.of_epoch(epoch, store_port)
             self._plane = DataPlane(self._control, store, worker, members)
-            self._recorder.event("mark", phase="regroup", epoch=epoch)
+            self._recorder.write(MarkRecord(phase="regroup", epoch=epoch))
         except WorkerFailedError as error:
             self._failed = error
         self._control.wake()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from engine.core.config.job_wants import shadowed
 from engine.core.errors import InvariantError
+from engine.core.history.run_records import PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import from_json
@@ -96,7 +97,7 @@ class Foresight:
             # The one before may have begun, and training not have come to it yet.
             kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
             self._prepared = {**kept, epoch: (planned, self.share(planned))}
-            self._around.recorder.event("prepared", epoch=epoch)
+            self._around.recorder.write(PreparedRecord(epoch=epoch))
             self._around.control.send("prepared", number=told["number"], digest=planned.plan.digest)
 
     def recall(self, epoch: Message) -> tuple[Planned, Share]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine.core.checks.purity import DATA, Marks, impure
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
+from engine.core.history.run_records import PureCheckRecord
 from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
@@ -36,7 +37,8 @@ def check_pure(around: Surroundings, ownership: Ownership) -> None:
         rows = check.run({stage: stage in owned for _, stage in sorted(around.replicas.stages)})
     finally:
         ms = round((now_ns() - start_ns) / 1e6, 1)
-        around.recorder.event("pure_check", ms=ms, layers=len(check.trials), unchecked=check.unchecked)
+        unchecked = tuple(check.unchecked)
+        around.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
     for first in range(0, len(rows), _ROWS_PER_MESSAGE):
         around.control.send("pure", rows=rows[first : first + _ROWS_PER_MESSAGE])
 

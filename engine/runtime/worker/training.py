@@ -17,6 +17,7 @@ from typing import Literal
 
 from engine.core.config.job_wants import is_due
 from engine.core.errors import InvariantError, WorkerFailedError
+from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.ownership import Ownership, Slot
 from engine.core.recovery.inventory import to_json
 from engine.runtime.ipc.control import Fenced
@@ -95,8 +96,8 @@ class Training:
             if self._program != "usual":
                 plan = self._program == "plan"
                 num_bytes = self._plane.bytes_sent - before if plan else self._executor.end.bytes_healed
-                fields = {"program": self._program, "epoch": self.around.control.accepted, "step": step}
-                self.around.recorder.event("moved", **fields, bytes=num_bytes)
+                at = {"epoch": self.around.control.accepted, "step": step}
+                self.around.recorder.write(MovedRecord(program=self._program, **at, bytes=num_bytes))
 
     def _finish(self) -> None:
         around = self.around
@@ -143,9 +144,9 @@ class Training:
         if self._program != "usual" and not self._is_over:
             self._foresight.look_past(self._executor.step, self.ownership, self._members, self._leaving)
 
-    def _mark(self, phase: str, **fields: object) -> None:
+    def _mark(self, phase: str, adopted: tuple[Slot, ...] | None = None) -> None:
         self.around.control.mark(phase)
-        self.around.recorder.event("mark", phase=phase, epoch=self.around.control.accepted, **fields)
+        self.around.recorder.write(MarkRecord(phase=phase, epoch=self.around.control.accepted, adopted=adopted))
 
     def _regroup(self, epoch: Message) -> None:
         around = self.around

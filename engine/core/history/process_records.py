@@ -1,0 +1,129 @@
+"""The records of a run that tell of its processes, how they start and end, and how the run does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.history.record import StampedRecord
+from engine.core.ownership import Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedRecord(StampedRecord):
+    """The process `child` of worker `of` has started, with the slots that it owns."""
+
+    of: int
+    child: int
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRecord(StampedRecord):
+    """The coordinator's store: its endpoints, the run's name there, and whether it is the run's own."""
+
+    endpoints: tuple[str, ...]
+    run_id: str
+    private: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreEndedRecord(StampedRecord):
+    """The run's own store has ended, and is started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysLeftRecord(StampedRecord):
+    """The keys of the run could not be deleted from the store."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousRecord(StampedRecord):
+    """The rendezvous store serves on a port of this host, in process `child`."""
+
+    child: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSilentRecord(StampedRecord):
+    """The rendezvous store, process `child`, did not answer and was killed."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkServerRecord(StampedRecord):
+    """The fork server is process `child`."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkServerEndedRecord(StampedRecord):
+    """The fork server, process `child`, has ended."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitRecord(StampedRecord):
+    """The process of worker `of` has ended, seen at `seen_ns`; a negative code is the number of the signal."""
+
+    of: int
+    code: int
+    expected: bool
+    seen_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRecord(StampedRecord):
+    """The worker that writes this knows that worker `of` has ended."""
+
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KilledRecord(StampedRecord):
+    """The agent kills worker `of`, and why."""
+
+    of: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehindRecord(StampedRecord):
+    """The process `child` of worker `of` does not end by SIGKILL."""
+
+    of: int
+    child: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptRecord(StampedRecord):
+    """The launcher was asked to end, by the signal of this name."""
+
+    signal: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutShortRecord(StampedRecord):
+    """All steps are committed; the audit and validation after the last one end early, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRecord(StampedRecord):
+    """The run ends with an error."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRecord(StampedRecord):
+    """The run has ended: the outcome in one word, and the exit code."""
+
+    outcome: str
+    exit_code: int

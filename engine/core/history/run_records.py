@@ -1,0 +1,248 @@
+"""The records of a run that tell of training, faults and recoveries, a class for each kind; `record` has the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.config.job import Job
+from engine.core.history.record import Record, StampedRecord
+from engine.core.membership.effects import Verdict
+from engine.core.ownership import Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord(StampedRecord):
+    """The first record: the job that runs, whose fields stand in the line beside the version of the format."""
+
+    version: int
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionRecord(StampedRecord):
+    """The model was cut into stages: the first layer of each stage, and the names of all layers."""
+
+    starts: tuple[int, ...]
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PureCheckRecord(StampedRecord):
+    """A worker has tried its layers in `ms` milliseconds; nothing can be said of the `unchecked` ones."""
+
+    ms: float
+    layers: int
+    unchecked: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionRecord(Record):
+    """A worker has finished an action of a step, which began in an epoch."""
+
+    worker: int
+    pid: int
+    epoch: int
+    step: int
+    action: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord(StampedRecord):
+    """An epoch begins: its members, the workers that are out with it and why, and the owner and shadows by place."""
+
+    epoch: int
+    members: tuple[int, ...]
+    verdict: Verdict
+    reason: str
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeirsRecord(StampedRecord):
+    """The owners of an epoch are others than its record says: an heir was known only with the inventories."""
+
+    epoch: int
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkRecord(StampedRecord):
+    """A phase of the way to an epoch is over for a worker; with `plan`, the slots adopted from another pipeline."""
+
+    phase: str
+    epoch: int
+    adopted: tuple[Slot, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRecord(StampedRecord):
+    """A worker has made the plan of an epoch before the epoch begins."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord(StampedRecord):
+    """All members know what the plan of an epoch is made from; `committed` is the last committed step."""
+
+    epoch: int
+    committed: int
+    prepared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoRecord(StampedRecord):
+    """Training goes on in an epoch; with `end`, no step follows."""
+
+    epoch: int
+    end: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRecord(StampedRecord):
+    """A worker has sent `bytes` in a step, for the plan of a recovery or to heal shadows."""
+
+    program: str
+    epoch: int
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord(StampedRecord):
+    """A step is committed: mean loss, global gradient norm, the factor that clips it, and whether no step follows."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    clip_factor: float
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord(StampedRecord):
+    """Worker `of` hashed its layers in a pipeline after a step: (layer, weights and optimizer state, buffers)."""
+
+    of: int
+    step: int
+    pipeline: int
+    rows: tuple[tuple[int, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationRecord(StampedRecord):
+    """A validation pass after a step: its loss, and its metric where the model has one."""
+
+    step: int
+    loss: float
+    metric: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRecord(StampedRecord):
+    """Worker `of` has finished: (pipeline, stage, microbatches stashed at most), and its peak memory in KiB."""
+
+    of: int
+    peak_stash: tuple[tuple[int, int, int], ...]
+    peak_memory_kib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRecord(StampedRecord):
+    """A fault strikes worker `of` for a slot: at an action of a step, or after another fault in a phase."""
+
+    fault: str
+    do: str
+    step: int
+    action: str | None = None
+    when: str | None = None
+    after: str | None = None
+    phase: str | None = None
+    of: int
+    slot: Slot | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedRecord(StampedRecord):
+    """The effect of a fault was seen on all its victims, and how."""
+
+    fault: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnconfirmedRecord(StampedRecord):
+    """The run is over and the effect of a fault was not seen, and why."""
+
+    fault: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord(StampedRecord):
+    """The faults of a request, a file in the folder of the run, are taken."""
+
+    request: str
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRecord(StampedRecord):
+    """The faults of a request are not taken, and why."""
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspicionRecord(StampedRecord):
+    """A transfer of worker `of` has failed."""
+
+    of: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaisedRecord(StampedRecord):
+    """Worker `of` raised an error in a step, which the run may survive."""
+
+    of: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeRecord(StampedRecord):
+    """Worker `of` is to leave within `grace_s` seconds."""
+
+    of: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaysRecord(StampedRecord):
+    """Worker `of` has given notice and cannot leave; `text` says why, in words that follow "worker N"."""
+
+    of: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioRecord(Record):
+    """The scenario that the run was made for, by name and as text, its seed, and the settings beside it."""
+
+    scenario: str
+    text: str
+    seed: int
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinRecord(Record):
+    """The losses of the fault-free twin, as (step, loss)."""
+
+    losses: tuple[tuple[int, float], ...]

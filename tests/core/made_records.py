@@ -1,0 +1,113 @@
+"""One record of every kind, and records of a kind that say what a test is about and are filled up from these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine.core.config.job import Job
+from engine.core.history.process_records import (
+    CutShortRecord,
+    EndedRecord,
+    ExitRecord,
+    FailedRecord,
+    ForkServerEndedRecord,
+    ForkServerRecord,
+    InterruptRecord,
+    KeysLeftRecord,
+    KilledRecord,
+    KnownRecord,
+    LeftBehindRecord,
+    RendezvousRecord,
+    StartedRecord,
+    StoreEndedRecord,
+    StoreRecord,
+    StoreSilentRecord,
+)
+from engine.core.history.record import VERSION, Record, kind_of
+from engine.core.history.run_records import (
+    ActionRecord,
+    AuditRecord,
+    CommitRecord,
+    ConfirmedRecord,
+    EpochRecord,
+    FaultRecord,
+    FinishedRecord,
+    GoRecord,
+    HeirsRecord,
+    JobRecord,
+    MarkRecord,
+    MovedRecord,
+    NoticeRecord,
+    PartitionRecord,
+    PlanRecord,
+    PreparedRecord,
+    PureCheckRecord,
+    RaisedRecord,
+    RefusedRecord,
+    RequestRecord,
+    ScenarioRecord,
+    StaysRecord,
+    SuspicionRecord,
+    TwinRecord,
+    UnconfirmedRecord,
+    ValidationRecord,
+)
+
+AGENT: dict[str, Any] = {"worker": -1, "pid": 7, "at_ns": 11}
+
+SAMPLES: tuple[Record, ...] = (
+    JobRecord(**AGENT, version=VERSION, job=Job(stages=2, model_args={"width": 3})),
+    PartitionRecord(**AGENT, starts=(0, 2), layers=("embed", "head", "loss")),
+    PureCheckRecord(worker=0, pid=8, at_ns=12, ms=1.5, layers=2, unchecked=("head",)),
+    ActionRecord(worker=3, pid=8, epoch=1, step=2, action="1F0", start_ns=10, end_ns=20),
+    EpochRecord(
+        **AGENT, epoch=1, members=(0, 1), verdict=((2, "left"),), reason="x", owners=(0, 1), shadows=((1,), ())
+    ),
+    HeirsRecord(**AGENT, epoch=1, owners=(0, 0), shadows=((), ())),
+    MarkRecord(worker=0, pid=8, at_ns=12, phase="plan", epoch=1, adopted=((0, 1),)),
+    PreparedRecord(worker=0, pid=8, at_ns=12, epoch=1),
+    PlanRecord(**AGENT, epoch=1, committed=0, prepared=False),
+    GoRecord(**AGENT, epoch=1, end=False),
+    MovedRecord(worker=0, pid=8, at_ns=12, program="plan", epoch=1, step=2, bytes=3),
+    CommitRecord(**AGENT, step=0, loss=0.5, grad_norm=1.0, clip_factor=1.0, last=False),
+    AuditRecord(**AGENT, of=0, step=0, pipeline=0, rows=((0, "state", "buffers"),)),
+    ValidationRecord(**AGENT, step=0, loss=0.25, metric=None),
+    FinishedRecord(**AGENT, of=0, peak_stash=((0, 0, 4),), peak_memory_kib=1024),
+    FaultRecord(**AGENT, fault="1:0", do="kill", step=1, action="0B0", when="after", of=0, slot=(0, 0)),
+    ConfirmedRecord(**AGENT, fault="1:0", how="exit: -9"),
+    UnconfirmedRecord(**AGENT, fault="1:0", how="it did not strike"),
+    RequestRecord(**AGENT, request="request-1.json", faults=("a", "b")),
+    RefusedRecord(**AGENT, request="request-1.json", reason="x"),
+    SuspicionRecord(**AGENT, of=0, text="x"),
+    RaisedRecord(**AGENT, of=0, step=1, error="x"),
+    NoticeRecord(**AGENT, of=0, grace_s=30.0),
+    StaysRecord(**AGENT, of=0, text="cannot leave"),
+    ScenarioRecord(scenario="x.yaml", text="name: x\n", seed=3, settings=("steps=3",)),
+    TwinRecord(losses=((0, 0.5), (1, 0.25))),
+    StartedRecord(**AGENT, of=0, child=8, slots=((0, 0), (0, 1))),
+    StoreRecord(**AGENT, endpoints=("http://127.0.0.1:1",), run_id="x", private=True),
+    StoreEndedRecord(**AGENT),
+    KeysLeftRecord(**AGENT, error="x"),
+    RendezvousRecord(**AGENT, child=9, port=1),
+    StoreSilentRecord(**AGENT, child=9),
+    ForkServerRecord(**AGENT, child=9),
+    ForkServerEndedRecord(**AGENT, child=9),
+    ExitRecord(**AGENT, of=0, code=-9, expected=False, seen_ns=10),
+    KnownRecord(worker=1, pid=8, at_ns=12, of=0),
+    KilledRecord(**AGENT, of=0, why="x"),
+    LeftBehindRecord(**AGENT, of=0, child=8),
+    InterruptRecord(**AGENT, signal="SIGINT"),
+    CutShortRecord(**AGENT, reason="x"),
+    FailedRecord(**AGENT, error='a "quoted"\nline \u00e9'),
+    EndedRecord(**AGENT, outcome="finished", exit_code=0),
+)
+_BY_KIND: dict[str, Any] = {kind_of(type(each)): each for each in SAMPLES}
+
+
+def made(kind: str, **fields: Any) -> Any:
+    """Returns a record of a kind with some fields; of a job, its fields. What is not said is as in the sample."""
+    if kind == "job":
+        stamps = {name: fields.pop(name) for name in AGENT if name in fields}
+        return replace(_BY_KIND[kind], **stamps, job=Job(**fields))
+    return replace(_BY_KIND[kind], **fields)
