@@ -1,0 +1,157 @@
+"""The documents are true where a test can tell: paths and links exist, the program knows their commands and options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bamboo_cli.app import COMMANDS, load
+from engine.core.errors import ExitCode
+from tests.house_rules import PRONOUNS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "results/README.md")
+}
+MOST_LINES = {
+    "README.md": 120,
+    "CHANGELOG.md": 1000,
+    "docs/decisions.md": 400,
+    "ARCHITECTURE.md": 410,
+}  # the others: 150
+CODE = re.compile(r"```.*?```|(?:^ {4}.*\n?)+|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+PLACE = re.compile(r"(?<![\w./-])(?:engine|bamboo_cli|tests|docs|scenarios|results)/[\w./-]*[\w-]|\b[\w-]+\.md\b")
+NOT_YET = re.compile(r"results/(?:20|latest|runs)|scenarios/first\.yaml")  # made by the commands that a page shows
+TITLE = re.compile("what.a.layer.may.do", re.IGNORECASE)
+OLD = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+HISTORY = "CHANGELOG.md"  # tells of words and places that have gone
+BLOCK = re.compile(r"^(?: {4}|\$ )((?:\.venv/bin/)?(?:bamboo|pytest|make) .*)$", re.MULTILINE)
+INLINE = re.compile(r"`((?:bamboo|pytest|make) [^`]+)`")
+REDIRECTION = re.compile(r" > [\w.]+\s*$")
+CODE_ROW = re.compile(r"^\| (\d+) \| ([A-Z_]+|-) \|", re.MULTILINE)
+
+
+def missing_places(documents: Mapping[str, str]) -> list[str]:
+    """Returns each link and each path in code that leads to nothing."""
+    found = []
+    for name, text in documents.items():
+        links = [((ROOT / name).parent / each, each) for each in LINK.findall(text) if "://" not in each]
+        places = [
+            ((ROOT if "/" in each or (ROOT / each).exists() else (ROOT / name).parent) / each, each)
+            for code in CODE.findall(text)
+            for each in PLACE.findall(code)
+            if name != HISTORY and not NOT_YET.match(each)
+        ]
+        found += [f"{name}: {each}" for path, each in links + places if not path.exists()]
+    return found
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Yields the words of each command that a document shows."""
+    for line in (*BLOCK.findall(text), *INLINE.findall(text)):
+        yield shlex.split(REDIRECTION.sub("", line.split("  #")[0]).removeprefix(".venv/bin/"))
+
+
+def broken_commands(documents: Mapping[str, str]) -> list[str]:
+    """Returns each command, option, test file and make target that does not exist."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    found = []
+    for name, text in documents.items():
+        for program, *words in commands_of(text):
+            if program == "bamboo":
+                bad = _unknown(words)
+            elif program == "make":
+                bad = [each for each in words if "=" not in each and each not in targets]
+            else:
+                bad = [each for each in words if not each.startswith("-") and not (ROOT / each).exists()]
+            found += [f"{name}: {program} {' '.join(words)}: {each}" for each in bad]
+    return found
+
+
+def _unknown(words: list[str]) -> list[str]:
+    options = {"--version", "--help"}
+    command: Any = None
+    if words and not words[0].startswith("-"):
+        if words[0] not in COMMANDS:
+            return [words[0]]
+        command, words = load(words[0]), words[1:]
+        if hasattr(command, "commands") and words and not words[0].startswith("-"):
+            if words[0] not in command.commands:
+                return [words[0]]
+            command, words = command.commands[words[0]], words[1:]
+        options = {"--help", *(option for each in command.params for option in (*each.opts, *each.secondary_opts))}
+    return [each for each in words if each.startswith("-") and each.partition("=")[0] not in options]
+
+
+def broken_codes(table: str) -> list[str]:
+    """Returns each exit code of the program that a table lacks or names otherwise, and each that it invents."""
+    rows = {(int(code), name) for code, name in CODE_ROW.findall(table)}
+    known = {(int(each), each.name) for each in ExitCode} | {(129, "-")}  # 128 + SIGHUP, as the shell counts
+    return [f"{code} {name}" for code, name in sorted(rows ^ known)]
+
+
+def test_links_and_paths_lead_somewhere() -> None:
+    assert missing_places(DOCUMENTS) == []
+
+
+@pytest.mark.parametrize("text", ["[x](gone.md)", "`engine/core/gone.py`", "```\ntests/gone/\n```", "`docs/gone.md`"])
+def test_a_place_that_is_gone_is_found(text: str) -> None:
+    assert len(missing_places({"docs/planted.md": text})) == 1
+
+
+def test_commands_exist() -> None:
+    assert broken_commands(DOCUMENTS) == []
+    assert sum(len(list(commands_of(text))) for text in DOCUMENTS.values()) > 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    bamboo run --gone 3\n",
+        "    bamboo gone\n",
+        "`bamboo schedule gone`",
+        "$ bamboo schedule show --gone\n",
+        "    make gone\n",
+        "`pytest tests/gone.py`",
+    ],
+)
+def test_a_command_that_is_gone_is_found(text: str) -> None:
+    assert len(broken_commands({"docs/planted.md": text})) == 1
+
+
+def test_the_page_of_exit_codes_has_them_all() -> None:
+    assert broken_codes(DOCUMENTS["docs/exit-codes.md"]) == []
+
+
+def test_a_code_that_is_missing_or_invented_is_found() -> None:
+    table = DOCUMENTS["docs/exit-codes.md"]
+    assert broken_codes(table.replace("| 80 | STATE_LOST |", "| 80 | LOST |")) == ["80 LOST", "80 STATE_LOST"]
+    assert broken_codes(table + "| 99 | NEW | now | - |\n") == ["99 NEW"]
+
+
+def test_documents_are_short_and_name_their_nouns() -> None:
+    assert [name for name, text in DOCUMENTS.items() if len(text.splitlines()) > MOST_LINES.get(name, 150)] == []
+    prose = {name: TITLE.sub("", CODE.sub("", text)) for name, text in DOCUMENTS.items() if name not in OLD}
+    assert {name: found for name, text in prose.items() if (found := PRONOUNS.findall(text))} == {}
+
+
+def test_the_models_and_data_of_a_page_can_be_built() -> None:
+    from torch import nn
+
+    from engine.models.data import Data
+
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/training-your-own-model.md"], re.DOTALL)
+    for block in blocks:
+        exec(block, names)  # noqa: S102
+    data, model = names["Sums"](seed=3), names["small"](width=8)
+    assert isinstance(data, Data) and isinstance(model, nn.Sequential)
+    batch = data.microbatch(0, 0, 1, 4)
+    assert (*batch.inputs[0].shape, *model(batch.inputs[0]).shape) == (4, 32, *batch.targets[0].shape)
