@@ -1,7 +1,7 @@
-"""The launcher's side of the fork server: starts it, forks children through it, signals them by pidfd only.
+"""The launcher's side of the fork server: starts it, forks children through it, signals them by pidfd.
 
-Rules: what the server forks are children of this process, which sees how they end; they live on without the server.
-A server that has ended, or does not answer, is replaced when the next child is wanted. No wait here is without end.
+Rules: the forked processes become children of this process, which reaps them; they survive the server. A server that
+has ended or does not answer is replaced at the next fork. Every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.runtime.ipc.link import Link, Message
 from engine.runtime.process.interrupts import ctrl_c_held
 from engine.runtime.process.kernel import adopting
 
-_START_S = 60.0  # until a server has imported all that it forks, and answers
-_ANSWER_S = 5.0  # of one that has answered before; the lease of this host must outlast it
-_GONE_S = 2.0  # from SIGKILL until the process is gone; one that the kernel does not let go is left behind
-_MAX_STARTS = 3  # of servers for one child
+_START_S = 60.0  # for the first answer of a server, which first imports all modules
+_ANSWER_S = 5.0  # for a later answer; shorter than the lease of this host
+_GONE_S = 2.0  # from SIGKILL to the end of the process; one that does not end is left behind
+_MAX_STARTS = 3  # servers that are started for one child
 
 
 class Child:
-    """A process that this launcher started; `pidfd` becomes readable when it has ended."""
+    """A process that this launcher started; `pidfd` becomes readable when the process has ended."""
 
     def __init__(self, name: str, pid: int, pidfd: int):
         self.name = name
@@ -37,18 +37,18 @@ class Child:
         self._code: int | None = None
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal; nothing happens if the process has ended."""
+        """Sends a signal, if the process has not ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout_s: float = 0.0) -> int | None:
-        """Returns how it ended, its exit code or a signal's number as a negative; None if it does not end in time."""
+        """Returns the exit code, negative for a signal; None if the process does not end within `timeout_s`."""
         if self._code is None and _is_readable(self.pidfd, timeout_s):
             self._code = _reap(self.pidfd)
         return self._code
 
     def close(self) -> None:
-        """Ends it if it has not ended, and gives its descriptor back."""
+        """Kills the process if it has not ended, and closes its descriptor."""
         if not self.is_closed:
             self.signal(signal.SIGKILL)
             self.wait(_GONE_S)
@@ -60,7 +60,7 @@ class ForkServer:
     """A running fork server, as a context."""
 
     def __init__(self) -> None:
-        # One thread per numeric library until a worker sets its own count: idle pools would be lost in a fork.
+        # One thread per numeric library until a worker sets its own count: a fork does not copy pool threads.
         self._environment = os.environ | dict.fromkeys(
             ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
         )
@@ -92,16 +92,16 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process, which may be another one after the next child."""
+        """The pid of the present server; the next fork may replace the server."""
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Says whether it has ended; the next child will bring another."""
+        """Returns whether the server has ended; the next fork then starts another."""
         return self._process.poll() is not None
 
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
-        """What is forked within it is forked together, which is quicker; behind it, it is this process's own."""
+        """Forks inside the block share one intermediate process, which is faster; it is gone behind the block."""
         if self._is_forking:
             yield
             return
@@ -114,9 +114,9 @@ class ForkServer:
                 self._settle()
 
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
-        """Forks a child into `role`; it writes to `log_fd` and owns copies of `fds`, which stay open here.
+        """Forks a child that runs `role`; it writes to `log_fd` and gets copies of `fds`, which stay open here.
 
-        Raises EnvironmentLacksError when no server can be had, or no process.
+        Raises EnvironmentLacksError if no server answers, or no process can be forked.
         """
         self._children = [child for child in self._children if not child.is_closed]
         with self.forking():
@@ -138,11 +138,11 @@ class ForkServer:
         self._start()
 
     def _ask(self, role: str, name: str, fds: list[int]) -> Message | None:
-        """Has a child forked, and returns the answer, None if there is none."""
+        """Asks the server for a fork; returns its answer, or None if it does not answer."""
         if not self._has_begun:
             self._link.send("begin")
             self._has_begun = True
-        told, tell = os.pipe()  # a child of which nothing is known here must not begin
+        told, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
         self._link.send("fork", fds=[told, *fds], role=role, name=name)
         reply = self._reply(_ANSWER_S if self._has_served else _START_S)
         self._has_begun = reply is not None and reply["kind"] != "left"
@@ -154,19 +154,19 @@ class ForkServer:
         return reply
 
     def _settle(self) -> None:
-        """Waits until the process that has forked is gone, or ends it."""
+        """Waits for the end of the intermediate process; kills the server if it does not come."""
         if self._has_begun:
             self._has_begun = False
             self._link.send("leave")
             if self._reply(_ANSWER_S) is None:
                 self._process.kill()
-                self._reply(_GONE_S)  # nobody holds the other end any more
+                self._reply(_GONE_S)  # returns at the end of file
 
     def _reply(self, timeout_s: float) -> Message | None:
         return self._link.receive() if _is_readable(self._link.fileno(), timeout_s) else None
 
     def _end(self) -> int:
-        """Ends the server, and returns its exit code, or the number of a signal as a negative."""
+        """Ends the server and returns its exit code, negative for a signal."""
         self._link.close()
         try:
             return self._process.wait(_GONE_S)
@@ -177,7 +177,7 @@ class ForkServer:
         return -signal.SIGKILL
 
     def close(self) -> None:
-        """Ends the server, and every child that nobody has closed."""
+        """Ends the server and every child that is not closed."""
         self._end()
         for child in self._children:
             child.close()
@@ -192,7 +192,7 @@ def _is_readable(fd: int, timeout_s: float) -> bool:
 def _reap(pidfd: int) -> int:
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-    except ChildProcessError:  # whoever embeds this waits for all children there are: how it ended is not known
+    except ChildProcessError:  # an embedding program has reaped it, so its exit code is lost
         return -signal.SIGKILL
     assert result is not None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status

@@ -1,7 +1,7 @@
-"""A program that runs ``-m ...exec_with_parent PID COMMAND...`` becomes COMMAND, and dies with PID.
+"""``python -m ...exec_with_parent PID COMMAND...`` executes COMMAND, which the kernel kills when PID ends.
 
-The kernel ends it when the thread that started it ends, however that comes about: PID must be the parent, and the
-thread its main one. A step of its own, because nothing may run between fork and exec in a process that has threads.
+PID must be the parent, and its main thread must have started this process: the kernel watches that thread. This is a
+program of its own because a process with threads must run no code between fork and exec.
 """
 
 from __future__ import annotations

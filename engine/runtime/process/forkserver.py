@@ -1,10 +1,12 @@
-"""The fork server: a process that has imported torch once and forks workers from there in milliseconds.
+"""The fork server: a process that has imported torch once and then forks workers in milliseconds.
 
-Rules: it has one thread, no open channel and no device context, so that what it forks starts clean. It ends when the
-launcher does. What it forks becomes the launcher's, for a process in between forks it and then ends: so the launcher
-sees its end, and the kernel ends it with the launcher, whatever becomes of this server. A child asks for that with the
-first word that it hears, which comes when the process in between is gone. The launcher is told of it by a pidfd, and
-thus never signals a number.
+    launcher -> fork server -> intermediate process -> child
+    launcher ----------------------------------------> child    when the intermediate process has ended
+
+Rules: the server has one thread, no open channel and no device context, so that a child starts clean. The server ends
+with the launcher. The launcher becomes the parent of each child: it reaps the child, and the kernel kills the child
+with the launcher, even if the server is gone. A child sets this death signal at its first message, which comes after
+the end of the intermediate process. The launcher gets a pidfd of the child and signals only that.
 
 The standard library's fork server is not used because it pickles, starts a tracker process that unblocks signals,
 and gives its parent a pid instead of a pidfd.
@@ -25,7 +27,7 @@ from engine.runtime.ipc.link import Link, Message
 from engine.runtime.process.interrupts import ignore_ctrl_c
 from engine.runtime.process.kernel import die_with_parent, name_process
 
-# What a child may become: role -> module and function, called with the descriptors it was given.
+# Roles of a child: role -> (module, function). The function gets the child's descriptors.
 ROLES = {
     "worker": ("engine.runtime.worker.worker", "main"),
     "store": ("engine.runtime.transport.rendezvous", "main"),
@@ -33,15 +35,15 @@ ROLES = {
     "bench-recording": ("engine.bench.recording", "main"),
     "bench-relay": ("engine.bench.peers.relay_worker", "main"),
 }
-TAKES_NOTICE = ("worker", "bench-recording")  # SIGTERM waits for a thread that takes it, and ends nobody
+TAKES_NOTICE = ("worker", "bench-recording")  # roles that block SIGTERM: a thread takes it as a notice
 PRELOAD = ("engine.runtime.worker.worker", "engine.runtime.transport.rendezvous")
 
 
 def serve(launcher: Link) -> None:
-    """Has a process fork what is wanted together, and says when that has ended, until the launcher is gone."""
+    """Starts an intermediate process per batch of forks, and sends "left" at its end, until the launcher is gone."""
     server = os.getpid()
     while launcher.receive() is not None:
-        with contextlib.suppress(OSError):  # another process may be refused
+        with contextlib.suppress(OSError):  # fork may fail
             if (between := os.fork()) == 0:
                 die_with_parent(server)
                 _fork_until_told(launcher)
@@ -50,7 +52,7 @@ def serve(launcher: Link) -> None:
 
 
 def _fork_until_told(launcher: Link) -> NoReturn:
-    """Forks on request until it is told to leave: with its end all that it has forked comes to the launcher."""
+    """Runs the intermediate process: forks on request, then exits, which makes its children the launcher's."""
     try:
         while (request := launcher.receive()) is not None and request["kind"] == "fork":
             try:
@@ -68,9 +70,9 @@ def _fork_until_told(launcher: Link) -> NoReturn:
 
 
 def _become(request: Message, launcher: Link) -> NoReturn:
-    """Turns the forked child into what was asked for, when the launcher knows of it: its first descriptor says so.
+    """Runs the requested role in the forked child.
 
-    Its second descriptor is its standard output and error.
+    Its first descriptor has a byte when the launcher knows the child. Its second one is its standard output and error.
     """
     code = 1
     try:
@@ -101,7 +103,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]))
     ignore_ctrl_c()
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # where a standard stream was closed, nothing else may have its number, which a child gives to its log
+        pass  # reserves numbers 0 to 2 if a standard stream is closed: a child puts its log there
     os.close(spare)
     launcher = Link.from_fd(int(sys.argv[1]))
     for module in PRELOAD:
@@ -110,7 +112,7 @@ def main() -> None:
     gc.freeze()
     name_process("bamboo-fork")
     serve(launcher)
-    os._exit(0)  # there is nothing to save, and to take down all that was imported takes its time
+    os._exit(0)  # skips the teardown of all imported modules
 
 
 if __name__ == "__main__":

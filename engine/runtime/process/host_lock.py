@@ -1,6 +1,6 @@
-"""A turn: one worker of a host at a time, for what several would do at the same moment though nobody waits for it.
+"""An advisory lock of a host: one worker at a time does background work, so that cores stay free for training.
 
-A record lock on what all of them have inherited, the progress board; the kernel takes it back from who dies.
+It is a record lock on a file that all workers inherit, the progress board; the kernel releases it if its holder dies.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _LOOKS, _LOOK_S = 50, 0.001
 
 
 class Turn:
-    """The turns of this process, of which one thread may ask. `fd` is the same file for everybody who takes turns."""
+    """The lock of the file `fd`, which is the same for all workers; only one thread of a process may use it."""
 
     def __init__(self, fd: int):
         self._fd = fd
 
     @contextlib.contextmanager
     def when(self, is_good: Callable[[], bool], hurry: threading.Event) -> Iterator[bool]:
-        """Waits for a good moment in which nobody else has the turn; it has it inside the block, or yields False.
+        """Tries each millisecond to take the lock while `is_good()`; holds it in the block and yields True.
 
-        `is_good` is asked every millisecond. Nobody waits long, nor any longer once there is a `hurry`.
+        Yields False, without the lock, after 50 tries or once `hurry` is set. The caller does its work in either case.
         """
         has_turn = False
         for _ in range(_LOOKS):
@@ -36,7 +36,7 @@ class Turn:
                 self._lock(fcntl.LOCK_UN)
 
     def _lock(self, how: int) -> bool:
-        """Says whether that could be done; there is nothing that would have to end for want of a courtesy."""
+        """Returns whether the call succeeded; an error is ignored, because the lock is only advisory."""
         try:
             fcntl.lockf(self._fd, how, 1)
         except OSError:

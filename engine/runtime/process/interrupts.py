@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as something to wait for: a descriptor that becomes readable, next to all the others."""
+"""Ctrl-C, SIGTERM and SIGHUP as a descriptor that becomes readable, for a selector."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def ctrl_c_held() -> Iterator[None]:
-    """Holds Ctrl-C back while a child is started, which it would end before the child has left the terminal's session.
+    """Blocks Ctrl-C while a child starts: it would kill a child that has not left the terminal's session yet.
 
-    The child inherits the block, and calls `ignore_ctrl_c` once it has left.
+    The child inherits the block and calls `ignore_ctrl_c` in its own session.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
@@ -25,13 +25,13 @@ def ctrl_c_held() -> Iterator[None]:
 
 
 def ignore_ctrl_c() -> None:
-    """Drops a Ctrl-C that came while it was held back, and all that may follow."""
+    """Ignores Ctrl-C, also one that came while it was blocked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 
 class Interrupts:
-    """Takes the signals that ask this process to end, as a context; use it in the main thread."""
+    """A context that receives the signals that ask this process to end; use it in the main thread."""
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -40,7 +40,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         for number in _TAKEN:
             self._before[number] = signal.signal(number, self._note)
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel would forget how a child has ended
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel would drop exit codes of children
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
@@ -56,9 +56,9 @@ class Interrupts:
         os.write(self._write_fd, bytes([number]))
 
     def fileno(self) -> int:
-        """Returns the descriptor that is readable when a signal has come."""
+        """Returns the descriptor that is readable if a signal has come."""
         return self._read_fd
 
     def take(self) -> signal.Signals:
-        """Returns the next signal that has come."""
+        """Returns the oldest signal that has come."""
         return signal.Signals(os.read(self._read_fd, 1)[0])

@@ -1,4 +1,4 @@
-"""The few requests to the Linux kernel that Python does not wrap."""
+"""The `prctl` calls to the Linux kernel, which Python does not wrap."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def _prctl(option: int, value: object) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has this process killed when `parent` ends, and ends at once if it has ended already."""
+    """Makes the kernel kill this process when `parent` ends; exits at once if `parent` has ended already."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
 
 
 def die_with_launcher() -> None:
-    """Has this process killed with the launcher, also while it is stopped: in a child, once the launcher has spoken."""
+    """Makes the kernel kill this process with the launcher, even if stopped; call it after the launcher's message."""
     die_with_parent(os.getppid())
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Has a process whose parent ends meanwhile, among all that stem from this one, become a child of this one."""
+    """Makes this process the parent of descendants whose parent ends during the block (a child subreaper)."""
     before = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -47,7 +47,7 @@ def adopting() -> Iterator[None]:
 
 
 def sleep_exactly() -> None:
-    """Lets sleeps of this thread, and of the threads it starts, end within microseconds instead of 50 us later."""
+    """Reduces the timer slack of this thread and of threads it starts: a sleep ends within 1 us instead of 50 us."""
     _prctl(_PR_SET_TIMERSLACK, 1)
 
 

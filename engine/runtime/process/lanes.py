@@ -1,8 +1,8 @@
-"""Lanes: processes that run one case after another, side by side; each keeps a fork server warm for all its cases.
+"""Lanes: a pool of processes that run cases; each lane keeps its fork server warm from case to case.
 
-Rules: a lane gets its next case when it has answered; one that does not answer in time is ended, with all that it has
-started, and its case has hung. A lane that ends takes its case with it; the next case gets a new lane. Lanes end with
-this process, however it ends.
+Rules: a lane gets its next case when it has answered. A lane that exceeds the time limit is ended with all its
+children, and its case counts as hung. If a lane ends, its case fails and the next case gets a new lane. The kernel ends
+all lanes with this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GONE = {"ended": "hang"}
 
 
 class Lane:
-    """One process; `module` is run with the number of its link's descriptor as its only argument."""
+    """One process of the pool; it runs `module` with the number of its link's descriptor as the only argument."""
 
     def __init__(self, module: str, log: Path):
         self.link, far = Link.pair()
@@ -44,28 +44,28 @@ class Lane:
         far.close()
 
     def ask(self, task: Message) -> None:
-        """Gives it a case; nothing happens if it has ended."""
+        """Sends a case to the lane, if the lane has not ended."""
         with contextlib.suppress(OSError):
             self.link.send("case", task=task)
 
     def close(self) -> int:
-        """Waits until it has ended, at once if it has nothing to do; returns its exit code, negative for a signal."""
+        """Ends the lane and returns its exit code, negative for a signal; an idle lane ends at once."""
         self.link.close()
         try:
             return self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be beyond SIGKILL
+        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible process
             self._process.wait(_GRACE_S)
         return -signal.SIGKILL
 
     def interrupt(self) -> None:
-        """Asks it to end whatever it does; the case that it runs may clean up."""
+        """Sends SIGTERM, on which the running case may clean up."""
         self._process.send_signal(signal.SIGTERM)
 
 
 class Lanes:
-    """Some lanes, as a context."""
+    """A pool of `count` lanes, as a context."""
 
     def __init__(self, module: str, count: int, logs: Path):
         self._module = module
@@ -85,10 +85,10 @@ class Lanes:
             lane.close()
 
     def run(self, tasks: Iterable[Message], limit_s: float, take: Callable[[Message, Message], None]) -> None:
-        """Runs every task, in order as far as there are lanes; `take` is called with each and its answer.
+        """Starts the tasks in order, one per free lane; calls `take` with each task and its answer.
 
-        The answer of a task whose lane was too slow is ``{"ended": "hang"}``, of one whose lane ended
-        ``{"ended": its exit code}``.
+        The answer is ``{"ended": "hang"}`` if the lane exceeded `limit_s` seconds, and ``{"ended": exit code}`` if the
+        lane ended.
         """
         left = iter(tasks)
         running: dict[int, tuple[Message, float]] = {}
@@ -109,7 +109,7 @@ class Lanes:
         return lane
 
     def _answers(self, running: dict[int, tuple[Message, float]]) -> Sequence[tuple[int, Message]]:
-        """Waits for the first answers, or for the first lane that is too slow."""
+        """Waits for the first answers or the first deadline; returns (lane, answer) of each."""
         with selectors.DefaultSelector() as selector:
             for number in running:
                 selector.register(self._lane(number).link, selectors.EVENT_READ, number)

@@ -1,4 +1,4 @@
-"""Which port a process of this host listens on, as the kernel knows it."""
+"""The TCP port on which a process of this host listens, from /proc."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _LISTEN = "0A"
 
 
 def listening_port(pid: int) -> int | None:
-    """Returns the first TCP port (IPv4) that a process listens on, or None: not yet, or it has ended."""
+    """Returns the first TCP port (IPv4) on which a process listens; None if it listens on none or has ended."""
     with contextlib.suppress(OSError):
         own = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
         for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-            # number, local address:port in hexadecimal, remote, state, ... and the inode in the tenth place
+            # number, local address:port in hexadecimal, remote, state, ...; the tenth field is the inode
             fields = line.split()
             if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in own:
                 return int(fields[1].rpartition(":")[2], 16)

@@ -1,4 +1,4 @@
-"""The sockets that libraries open in this process: told apart by inode, shut down to end what blocks on them."""
+"""The sockets that libraries open in this process: found by inode, and shut down to end blocking calls on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 
 def descriptors_by_inode() -> dict[int, int]:
-    """Returns this process's sockets; a descriptor's number may be used again, an inode not."""
+    """Returns inode -> descriptor of this process's sockets; a descriptor may be reused, an inode is not."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -22,12 +22,12 @@ def descriptors_by_inode() -> dict[int, int]:
 
 
 def shut_down(inodes: Collection[int]) -> None:
-    """Ends every transfer and wait on those of these sockets that are connected; they stay open."""
+    """Shuts down the connected ones of these sockets, which ends every transfer and wait; they stay open."""
     for inode, fd in descriptors_by_inode().items():
         if inode not in inodes:
             continue
-        # Gloo closes sockets of its own accord while this runs, when a peer leaves first.
+        # Gloo may close its sockets at the same time, if a peer leaves first.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as view:
-            # Shutting down a listening socket would end the process: gloo takes it for a fatal error.
+            # A listening socket is left out: gloo aborts the process if it is shut down.
             if not view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 view.shutdown(socket.SHUT_RDWR)
