@@ -1,1 +1,1 @@
-"""What can be done to a worker: one module per family, found by `registry.py`; adding a kind touches one place."""
+"""Kinds of faults: one module per family, found by `registry.py`; a new kind is one function in one module."""

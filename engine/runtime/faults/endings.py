@@ -1,4 +1,4 @@
-"""Endings: how a process ends of itself, by a wrong exit, an exception or a crash."""
+"""Endings: the worker ends itself by an exit, an exception or a crash."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def _raises(sign: Sign, value: Any, parameters: Parameters) -> bool:
     return sign == "raised"
 
 
-@fault_kind("exit", "The worker exits in the midst of its work, with code 0 too.", "worker", _exits, _CODE, ends=True)
+@fault_kind("exit", "The worker exits during its work, by default with code 0.", "worker", _exits, _CODE, ends=True)
 def exits(scene: Scene) -> None:
-    """Exits without a word."""
+    """Exits without a message to the agent."""
     os._exit(int(scene.parameters["code"]) % 256)
 
 
 @fault_kind("raise", "A layer raises RuntimeError.", "worker", _raises, ends=True)
 def raises(scene: Scene) -> None:
-    """Raises where a layer would."""
+    """Raises in place of a layer."""
     raise RuntimeError(f"injected by fault {scene.fault!r}")
 
 
 @fault_kind("abort", "The worker aborts, as a failed check in C++ does.", "worker", exit_by(-signal.SIGABRT), ends=True)
 def abort(scene: Scene) -> None:
-    """Aborts, and leaves no core file."""
+    """Aborts, without a core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.abort()
 
 
 @fault_kind("segfault", "The worker reads memory that is not its own.", "worker", exit_by(-signal.SIGSEGV), ends=True)
 def segfault(scene: Scene) -> None:
-    """Reads address 0, and leaves no core file."""
+    """Reads address 0, without a core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.string_at(0)

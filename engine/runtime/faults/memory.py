@@ -1,4 +1,4 @@
-"""Memory: a worker that asks for more than there is."""
+"""Memory: a worker that allocates more memory than its limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from engine.runtime.faults.registry import Parameters, Scene, Sign, fault_kind
 
 _CHUNK_BYTES = 64 << 20
-_MARGIN_BYTES = 256 << 20  # so that it asks a few times before it is refused
+_MARGIN_BYTES = 256 << 20  # a few allocations succeed first
 
 
 def _runs_out(sign: Sign, value: Any, parameters: Parameters) -> bool:
@@ -20,7 +20,7 @@ def _runs_out(sign: Sign, value: Any, parameters: Parameters) -> bool:
     "oom", "The worker runs out of memory: its limit is lowered, then it allocates.", "worker", _runs_out, ends=True
 )
 def oom(scene: Scene) -> None:
-    """Asks for memory, untouched so that the host does not suffer, until it is refused."""
+    """Allocates until MemoryError; does not touch the memory, so that the host does not run short."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

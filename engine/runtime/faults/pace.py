@@ -1,4 +1,4 @@
-"""Pace: a worker that is slow, or comes to no end, while its process lives."""
+"""Pace: a worker that is slow or hangs while its process lives."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _FOREVER_S = 1_000_000
 
 _FACTOR = Parameter("factor", "number", "how many times as long a forward or backward takes", 4.0)
 _SLOW_FOR = Parameter("for", "duration", "how long, but at least one action; without it, to the end of the step")
-_HANG_FOR = Parameter("for", "duration", "how long; without it, until somebody ends it")
+_HANG_FOR = Parameter("for", "duration", "how long; without it, until the worker is killed")
 _GIL = Parameter(
-    "gil", "choice", "held: its other threads hang too, and it falls silent", "released", choices=("released", "held")
+    "gil", "choice", "held: its other threads hang too, heartbeat included", "released", choices=("released", "held")
 )
 
 
 @fault_kind("slow", "The worker computes more slowly for a while.", "worker", at_once, _FACTOR, _SLOW_FOR)
 def slow(scene: Scene) -> None:
-    """Drags out compute actions, the first of which confirms it."""
+    """Slows down compute actions; the first slow one confirms the effect."""
     for_ns = scene.parameters.get("for_ns")
     scene.drag(float(scene.parameters["factor"]), None if for_ns is None else int(for_ns))
 
 
 @fault_kind("hang", "The worker never comes to the end of an action.", "worker", at_once, _HANG_FOR, _GIL)
 def hang(scene: Scene) -> None:
-    """Stays inside an action; what it holds meanwhile, `gil` says."""
+    """Waits inside an action, with or without the GIL."""
     for_ns = scene.parameters.get("for_ns")
     seconds = _FOREVER_S if for_ns is None else int(for_ns) / 1e9
     held = scene.parameters["gil"] == "held"
@@ -38,7 +38,7 @@ def hang(scene: Scene) -> None:
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         if held:
-            # Called like this, a function of C keeps the GIL while it waits.
+            # PyDLL keeps the GIL during the call.
             ctypes.PyDLL(None).poll(None, 0, round((until_s - time.monotonic()) * 1000))
         else:
             time.sleep(_POLL_S)

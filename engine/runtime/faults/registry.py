@@ -1,8 +1,8 @@
-"""The registry of kinds of faults: who carries each out, and by which sign the agent knows that it has taken effect.
+"""The registry of kinds of faults: the function that carries out each kind, and the sign that confirms its effect.
 
-Rules: a kind stands in one place, the function that carries it out. The agent acts through a pidfd (`Blow`); a worker
-acts in its own main thread when the agent, who has recorded the fault, says so (`Scene`). An effect that no sign
-confirms proves nothing.
+Rules: a kind is defined in one place, its function. The agent strikes through a pidfd (`Blow`). A worker strikes itself
+in its main thread (`Scene`), on a message of the agent, which has recorded the fault before. A fault that no sign
+confirms counts as not struck.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from engine.runtime.replica.replicas import Replicas
 
 Parameters = Mapping[str, Scalar]
-# How a worker's process ended; that it gave notice, raised, or did to itself what was asked; the state in /proc.
+# exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
 Sign = Literal["exit", "notice", "raised", "suffered", "state"]
 Shows = Callable[[Sign, Any, Parameters], bool]  # whether a sign and its value confirm the effect
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """What the agent strikes with; `later` runs something after so many nanoseconds, if the victim lives still."""
+    """The context of a fault by the agent; `later(ns, call)` calls after `ns` nanoseconds if the victim still lives."""
 
     child: Child
     parameters: Parameters
@@ -41,10 +41,10 @@ class Blow:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a worker that is to harm itself finds; `slot` is the one that the fault is about.
+    """The context of a fault by the worker itself; `slot` is the target of the fault, if it has one.
 
-    `tell` confirms the effect in words. `drag` makes compute actions slower from now on, by a factor, for so many
-    nanoseconds or to the end of the step.
+    `tell` confirms the effect with a description. `drag(factor, ns)` slows down compute actions from now on, for `ns`
+    nanoseconds or, with None, to the end of the step.
     """
 
     fault: str
@@ -58,7 +58,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A kind with what carries it out and what confirms it."""
+    """A kind of fault with its function and the test of its sign."""
 
     kind: FaultKind
     strike: Callable[[Any], None]
@@ -73,7 +73,7 @@ Strike = TypeVar("Strike", bound=Callable[[Any], None])
 def fault_kind(
     name: str, about: str, by: Literal["agent", "worker"], shows: Shows, *parameters: Parameter, ends: bool = False
 ) -> Callable[[Strike], Strike]:
-    """Registers the function below as what carries a kind out."""
+    """Registers the decorated function as the one that carries out a kind."""
 
     def register(strike: Strike) -> Strike:
         assert name not in _KINDS, f"two kinds of fault are called {name!r}"
@@ -85,22 +85,22 @@ def fault_kind(
 
 @functools.cache
 def registered() -> Mapping[str, Registered]:
-    """Returns every kind by its name; the modules of this package are what there is."""
+    """Returns all kinds by name; imports all modules of this package."""
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     return dict(sorted(_KINDS.items()))
 
 
 def kinds() -> dict[str, FaultKind]:
-    """Returns the definition of every kind by its name, for whoever checks what a user wrote."""
+    """Returns the definitions of all kinds by name, for the checks of a scenario."""
     return {name: each.kind for name, each in registered().items()}
 
 
 def exit_by(*codes: int) -> Shows:
-    """Returns what is shown by an end with one of these codes, negative for a signal."""
+    """Returns the test for an end with one of these exit codes, negative for a signal."""
     return lambda sign, value, parameters: sign == "exit" and value in codes
 
 
 def at_once(sign: Sign, value: Any, parameters: Parameters) -> bool:
-    """Says that the worker's own word confirms the effect."""
+    """Returns whether the sign is the worker's own confirmation."""
     return sign == "suffered"

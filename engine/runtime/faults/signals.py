@@ -1,4 +1,4 @@
-"""Signals: what the agent does to a process from outside, through its pidfd."""
+"""Signals: faults that the agent injects from outside, through a pidfd."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from engine.core.faults.fault_kind import Parameter
 from engine.runtime.faults.registry import Blow, Parameters, Sign, exit_by, fault_kind
 
 _GRACE = Parameter(
-    "grace", "duration", "from SIGTERM to SIGKILL, which only meets a worker that lives still", 120 * 10**9
+    "grace", "duration", "from SIGTERM to SIGKILL, which is sent only if the worker still lives", 120 * 10**9
 )
-_FOR = Parameter("for", "duration", "how long it stands still; without it, until somebody ends it")
+_FOR = Parameter("for", "duration", "how long it stands still; without it, until the worker is killed")
 
 
 def _warned(sign: Sign, value: Any, parameters: Parameters) -> bool:
@@ -24,20 +24,20 @@ def _stands_still(sign: Sign, value: Any, parameters: Parameters) -> bool:
 
 @fault_kind("kill", "Ends the worker at once: SIGKILL.", "agent", exit_by(-signal.SIGKILL), ends=True)
 def kill(blow: Blow) -> None:
-    """Ends it."""
+    """Sends SIGKILL."""
     blow.child.signal(signal.SIGKILL)
 
 
 @fault_kind("terminate", "Warns the worker as clouds do: SIGTERM, later SIGKILL.", "agent", _warned, _GRACE, ends=True)
 def terminate(blow: Blow) -> None:
-    """Warns it, and comes back when the grace is over."""
+    """Sends SIGTERM, and SIGKILL after the grace period."""
     blow.child.signal(signal.SIGTERM)
     blow.later(int(blow.parameters["grace_ns"]), lambda: blow.child.signal(signal.SIGKILL))
 
 
 @fault_kind("stop", "Makes the worker stand still: SIGSTOP, later SIGCONT.", "agent", _stands_still, _FOR)
 def stop(blow: Blow) -> None:
-    """Stops it, and wakes it if it is to wake."""
+    """Sends SIGSTOP, and SIGCONT after the given time, if any."""
     blow.child.signal(signal.SIGSTOP)
     if "for_ns" in blow.parameters:
         blow.later(int(blow.parameters["for_ns"]), lambda: blow.child.signal(signal.SIGCONT))

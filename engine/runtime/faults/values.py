@@ -1,7 +1,7 @@
-"""Values: numbers that go wrong in silence. What comes of them is that the run notices, and ends: nobody hides them.
+"""Values: silent data corruption. The run must detect it and end; no mechanism hides it.
 
-A NaN ends the run as one of the model's own does, because nobody can tell the two apart; a bit that flipped in one of
-several replicas is found by the next audit, in a lone one by the comparison with the fault-free twin.
+A NaN ends the run like a NaN of the model itself: the two cannot be told apart. A flipped bit in one of several
+replicas is found by the next audit; in a lone replica, by the comparison with the fault-free twin.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from engine.runtime.faults.registry import Scene, at_once, fault_kind
 if TYPE_CHECKING:
     from engine.runtime.stage.stage import Stage
 
-_INTO = Parameter("into", "choice", "what becomes NaN", "gradient", choices=("gradient", "activation"))
+_INTO = Parameter("into", "choice", "the tensor with the NaN", "gradient", choices=("gradient", "activation"))
 _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)
 
 
 def _stage(scene: Scene) -> Stage | None:
-    """Returns the replica that the fault is about, if this worker holds it."""
+    """Returns the replica of the target slot, or None if this worker has none."""
     return None if scene.slot is None else scene.replicas.stages.get(scene.slot)
 
 
 @fault_kind("nan", "A number in a gradient or an activation becomes NaN.", "worker", at_once, _INTO)
 def nan(scene: Scene) -> None:
-    """Puts NaN into the gradient that has been added up so far, or into what the stage hands on next."""
+    """Puts a NaN into the present gradient accumulator, or into the next output of the stage."""
     stage = _stage(scene)
     if stage is None:
         return
@@ -59,7 +59,7 @@ def flip_bit(scene: Scene) -> None:
         for layer, module in stage.layers.items()
         for name, parameter in module.named_parameters()
     )
-    memory = parameter.data  # autograd would notice another write; a bit that flips it does not
+    memory = parameter.data  # a write through `data` is invisible to autograd, as a flipped bit is
     first = (0,) * memory.dim()
     number = memory[first].clone().reshape(1)
     raw = number.view(torch.uint8)
