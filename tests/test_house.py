@@ -44,6 +44,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.core.config",
         "engine.core.schedules",
         "engine.core.store",
+        "engine.runtime.doctor",
         "engine.runtime.faults",
         "engine.runtime.process",
         "engine.runtime.replica",

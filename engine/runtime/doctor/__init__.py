@@ -1,1 +1,1 @@
-"""Checks of the host, and of what a run leaves behind."""
+"""Checks of the host, and of leaks after a run."""

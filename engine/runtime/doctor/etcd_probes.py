@@ -1,4 +1,4 @@
-"""Looks at what a run would be coordinated with, and returns plain values; judging them is for the host checks."""
+"""Probes of etcd and its client: they return plain values, which the host checks judge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERSION_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The etcd that a run would start, or why there is none."""
+    """The etcd that a run would start, or the error."""
 
     path: str = ""
     version: str = ""
@@ -29,7 +29,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The distributions that own the package `etcd3`, what it stands on, or why it cannot be imported."""
+    """The distributions that own the package `etcd3`, versions of its dependencies, or the error of its import."""
 
     owners: tuple[str, ...]
     protobuf: str = ""
@@ -40,7 +40,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long a private etcd takes to its first put, and for one more (median), in milliseconds; or why it fails."""
+    """Times of a private etcd in ms: from its start to the end of the first put, and of a later put (median)."""
 
     first_put_ms: float = 0.0
     put_ms: float = 0.0
@@ -60,7 +60,7 @@ def probe_server() -> Server:
 
 
 def probe_client() -> Client:
-    """Returns what `import etcd3` gives here."""
+    """Returns the package that `import etcd3` finds here."""
     owners = tuple(sorted(set(packages_distributions().get("etcd3", ()))))
     try:
         from google.protobuf.internal import api_implementation
@@ -75,7 +75,7 @@ def probe_client() -> Client:
 
 
 def measure_latency() -> Latency:
-    """Starts a private etcd, measures, and ends it."""
+    """Starts a private etcd, measures its latency, and ends it."""
     from engine.runtime.store.etcd_kv import EtcdKV
 
     with tempfile.TemporaryDirectory(prefix="bamboo-doctor-") as folder:

@@ -1,6 +1,6 @@
-"""What this machine can do, as checks that each name the fix.
+"""Checks of this machine; each names the fix.
 
-`judge_*` are pure: they take the plain values that the probes found.
+`judge_*` are pure functions of the plain values that the probes return.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOW_PUT_MS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One verdict: what is `missing` is needed, `warn` costs speed or a feature. `fix` is empty when ok."""
+    """One verdict: `missing` prevents runs, `warn` costs speed or a feature. `fix` is empty if ok."""
 
     name: str
     status: Status
@@ -44,12 +44,12 @@ class Check:
 
 
 def exit_code(checks: Iterable[Check]) -> ExitCode:
-    """Returns what `bamboo doctor` ends with."""
+    """Returns the exit code of `bamboo doctor`."""
     return ExitCode.ENVIRONMENT if any(check.status == "missing" for check in checks) else ExitCode.OK
 
 
 def check_host(results: Path) -> tuple[Check, ...]:
-    """Returns all checks; `results` is the folder that runs would be written to. Leaves nothing behind."""
+    """Returns all checks; `results` is the folder for runs. Leaves no files or processes."""
     with host_probes.start_torch_probe() as torch_probe:
         checks = [
             judge_python(sys.version_info[:3]),
@@ -67,7 +67,7 @@ def check_host(results: Path) -> tuple[Check, ...]:
 
 
 def check_etcd() -> list[Check]:
-    """Returns the checks of what coordinates a run; the latency is measured where the others leave that a sense."""
+    """Returns the checks of etcd and its client; the latency only if these two are present."""
     checks = [judge_etcd(etcd_probes.probe_server()), judge_etcd_client(etcd_probes.probe_client())]
     if exit_code(checks) == ExitCode.OK:
         checks.append(judge_etcd_latency(etcd_probes.measure_latency()))
@@ -93,7 +93,7 @@ def judge_machine(num_cores: int, free_bytes: int) -> Check:
 
 
 def judge_kernel(missing: list[str]) -> Check:
-    """Judges the kernel's part in the fork server."""
+    """Judges the kernel calls that the fork server needs."""
     if missing:
         fix = "use Linux 5.4 or newer; in a container, allow pidfd_open, prctl and memfd_create"
         return Check("fork server", "missing", f"no {', no '.join(missing)}", fix)
@@ -108,7 +108,7 @@ def judge_loopback(error: str) -> Check:
 
 
 def judge_reverse_dns(duration_s: float | None) -> Check:
-    """Judges the look-up that torch's rendezvous does for each connection."""
+    """Judges the reverse look-up that torch's rendezvous does for each connection."""
     if duration_s is not None and duration_s <= DNS_SLOW_S:
         return Check("reverse dns", "ok", f"127.0.0.1 looked up in {duration_s * 1e3:.0f} ms")
     found = (
@@ -178,7 +178,7 @@ def judge_vision(has_sklearn: bool) -> Check:
 
 
 def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> Check:
-    """Judges what progress will look like."""
+    """Judges the terminal for the display of progress."""
     if not is_terminal:
         return Check("terminal", "ok", "not a terminal: plain lines, no live table")
     found = f"{num_columns} columns, {encoding}"
@@ -188,7 +188,7 @@ def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> Check:
 
 
 def judge_torch(facts: dict[str, Any], error: str, num_gpu_devices: int) -> list[Check]:
-    """Judges torch, its Gloo, its GPUs and its arithmetic; `num_gpu_devices` is what the kernel shows."""
+    """Judges torch, its Gloo, its GPUs and its arithmetic; `num_gpu_devices` is the number in /dev."""
     install = f"pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}'"
     if error:
         return [Check("torch", "missing", error, install)]

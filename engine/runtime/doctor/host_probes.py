@@ -1,6 +1,6 @@
-"""Looks at this machine and returns plain values; judging them is for the host checks.
+"""Probes of this machine: they return plain values, which the host checks judge.
 
-torch is looked at in a child: importing it here would cost seconds, and a broken build may end the process.
+A child probes torch: the import would cost this process seconds, and a broken build may end it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _PR_GET_PDEATHSIG = 2
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_gpu_devices() -> int:
-    """Returns how many NVIDIA devices the kernel shows, whether or not torch can use them."""
+    """Returns the number of NVIDIA devices in /dev; torch may not be able to use them."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def missing_kernel_calls() -> list[str]:
-    """Returns what the fork server needs and this system lacks, with the reason."""
+    """Returns the kernel calls that the fork server needs and this system lacks, each with the error."""
 
     def pidfd() -> None:
         fd = os.pidfd_open(os.getpid())
@@ -64,7 +64,7 @@ def missing_kernel_calls() -> list[str]:
 
 
 def loopback_error() -> str:
-    """Returns why two sockets cannot meet on 127.0.0.1, or an empty string."""
+    """Returns the error of a connection over 127.0.0.1, or an empty string."""
     try:
         with (
             socket.create_server((_LOOPBACK, 0)) as listener,
@@ -78,20 +78,20 @@ def loopback_error() -> str:
 
 
 def reverse_dns_s() -> float | None:
-    """Returns how long the slowest look-up of a loopback address's name takes, or None if the time ran out."""
-    # TCP stores listen on both families and see loopback peers under the second name, which a hosts file rarely has.
+    """Returns the seconds of the slowest reverse look-up of a loopback address, or None after the timeout."""
+    # TCP stores see loopback peers under the second name, which a hosts file rarely has.
     names = (_LOOPBACK, f"::ffff:{_LOOPBACK}")
     durations_s: list[float] = []
 
     def look_up() -> None:
         for name in names:
             started = time.monotonic()
-            # An answer that there is no name is an answer.
+            # "No such name" is an answer too.
             with contextlib.suppress(OSError):
                 socket.getnameinfo((name, 0), 0)
             durations_s.append(time.monotonic() - started)
 
-    # A look-up cannot be stopped; the thread is left behind and ends with the process.
+    # A look-up cannot be aborted; its thread ends with the process.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(DNS_TIMEOUT_S)
@@ -99,7 +99,7 @@ def reverse_dns_s() -> float | None:
 
 
 def probe_folder(folder: Path) -> tuple[int, str]:
-    """Returns (free bytes, why a file cannot be made) for `folder`, or for the nearest parent that exists."""
+    """Returns (free bytes, error of creating a file) for `folder` or its nearest existing parent."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     try:
         existing = next(each for each in candidates if each.exists())
@@ -110,13 +110,13 @@ def probe_folder(folder: Path) -> tuple[int, str]:
 
 
 def start_torch_probe() -> subprocess.Popen[str]:
-    """Starts the look at torch, which takes seconds; its folder and the current one are kept off the module path."""
+    """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`."""
     command = [sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish_torch_probe(child: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    """Returns (what the probe said, why it failed)."""
+    """Returns (facts of the probe, error)."""
     try:
         out, errors = child.communicate(timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:

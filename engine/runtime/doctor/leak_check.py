@@ -1,7 +1,7 @@
-"""What a run has left behind: processes, listening ports, shared memory, files of its store, keys in a kept one.
+"""The leaks of a run: processes, listening ports, shared memory, files of its store, keys in an external store.
 
-Processes of a run are told from all others by one variable of their environment, which they inherit from whoever
-started it. Shared memory has no owner that could be asked: what is new and held by nobody has been left by somebody.
+Processes of a run have a variable in their environment, which they inherit from the process that started the run.
+Shared memory does not name its creator: a new piece that no process has open counts as a leak.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.runtime.store.etcd_settings import EtcdSettings
 _VARIABLE = "_BAMBOO_CASE"  # BAMBOO_* are fields of a job
 _GONE_WITHIN_S = 2.0
 _POLL_S = 0.01
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is looked at only
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only read
 _PROC = Path("/proc")
 
 
 class Traces:
-    """Made before a run that this process starts; `left` looks for what is there beyond, after its end.
+    """The state of the host before a run; after the run, `left` returns the differences.
 
-    Processes count that were started after `mark_processes`.
+    Only processes that were started after `mark_processes` count.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Traces:
         self._ports = _own_ports()
 
     def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
-        """Returns what is left two seconds after the end of a run, in words; waits no longer than it must.
+        """Returns a line per leak that lasts two seconds after the end of a run; returns at once if there is none.
 
-        The fork server, whose pid is `server` by now, serves the next run too.
+        The fork server, with pid `server`, serves the next run too and does not count.
 
         Raises:
-            CoordinatorUnavailableError: the kept store gives no answer.
+            CoordinatorUnavailableError: the external store gives no answer.
         """
         until_s = time.monotonic() + _GONE_WITHIN_S
         while (found := self._found(logs, server)) and time.monotonic() < until_s:
@@ -68,7 +68,7 @@ class Traces:
 
 
 def mark_processes() -> None:
-    """Marks all processes that this one starts from now on, by their environment."""
+    """Marks all processes that this one starts from now on, by a variable in their environment."""
     os.environ[_VARIABLE] = secrets.token_hex(8)
 
 
@@ -85,7 +85,7 @@ def _shared_memory() -> set[str]:
 
 
 def _held(names: set[str]) -> set[str]:
-    """Returns those of the names in shared memory that a living process has open or maps."""
+    """Returns those names in shared memory that a process has open or mapped."""
     held: set[str] = set()
     for entry in _PROC.iterdir() if names else ():
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def _held(names: set[str]) -> set[str]:
 
 def _open_files(process: Path) -> Iterator[str]:
     for each in (process / "fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, such as the one that lists them
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
             yield os.readlink(each)
 
 

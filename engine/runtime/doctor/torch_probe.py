@@ -1,7 +1,7 @@
-"""What torch is on this machine, as one JSON object on stdout.
+"""Prints facts about torch on this machine as one JSON object.
 
-Run as a program of its own by the host checks: importing torch takes seconds, may fail, and may end the process.
-It imports nothing of ours, so that it says something even where the rest cannot be loaded.
+The host checks run it as a program of its own: importing torch takes seconds, may fail, and may end the process. It
+imports no module of bamboo, so that it works even if those cannot be loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def gloo_exchange_ms() -> float:
-    """Returns how long two ranks take to find each other over loopback and to pass one tensor, in milliseconds."""
+    """Returns the ms that two ranks take to connect over loopback and to pass one tensor; raises RuntimeError."""
     store = distributed.HashStore()
     failures: list[RuntimeError] = []
     values = [torch.full((1,), float(rank)) for rank in range(2)]
@@ -50,7 +50,7 @@ def gloo_exchange_ms() -> float:
 
 
 def facts() -> dict[str, object]:
-    """Returns the facts that the host checks judge; `gloo_error` is empty when two ranks could talk."""
+    """Returns the facts for the host checks; `gloo_error` is empty if two ranks could exchange a tensor."""
     gloo_ms, gloo_error = 0.0, ""
     if distributed.is_gloo_available():
         try:
