@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core.config.job import Job
+from engine.core.exclusion import Cause, Position, excluded
 from engine.core.history.process_records import (
     CutShortRecord,
     EndedRecord,
@@ -62,7 +63,17 @@ SAMPLES: tuple[Record, ...] = (
     PureCheckRecord(worker=0, pid=8, at_ns=12, ms=1.5, layers=2, unchecked=("head",)),
     ActionRecord(worker=3, pid=8, epoch=1, step=2, action="1F0", start_ns=10, end_ns=20),
     EpochRecord(
-        **AGENT, epoch=1, members=(0, 1), verdict=((2, "left"),), reason="x", owners=(0, 1), shadows=((1,), ())
+        **AGENT,
+        epoch=1,
+        members=(0, 1),
+        verdict=(
+            excluded(2, Cause.LEFT, "has left after step 1"),
+            excluded(3, Cause.DEATH, "died", Position(1, 2, False)),
+        ),
+        reason="x",
+        planned=False,
+        owners=(0, 1),
+        shadows=((1,), ()),
     ),
     HeirsRecord(**AGENT, epoch=1, owners=(0, 0), shadows=((), ())),
     MarkRecord(worker=0, pid=8, at_ns=12, phase="plan", epoch=1, adopted=((0, 1),)),

@@ -8,9 +8,10 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
+from engine.core.exclusion import verdict_of
 from engine.core.history import process_records, run_records
 from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
-from engine.core.history.run_records import JobRecord
+from engine.core.history.run_records import EpochRecord, JobRecord
 
 RECORDS: dict[str, type[Record]] = {
     kind_of(each): each
@@ -60,7 +61,9 @@ def decoded(line: str) -> Record:
     for name, value in told.items():
         if type(value) is list:
             told[name] = _tupled(value)
-    if record is JobRecord:
+    if record is EpochRecord:
+        told["verdict"] = verdict_of(told)
+    elif record is JobRecord:
         told["job"] = Job(**{name: told.pop(name) for name in _OF_JOB})
     return record(**told)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.config.job import Job
+from engine.core.exclusion import Verdict
 from engine.core.history.record import Record, StampedRecord
-from engine.core.membership.effects import Verdict
 from engine.core.ownership import Slot
 
 
@@ -50,12 +50,16 @@ class ActionRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord(StampedRecord):
-    """An epoch begins: its members, the workers that are out with it and why, and the owner and shadows by place."""
+    """An epoch begins: its members, the workers that are out with it and why, and the owner and shadows by place.
+
+    It is `planned` when it was made at a step boundary because of a notice.
+    """
 
     epoch: int
     members: tuple[int, ...]
     verdict: Verdict
     reason: str
+    planned: bool
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
 

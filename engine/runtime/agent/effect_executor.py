@@ -87,6 +87,7 @@ class Orders:
                 members=effect.members,
                 verdict=effect.verdict,
                 reason=effect.reason,
+                planned=effect.planned,
                 owners=state.owners,
                 shadows=state.shadows,
             )
