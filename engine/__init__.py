@@ -1,12 +1,107 @@
 """The engine of bamboo: pipeline-parallel training that survives the death of its workers.
 
-One vocabulary, used in code, YAML, reports and documents, each word with one meaning:
+One vocabulary, used in code, YAML, reports and documents. Each word has one meaning.
 
-stage: a run of consecutive layers. pipeline: one copy of the whole model, stages 0..P-1; there are D of them.
-slot: (pipeline, stage), the unit that a worker owns. worker: a process with a device. rank: a worker's number
-inside one epoch's process group, nothing more. action: one thing a worker does, (stage, op, microbatch), written
-``2F0``. program: worker -> list of actions for one step. schedule: the rule that makes a program. step: one
-optimizer step. epoch: the number of the current membership. owner of a slot: the worker that trains it.
-fault: what is injected; failure: what the system sees; loss: the training loss, only. trajectory: the hashes of
-weights, optimizer state and loss, one row per (step, layer). residual: what a forward keeps for its backward.
+The work:
+
+job: the description of one training: model, data, shape of the pipelines, redundancy and seed.
+run: one execution of a job, with a folder of its own.
+model: the layers that are trained together, with the loss of their outputs.
+layer: the smallest part of a model that a cut may separate.
+tie: one parameter that stands in several layers.
+weight: a parameter of a layer, which the optimizer changes.
+stage: a run of consecutive layers.
+partition: the cut of the layers into stages.
+pipeline: one copy of the whole model, stages 0 to P-1; a job has D of them.
+slot: (pipeline, stage), the unit that a worker owns.
+grid: all slots of a job, with its number of microbatches.
+worker: a process that owns slots and computes on them.
+rank: the number of a worker inside the process group of one epoch, and nothing more.
+step: one optimizer step of the whole job.
+sample: one input of the model with its target.
+microbatch: the part of a step's samples that passes through a pipeline at once.
+op: the kind of an action, such as F, B, SEND_F or COMMIT.
+action: one thing that a worker does, (stage, op, microbatch), written ``2F0``.
+forward: the computation of a stage's outputs from its inputs.
+backward: the computation of a stage's gradients, whole or split into those of inputs and of weights.
+residual: the tensors that a forward keeps for its backward.
+checkpoint: a residual of the inputs alone, from which the forward is computed again.
+stash: the residuals that a worker keeps at one time.
+gradient: the derivative of the loss by a tensor.
+accumulator: the sum of a slot's gradients over the microbatches of a step.
+loss: the training loss, and never anything that is gone.
+buffer: a tensor of a layer that training changes without a gradient, such as a running mean.
+optimizer: the rule that changes weights by gradients, with its state.
+validation: the evaluation of the model on samples that are not trained on.
+program: for each worker, its list of actions for one step.
+schedule: the rule that makes a program.
+bubble: the part of a step's time in which a worker has nothing to compute.
+placement: the rule that gives stages to the workers of a pipeline.
+overlap: two compute actions that a schedule wants run at the same time.
+transfer: a tensor list on its way from one worker to another.
+border: the tensors between two neighbouring stages, as shapes and types.
+plane: the connections of one epoch over which transfers go.
+shard: the part of each tensor that one worker of a sharded stage keeps.
+unshard: to gather the tensors of a sharded stage before they are used.
+trajectory: the hashes of weights, optimizer state and loss, one row per (step, layer).
+
+Survival:
+
+owner: the worker that trains a slot.
+ownership: the owner and the shadows of every slot.
+replica: a whole copy of a slot's weights and optimizer state, at its owner or at a shadow.
+shadow: a worker that keeps a replica of a slot without owning it.
+redundancy: the rule that decides which replicas exist and how much work is done ahead for them.
+heal: to make the replica of a new shadow whole, by a copy of state or of accumulators.
+stream: the accumulators of an owner on their way to its shadows, in the middle of a step.
+log: the gradients of a step at the shadows, from which they take the same optimizer step.
+vote: the word of a replica that it holds all that a step needs.
+ballot: the votes for one step, which commits when all of them are there.
+commit: the moment from which no failure can undo a step.
+member: a worker that belongs to the current epoch.
+membership: the members, and the owners of all slots.
+epoch: the number of the current membership.
+notice: the announcement that a worker, or the whole job, is going to end.
+hand-over: the move of slots from a leaving worker to its heirs at a step boundary.
+failure: the sign of a fault that the system sees.
+verdict: the decision which workers are out with an epoch, each with a cause.
+heir: the worker that owns a slot after a verdict or a hand-over.
+fence: the end of all that workers do in an old epoch; later words of that epoch count for nothing.
+inventory: the list of all that a worker holds of the open step.
+plan: the program that finishes the open step after an epoch, made by every member alike.
+replay: the part of a plan that computes again results that are gone.
+recovery: the time from a failure to the first commit after it.
+phase: one part of a recovery, or the state of a job in the membership protocol.
+pause: the time of a recovery in which nothing new is computed.
+rendezvous: the store through which the members of an epoch find each other.
+
+Processes:
+
+launcher: the process of the command line, which starts a run.
+agent: the part of the launcher that starts, watches and ends the workers of its host.
+coordinator: the part of the agent that decides on membership.
+lease: the right to be the coordinator, which expires unless it is renewed.
+store: the key-value store with transactions that keeps the decisions of the coordinator.
+etcd: the server that serves as the store.
+host: one machine.
+fork: to start a process as a copy of the fork server, which has torch loaded.
+message: one packet between agent and worker.
+heartbeat: the message that tells the agent the place of a worker in its program.
+event: one input of the membership protocol.
+record: one line of a run's ``events.jsonl``.
+recorder: the writer of records.
+
+Tests of survival:
+
+fault: a harm that is injected on purpose.
+strike: to carry out a fault.
+victim: the worker that a fault strikes.
+kill: the fault that ends a worker by SIGKILL.
+scenario: a job, its faults and the expectations of its run, as a YAML file.
+expectation: a statement of a scenario about its run.
+check: the judgement of one expectation.
+case: one run of a scenario, with its checks.
+matrix: a scenario with axes, which stands for many cells.
+cell: one scenario of a matrix.
+twin: the same job without faults, whose trajectory a run must equal.
 """
