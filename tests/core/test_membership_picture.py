@@ -1,4 +1,4 @@
-"""The picture of the membership protocol in ARCHITECTURE.md is the one that the table draws."""
+"""The picture of the membership protocol in docs/membership.md is the one that the table draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.core.membership.diagram import picture
 from engine.core.membership.protocol import TABLE
 from engine.core.membership.transitions import Rule
 
-ARCHITECTURE = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "membership.md"
 OPENING, CLOSING = "<!-- membership -->", "<!-- /membership -->"
 
 
@@ -25,8 +25,8 @@ def test_the_picture_shows_every_change_of_phase() -> None:
     assert len([line for line in lines if "-->" in line]) == len(pairs) + 3
 
 
-def test_the_architecture_shows_the_picture() -> None:
-    text = ARCHITECTURE.read_text(encoding="utf-8")
-    assert OPENING in text and CLOSING in text, f"{ARCHITECTURE.name} lacks {OPENING} or {CLOSING}"
+def test_the_page_shows_the_picture() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert OPENING in text and CLOSING in text, f"{PAGE.name} lacks {OPENING} or {CLOSING}"
     shown = text.partition(OPENING)[2].partition(CLOSING)[0]
     assert shown.strip() == picture()

@@ -1,4 +1,4 @@
-"""The picture of the membership protocol, drawn from its table: mermaid, as ARCHITECTURE.md shows it."""
+"""The picture of the membership protocol, drawn from its table: mermaid, as docs/membership.md shows it."""
 
 from __future__ import annotations
 
