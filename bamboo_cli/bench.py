@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from engine.bench.figures.rows import Row
+    from engine.bench.figures.rows import Cases, Row
 
 bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers, interleaved in one run.")
 
@@ -26,200 +26,107 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Results = Annotated[Path, typer.Option(help="Folder that receives bench/NAME-TIME.csv.")]
 Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this.")]
 
-_DEFAULT_RESULTS = Path("results")
+
+def _benchmark(cases: Callable[[bool], Cases]) -> None:
+    """Makes a command of a function that returns the cases; its docstring is the help."""
+
+    def command(
+        quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = Path("results")
+    ) -> None:
+        _run(cases.__name__, _chosen(case, cases(quick)), as_json, results)
+
+    bench.command(cases.__name__, help=cases.__doc__)(command)
 
 
-@bench.command()
-def pipeline(
-    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
-) -> None:
-    """Time of a step's forwards and backwards, against torch.distributed.pipelining and the ideal time."""
-    from engine.bench.session import bench_pipeline, pipeline_jobs
+@_benchmark
+def pipeline(quick: bool) -> Cases:
+    """Time of a step's forwards and backwards under each schedule, against torch.distributed.pipelining."""
+    from engine.bench.session import pipeline_cases
 
-    jobs = pipeline_jobs()
-
-    def measure(name: str, folder: Path) -> list[Row]:
-        return bench_pipeline(name, jobs[name], 3 if quick else 20, folder)
-
-    _run("pipeline", _each(case, jobs, measure), as_json, results)
+    return pipeline_cases(quick)
 
 
-@bench.command()
-def schedules(
-    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
-) -> None:
-    """Time of a step's forwards and backwards under each schedule, against its dry run and torch's schedule."""
-    from engine.bench.figures.schedules import schedule_jobs
-    from engine.bench.session import bench_schedule
-
-    jobs = schedule_jobs()
-
-    def measure(name: str, folder: Path) -> list[Row]:
-        return bench_schedule(name, jobs[name], 3 if quick else 20, folder)
-
-    _run("schedules", _each(case, jobs, measure), as_json, results)
-
-
-@bench.command()
-def launch(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+@_benchmark
+def launch(quick: bool) -> Cases:
     """Time from the command to the end of the first optimizer step with 4 workers, against torchrun."""
-    from engine.bench.runs import bench_launch
+    from engine.bench.runs import launch_cases
 
-    _run("launch", lambda folder: bench_launch(1 if quick else 7, folder), as_json, results)
+    return launch_cases(quick)
 
 
-@bench.command()
-def audit(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
+@_benchmark
+def audit(quick: bool) -> Cases:
     """Time of a step with an audit of each, against steps without any."""
-    from engine.bench.runs import bench_audit
+    from engine.bench.runs import audit_cases
 
-    _run("audit", lambda folder: bench_audit(*((1, 4) if quick else (5, 80)), folder), as_json, results)
-
-
-@bench.command()
-def recording(
-    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
-) -> None:
-    """Time of a step whose actions are recorded, against that of one whose actions are not, in the same run."""
-    from engine.bench.recording import bench_recording, recording_jobs
-
-    jobs = recording_jobs()
-
-    def measure(name: str, folder: Path) -> list[Row]:
-        return bench_recording(name, jobs[name], 2 if quick else 60, folder)
-
-    _run("recording", _each(case, jobs, measure), as_json, results)
+    return audit_cases(quick)
 
 
-@bench.command()
-def kv(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
-    """Time of a call to the coordinator's store and of a watch's news, against the bare etcd3 client."""
-    from engine.bench.kv import bench_kv
+@_benchmark
+def kv(quick: bool) -> Cases:
+    """Time of a call to the coordinator's store and of the delivery of a watch, against the bare etcd3 client."""
+    from engine.bench.kv import kv_cases
 
-    _run("kv", lambda folder: bench_kv(50 if quick else 10_000, folder), as_json, results)
-
-
-@bench.command()
-def coordination(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
-    """Time from an exit to everybody's knowing of it, to form a group, and to start a private etcd: against limits."""
-    from engine.bench.relay import bench_etcd_start, bench_forming, bench_relay
-
-    def measure(folder: Path) -> list[Row]:
-        rows = bench_relay(5 if quick else 200, folder)
-        rows += bench_forming(3 if quick else 20, folder) + bench_etcd_start(1 if quick else 20, folder)
-        return rows
-
-    _run("coordination", measure, as_json, results)
+    return kv_cases(quick)
 
 
-@bench.command()
-def recovery(
-    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
-) -> None:
-    """Pause after a SIGKILL, in phases, against what must be redone; torchrun's restart; torchft, where installed."""
-    from engine.bench.recovery import POINTS, bench_pause, recovery_cases
-    from engine.bench.restart import bench_restart, bench_torchft, has_torchft
+@_benchmark
+def coordination(quick: bool) -> Cases:
+    """Time to tell all workers of an exit, to form a group, and to start a private etcd: against limits."""
+    from engine.bench.relay import coordination_cases
 
-    cases = recovery_cases()
-    peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if has_torchft() else {})
-
-    def measure(name: str, folder: Path) -> list[Row]:
-        if name in peers:
-            return peers[name](1 if quick else 5, folder)
-        return bench_pause(cases[name], 1 if quick else 10, (0.5,) if quick else POINTS, folder)
-
-    _run("recovery", _each(case, [*cases, *peers], measure), as_json, results)
+    return coordination_cases(quick)
 
 
-@bench.command()
-def redundancy(
-    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
-) -> None:
-    """Time of a step and peak memory with lazy and eager redundancy, against none and what theory says."""
-    from engine.bench.redundancy import MEMORY_CASE, bench_memory, bench_overhead, overhead_cases
+@_benchmark
+def recovery(quick: bool) -> Cases:
+    """Pause after a SIGKILL, in phases, against the work to redo; torchrun's restart; torchft, where installed."""
+    from engine.bench.restart import recovery_cases
 
-    cases = overhead_cases()
-
-    def measure(name: str, folder: Path) -> list[Row]:
-        if name == MEMORY_CASE:
-            return bench_memory(1 if quick else 3, folder, quick)
-        return bench_overhead(name, cases[name], 1 if quick else 5, 4 if quick else 12, folder)
-
-    _run("redundancy", _each(case, [*cases, MEMORY_CASE], measure), as_json, results)
+    return recovery_cases(quick)
 
 
-@bench.command()
-def buffers(
-    quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS
-) -> None:
+@_benchmark
+def redundancy(quick: bool) -> Cases:
+    """Time of a step and peak memory with lazy and eager redundancy, against none and theory."""
+    from engine.bench.redundancy import redundancy_cases
+
+    return redundancy_cases(quick)
+
+
+@_benchmark
+def buffers(quick: bool) -> Cases:
     """Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer."""
-    from engine.bench.buffers import bench_buffers, buffer_cases
+    from engine.bench.buffers import buffer_cases
 
-    cases = buffer_cases()
-
-    def measure(name: str, folder: Path) -> list[Row]:
-        return bench_buffers(name, cases[name], *((1, 3) if quick else (5, 12)), folder)
-
-    _run("buffers", _each(case, cases, measure), as_json, results)
+    return buffer_cases(quick)
 
 
-@bench.command()
-def programs(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
-    """Time to make and verify a large program, and to plan a large recovery, against limits."""
-    from engine.bench.programs import bench_programs
+@_benchmark
+def handover(quick: bool) -> Cases:
+    """Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory."""
+    from engine.bench.handover import handover_cases
 
-    _run("programs", lambda folder: bench_programs(1 if quick else 5), as_json, results)
-
-
-@bench.command()
-def handover(quick: Quick = False, as_json: AsJson = False, results: Results = _DEFAULT_RESULTS) -> None:
-    """What a SIGTERM with enough grace costs, and a step with one worker less, against limits and theory."""
-    from engine.bench.handover import bench_handover
-
-    sizes = (1, 1) if quick else (30, 4)
-    _run("handover", lambda folder: bench_handover(*sizes, folder), as_json, results)
+    return handover_cases(quick)
 
 
-@bench.command()
-def matrix(quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = _DEFAULT_RESULTS) -> None:
-    """Time of a real fault case in a matrix, against the same case as a command of its own."""
-    from engine.bench.matrix import bench_matrix
-
-    def measure(folder: Path) -> list[Row]:
-        rows = bench_matrix(folder, case or ("kill/F" if quick else ""), 1 if quick else 5)
-        typer.echo(f"{60 / rows[0].ours:.0f} cases per minute", err=True)
-        return rows
-
-    _run("matrix", measure, as_json, results)
-
-
-def _each(
-    case: str, names: Collection[str], measure: Callable[[str, Path], Sequence[Row]]
-) -> Callable[[Path], Sequence[Row]]:
-    """Returns what measures, one after another, the cases whose names contain `case`; each is named on stderr.
+def _chosen(case: str, cases: Cases) -> Cases:
+    """Returns the cases whose names contain `case`.
 
     Raises:
         NothingMatchedError: there is no such case.
     """
     from engine.core.errors import NothingMatchedError, nearest
 
-    found = [name for name in names if case in name]
+    found = {name: measure for name, measure in cases.items() if case in name}
     if not found:
-        hint = nearest(case, names)
+        hint = nearest(case, cases)
         raise NothingMatchedError(f"no case {case!r}" + (f" ({hint})" if hint else ""))
-
-    def measure_found(folder: Path) -> list[Row]:
-        rows: list[Row] = []
-        for name in found:
-            typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
-            rows += measure(name, folder)
-        return rows
-
-    return measure_found
+    return found
 
 
-def _run(name: str, measure: Callable[[Path], Sequence[Row]], as_json: bool, results: Path) -> None:
-    """Measures, writes the CSV and prints the rows: as a table, or as JSON.
+def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
+    """Measures the cases one after another, writes the CSV and prints the rows: as a table, or as JSON.
 
     Ctrl-C and SIGTERM end the program by way of every `finally`, so that nothing is left behind.
     """
@@ -228,8 +135,11 @@ def _run(name: str, measure: Callable[[Path], Sequence[Row]], as_json: bool, res
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder = bench_folder(results)
-    rows = measure(folder)
-    path = write_bench(folder, name, datetime.now(), rows)
+    rows: list[Row] = []
+    for name, measure in cases.items():
+        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+        rows += measure(folder)
+    path = write_bench(folder, benchmark, datetime.now(), rows)
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows]))
     else:

@@ -1,7 +1,6 @@
-"""The buffers benchmark: what it costs to keep a layer's buffers, small and large, constant and changed, for an heir.
+"""The buffers benchmark: the cost of keeping a layer's buffers, small and large, constant and changed, for an heir.
 
-Whole runs in turns: with a shadow, without redundancy, and with a shadow but without the buffer; every round begins
-with another.
+Whole runs take turns: with a shadow, without redundancy, and with a shadow but without the buffer.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.bench.figures.rows import Row, paired_row
+from engine.bench.figures.rows import Cases, Row, in_turns, paired_row
 from engine.bench.redundancy import timed_flags
 from engine.bench.runs import run_bamboo, seconds_between_commits
 from engine.core.config.job import Job
@@ -37,55 +36,46 @@ class Buffered(nn.Module):
         self.register_buffer("held", torch.ones(kib * 256))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reads the buffer, and changes all of it if it is one that changes."""
+        """Reads the buffer, and in training changes all of it if `is_changed`."""
         if self.is_changed and self.training:
             self.held.neg_()
         return self.linear(x) + self.held[:1].mean()
 
 
 def buffered(kib: int = 0, is_changed: bool = False) -> Model:
-    """Makes two layers; the second has a buffer, if it is to have one."""
+    """Makes two layers, the second with a buffer of `kib` KiB, unless that is 0."""
     last = partial(Buffered, kib, is_changed) if kib else partial(nn.Linear, _WIDTH, _WIDTH)
     first = LayerSpec("first", "Linear", partial(nn.Linear, _WIDTH, _WIDTH))
     return Model((first, LayerSpec("last", "Buffered", last)), default_loss)
 
 
-def buffer_cases() -> dict[str, Job]:
-    """Returns the cases, name -> job."""
-    return {
-        f"{kind} {size}": _job(kib=kib, is_changed=kind == "changed")
-        for size, kib in {"4 KiB": 4, "64 MiB": 64 * 1024}.items()
-        for kind in ("constant", "changed")
-    }
+def buffer_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench buffers`."""
+    cases = {}
+    for size, kib in {"4 KiB": 4, "64 MiB": 64 * 1024}.items():
+        for kind in ("constant", "changed"):
+            args: Args = {"kib": kib, "is_changed": kind == "changed"}
+            job = Job(model=f"{__name__}:buffered", model_args=args, stages=2, microbatches=4)
+            name = f"{kind} {size}"
+            cases[name] = partial(_bench, name, job, *((1, 3) if quick else (5, 12)))
+    return cases
 
 
-def _job(kib: int, is_changed: bool) -> Job:
-    args: Args = {"kib": kib, "is_changed": is_changed}
-    return Job(model=f"{__name__}:buffered", model_args=args, stages=2, microbatches=4)
-
-
-def bench_buffers(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
-    """Measures the step and the peak memory of one case, beside the same without redundancy and without the buffer.
-
-    Raises:
-        WorkerFailedError: a run failed.
-    """
-    sides = {
+def _bench(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
+    jobs = {
         "lazy": job,
         "beside none": replace(job, redundancy="none"),
         "beside lazy without the buffer": replace(job, model_args={}),
     }
-    names = [*sides]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    mib: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(num_rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            run = run_bamboo(folder, *timed_flags(replace(sides[name], steps=num_steps)))
-            seconds[name].append(seconds_between_commits(run))
-            mib[name].append(sum(json.loads(run.stdout)["peak_memory_mib"].values()))
+
+    def measured(job: Job) -> tuple[float, float]:
+        run = run_bamboo(folder, *timed_flags(replace(job, steps=num_steps)))
+        return seconds_between_commits(run), sum(json.loads(run.stdout)["peak_memory_mib"].values())
+
+    taken = in_turns({name: partial(measured, each) for name, each in jobs.items()}, num_rounds)
+    lazy, *peers = ((name, [*zip(*figures, strict=True)]) for name, figures in taken.items())
     return [
-        paired_row(case, f"{metric}, {peer}", found["lazy"], found[peer], None)
-        for metric, found in (("step s", seconds), ("peak memory of all MiB", mib))
-        for peer in names[1:]
+        paired_row(case, f"{metric}, {name}", lazy[1][number], figures[number])
+        for number, metric in enumerate(("step s", "peak memory of all MiB"))
+        for name, figures in peers
     ]

@@ -1,8 +1,8 @@
 """Measures the coordinator's store through bamboo's client beside the bare client of the etcd3 package.
 
-Rules: both talk to one private etcd, and take turns call by call; who goes first changes too. The bare client has a
-timeout, as anyone would give it, and none of the rest. A quantile is the median of those of blocks of calls: a burst of
-whatever else the machine does falls into one block, and there on one side more than on the other.
+Rules: both talk to one private etcd, and take turns call by call; the first one changes too. The bare client has a
+timeout and no other safeguard. A quantile is the median over the quantiles of blocks of calls, because a burst of other
+work on the machine falls into one block, and there on one side more than on the other.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NoReturn
 
-from engine.bench.figures.rows import Row
+from engine.bench.figures.rows import Cases, Row, in_turns, ratio_row
 from engine.core.store.kv import Put, Txn, equal
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_calls import ATTEMPT_S, etcd3
@@ -29,8 +31,12 @@ _VALUE = b"v" * 64
 _NUM_WARM_UPS = 50
 _BLOCK = 500
 
-# A call to measure, by the number of its turn; returns its duration in seconds.
-Call = Callable[[int], float]
+Call = Callable[[], float]  # one measured call; returns its duration in seconds
+
+
+def kv_cases(quick: bool) -> Cases:
+    """Returns the only case of `bamboo bench kv`."""
+    return {"kv": partial(bench_kv, 50 if quick else 10_000)}
 
 
 def bench_kv(num_pairs: int, folder: Path) -> list[Row]:
@@ -47,7 +53,7 @@ def bench_kv(num_pairs: int, folder: Path) -> list[Row]:
 
 
 def _end(bare: Any) -> None:
-    """Closes the bare client, whose thread for watches would else end with a traceback, or not at all."""
+    """Closes the bare client; otherwise its thread for watches would end with a traceback, or not at all."""
 
     def leave(*_arguments: Any, **_options: Any) -> NoReturn:
         raise SystemExit
@@ -61,25 +67,30 @@ def _calls(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
     theirs = _ROOT + "theirs"
     steps = bare.transactions
 
-    def our_swap(turn: int) -> None:
-        old, new = (f"{number:064}".encode() for number in (turn, turn + 1))
-        assert kv.transact(Txn((equal("swap", old),), (Put("swap", new),))).succeeded
+    ours_turn, their_turn = count(), count()
 
-    def their_swap(turn: int) -> None:
-        old, new = (f"{number:064}" for number in (turn, turn + 1))
-        assert bare.transaction([steps.value(theirs) == old], [steps.put(theirs, new)], [])[0]
+    def our_swap() -> None:
+        turn = next(ours_turn)
+        assert kv.transact(Txn((equal("swap", _number(turn)),), (Put("swap", _number(turn + 1)),))).succeeded
 
-    rows = _compare(
-        "put", _timed(lambda _: kv.put("ours", _VALUE)), _timed(lambda _: bare.put(theirs, _VALUE)), num_pairs
-    )
-    rows += _compare("get", _timed(lambda _: kv.get("ours")), _timed(lambda _: bare.get(theirs)), num_pairs)
+    def their_swap() -> None:
+        turn = next(their_turn)
+        changes = [steps.put(theirs, _number(turn + 1).decode())]
+        assert bare.transaction([steps.value(theirs) == _number(turn).decode()], changes, [])[0]
+
+    rows = _compare("put", _timed(lambda: kv.put("ours", _VALUE)), _timed(lambda: bare.put(theirs, _VALUE)), num_pairs)
+    rows += _compare("get", _timed(lambda: kv.get("ours")), _timed(lambda: bare.get(theirs)), num_pairs)
     for write, key in ((kv.put, "swap"), (bare.put, theirs)):
-        write(key, f"{0:064}".encode())
+        write(key, _number(0))
     return rows + _compare("transaction", _timed(our_swap), _timed(their_swap), num_pairs)
 
 
+def _number(turn: int) -> bytes:
+    return f"{turn:064}".encode()
+
+
 def _deliveries(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
-    """Measures from just before a put, in another thread, to the event in the hands of the one who waits for it."""
+    """Measures from just before a put, in another thread, to the arrival of its event at the waiting thread."""
     orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     started: queue.SimpleQueue[float] = queue.SimpleQueue()
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -94,13 +105,13 @@ def _deliveries(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
 
-    def ours(turn: int) -> float:
+    def ours() -> float:
         orders.put(_ROOT + "seen")
         while not watch.take():
             select.select([watch], [], [])
         return time.perf_counter() - started.get()
 
-    def peer(turn: int) -> float:
+    def peer() -> float:
         orders.put(_ROOT + "theirs")
         arrived.get()
         return time.perf_counter() - started.get()
@@ -112,32 +123,24 @@ def _deliveries(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
     return rows
 
 
-def _timed(call: Callable[[int], object]) -> Call:
-    def timed(turn: int) -> float:
+def _timed(call: Callable[[], object]) -> Call:
+    def timed() -> float:
         started_s = time.perf_counter()
-        call(turn)
+        call()
         return time.perf_counter() - started_s
 
     return timed
 
 
 def _compare(case: str, ours: Call, peer: Call, num_pairs: int) -> list[Row]:
-    taken: dict[Call, list[float]] = {ours: [], peer: []}
-    for turn in range(_NUM_WARM_UPS + num_pairs):
-        for call in (ours, peer) if turn % 2 else (peer, ours):
-            taken[call].append(call(turn))
-    return _rows(case, taken[ours][_NUM_WARM_UPS:], taken[peer][_NUM_WARM_UPS:])
+    taken = in_turns({"ours": ours, "peer": peer}, _NUM_WARM_UPS + num_pairs)
+    ours_s, peer_s = (each[_NUM_WARM_UPS:] for each in taken.values())
+    return [
+        ratio_row(case, f"p{part} ms", _quantile(ours_s, part) * 1e3, _quantile(peer_s, part) * 1e3, num_pairs, GOAL)
+        for part in (50, 99)
+    ]
 
 
 def _quantile(taken_s: Sequence[float], percent: int) -> float:
     blocks = [taken_s[first : first + _BLOCK] for first in range(0, len(taken_s), _BLOCK)]
     return median(quantiles(block, n=100, method="inclusive")[percent - 1] for block in blocks)
-
-
-def _rows(case: str, ours_s: Sequence[float], peer_s: Sequence[float]) -> list[Row]:
-    rows = []
-    for percent in (50, 99):
-        ours_ms, peer_ms = (_quantile(side, percent) * 1e3 for side in (ours_s, peer_s))
-        ratio = ours_ms / peer_ms
-        rows.append(Row(case, f"p{percent} ms", ours_ms, peer_ms, ratio, GOAL, ratio <= GOAL, len(ours_s)))
-    return rows

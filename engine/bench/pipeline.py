@@ -1,10 +1,8 @@
 """One worker of the pipeline benchmark: it runs our executor and torch's schedule in turns, on the same layers.
 
-A third side, which a dry run learns from, is our executor with the first microbatch alone.
-
 The sides share process, modules, microbatches and the threads of this worker. Each accumulates gradients as in a
-training step; dropping them again, and releasing what was sent, is not timed. All workers of an iteration start at one
-agreed moment, so that nobody's way out of a barrier is timed.
+training step; dropping them again, and releasing the tensors that were sent, is not timed. All workers start an
+iteration at one agreed moment, so that the way out of a barrier is timed on no worker.
 """
 
 from __future__ import annotations
@@ -12,14 +10,15 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import distributed
 
-from engine.bench.figures.rows import Stamps
+from engine.bench.figures.rows import SIDES, Stamps, in_turns
 from engine.bench.figures.schedules import timed_program
 from engine.core.config.job import Job
 from engine.core.program.build import Program
@@ -44,17 +43,17 @@ _NUM_WARM_UP = 2
 
 
 class Side(Protocol):
-    """One of those that take turns."""
+    """One of the two executors that take turns."""
 
-    def run(self, iteration: int) -> None:
+    def run(self) -> None:
         """Runs forwards and backwards of all microbatches."""
 
     def tidy(self) -> None:
-        """Does what is not timed after an iteration."""
+        """Cleans up after an iteration, which is not timed."""
 
 
 class PremadeData:
-    """Microbatches that were made before: neither side is timed at making them."""
+    """Microbatches made in advance, so that their making is timed on neither side."""
 
     def __init__(self, data: Data, num_microbatches: int, size: int):
         self.facts = data.facts
@@ -65,7 +64,7 @@ class PremadeData:
         return self.batches[microbatch]
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns training samples: nothing is learned here."""
+        """Returns training samples, as the benchmark needs no validation."""
         return self.batches[index]
 
 
@@ -77,12 +76,12 @@ class OurSide:
         self.executor = Executor(around)
         self.executor.enter(self.plane, share_of(around.worker, program, ownership, around.borders))
 
-    def run(self, iteration: int) -> None:
+    def run(self) -> None:
         """Runs the program once."""
         self.executor.run_actions()
 
     def tidy(self) -> None:
-        """Drops what was sent, and what belongs to the step."""
+        """Drops the tensors that were sent, and the state of the step."""
         self.plane.reap()
         self.executor.forget_step()
 
@@ -95,28 +94,26 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     recorder = Recorder(events_fd, welcome["worker"])
     joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))
     around = joined.around
-    # Its import takes a second, which only this role owes, and makes temporary files that stay.
+    # The import takes a second, which only this role needs, and leaves temporary files.
     tempfile.tempdir = welcome["temporary"]
     from engine.bench.peers.torch_side import TorchSide, join_default_group
 
     join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["ranks"]))
     job, ownership = around.job, joined.ownership
-    makers: dict[str, Callable[[], Side]] = {
-        "ours": lambda: OurSide(joined, timed_program(job, ownership)),
-        "peer": lambda: TorchSide(around),
-        "lone": lambda: OurSide(joined, timed_program(job, ownership, lone=True)),
-    }
     if SCHEDULES[job.schedule].overlaps:
         register("OVERLAP_F_B", _at_once())
-    sides = {name: makers[name]() for name in welcome["sides"]}
-    _measure(around, sides, welcome["iterations"])
+    sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(around)
+    calls = {name: partial(_run_once, around, side) for name, side in zip(SIDES, sides, strict=True)}
+    taken = in_turns(calls, _NUM_WARM_UP + welcome["iterations"])
+    for name, stamps in ((name, each) for name, figures in taken.items() for each in figures[_NUM_WARM_UP:]):
+        control.send("timed", side=name, **asdict(stamps))
     control.send("finished")
     control.take("bye")
     return os.EX_OK
 
 
 def _at_once() -> Handler:
-    """Returns what runs two that sleep at once: the forward, which is over sooner, in a thread of its own."""
+    """Returns a handler that runs a pair of sleeping actions at once, the shorter forward in a thread of its own."""
     pool = ThreadPoolExecutor(1)
 
     def run(forward: Call, backward: Call) -> None:
@@ -134,33 +131,14 @@ def _form(control: Control, welcome: Message, recorder: Recorder, board: Progres
     return join(control, welcome, job, data, build_model(job, data.facts), recorder, board)
 
 
-def _measure(around: Surroundings, sides: dict[str, Side], num_iterations: int) -> None:
-    """Runs the sides in turns, now one first and now the other; tells the launcher when all is done."""
-    taken: list[tuple[str, Stamps]] = []
-    names = list(sides)
-    for iteration in range(_NUM_WARM_UP + num_iterations):
-        for name in names:
-            taken.append((name, _run_once(around, sides[name], iteration)))
-        names.reverse()
-    for name, stamps in taken[_NUM_WARM_UP * len(sides) :]:
-        around.control.send(
-            "timed",
-            side=name,
-            start_ns=stamps.start_ns,
-            end_ns=stamps.end_ns,
-            forwards_ns=stamps.forwards_ns,
-            backwards_ns=stamps.backwards_ns,
-        )
-
-
-def _run_once(around: Surroundings, side: Side, iteration: int) -> Stamps:
+def _run_once(around: Surroundings, side: Side) -> Stamps:
     for stage in around.replicas.stages.values():
         for layer in stage.layers.values():
             layer.zero_grad()
     timed.forwards_ns.clear()
     timed.backwards_ns.clear()
     start_ns = _common_start()
-    side.run(iteration)
+    side.run()
     end_ns = now_ns()
     side.tidy()
     return Stamps(start_ns, end_ns, tuple(timed.forwards_ns), tuple(timed.backwards_ns))

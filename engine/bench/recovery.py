@@ -1,26 +1,26 @@
-"""The recovery benchmark: SIGKILL at four points of an iteration, the pause in phases, beside what must be redone.
+"""The recovery benchmark: SIGKILL at four points of an iteration, the pause in phases, beside the work to redo.
 
-Rules: every kill is a run of its own, read off its events by the rules that users' runs are read by. The floor of a
-pause is what must be computed again: the victim's backwards of the step, with lazy redundancy its forwards too, both
-from the last microbatch on that was streamed, in the times that its own actions took before. With eager redundancy the
-shadow need not have run all of these forwards yet; with those that it had not when it was stopped, the floor is that of
-what was really redone. To the goal comes the action that the slowest survivor was in when the others were told.
+Rules: every kill has its own run, whose events are read by the same code as those of users' runs. The floor of a pause
+is the time of the actions that must be computed again: the victim's backwards of the step, with lazy redundancy its
+forwards too, both from the last streamed microbatch on. Each action counts with its usual time. With eager redundancy
+the shadow may lack some of these forwards when it is stopped; a second floor adds them. The goal adds the action that
+the slowest survivor was in when the others were told.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from engine.bench.figures.redo import redo_of
-from engine.bench.figures.rows import Row
+from engine.bench.figures.rows import Cases, Row, at_most, in_turns, paired_row, row
 from engine.bench.runs import run_bamboo
 from engine.core.action import Op, parse_action
 from engine.core.checks.recovery_log import recoveries
@@ -28,7 +28,7 @@ from engine.core.checks.recovery_times import PHASES, Recovery
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 
-POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
+_POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
 STEP = 6  # in which the victim dies
 _PAUSE_GOALS = {"median": (0.5, 30.0), "p99": (0.99, 60.0)}  # name -> part of all, ms beyond 1.1 x floor
 _KNOWN_GOAL_MS = 40.0
@@ -67,16 +67,17 @@ class Taken:
     iteration_ms: float  # a usual one before
 
 
-def recovery_cases() -> dict[str, Case]:
-    """Returns the cases by name: timed stages, and real compute."""
+def kill_cases() -> list[Case]:
+    """Returns a case with timed stages and one with real compute."""
     job = Job(steps=STEP + 3, validate_every=0, warmup_steps=0)
-    timed: dict[str, Any] = asdict(job) | {
-        "model": "timed",
-        "model_args": {"layers": 4, "width": _WIDTH},
-        "data_args": {"features": _WIDTH},
-    }
-    cases = [Case("timed P=4 M=8", Job(**timed), 2), Case("gpt P=2 M=8", replace(job, stages=2), 1)]
-    return {case.name: case for case in cases}
+    timed = replace(job, model="timed", model_args={"layers": 4, "width": _WIDTH}, data_args={"features": _WIDTH})
+    return [Case("timed P=4 M=8", timed, 2), Case("gpt P=2 M=8", replace(job, stages=2), 1)]
+
+
+def pause_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench recovery` that have no peer."""
+    sizes = (1, (0.5,)) if quick else (10, _POINTS)
+    return {case.name: partial(bench_pause, case, *sizes) for case in kill_cases()}
 
 
 def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Path) -> list[Row]:
@@ -86,10 +87,7 @@ def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Pat
         WorkerFailedError: a run did not recover.
     """
     cells = [(mode, point) for mode in _MODES for point in points]
-    taken: dict[tuple[str, float], list[Taken]] = {cell: [] for cell in cells}
-    for _ in range(num_kills):
-        for mode, point in cells:
-            taken[mode, point].append(_kill(case, _MODES[mode], point, folder))
+    taken = in_turns({cell: partial(_kill, case, _MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
     rows = []
     for mode in _MODES:
         name = f"{case.name} {mode}"
@@ -100,7 +98,7 @@ def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Pat
 
 
 def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Taken:
-    """Runs a job whose victim dies when it has been back through a part of its microbatches."""
+    """Runs a job whose victim dies after the backwards of a part of its microbatches."""
     num_back = round(point * case.job.microbatches)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         file = Path(name) / "job.yaml"
@@ -123,7 +121,7 @@ def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Ta
 
 
 def _fields(job: Job) -> dict[str, Any]:
-    """Returns what a job file would say, without the folder, which the caller gives."""
+    """Returns the fields of a job file, without the folder and name, which the caller gives."""
     return {name: value for name, value in asdict(job).items() if name not in ("results", "name")}
 
 
@@ -151,18 +149,13 @@ def _pause_rows(case: str, taken: Sequence[Taken], mode: str) -> list[Row]:
     running_ms, rows = median(each.running_ms for each in taken), []
     for floor, floor_ms in floors.items():
         for name, (part, more_ms) in _PAUSE_GOALS.items():
-            pause_ms = _quantile([each.pause_ms for each in taken], part)
+            pause_ms = at_most([each.pause_ms for each in taken], part)
             goal_ms = 1.1 * floor_ms + more_ms + running_ms
-            metric = f"pause ms, {name}; peer: {floor}"
-            rows.append(
-                Row(case, metric, pause_ms, floor_ms, pause_ms / floor_ms, goal_ms, pause_ms <= goal_ms, len(taken))
-            )
+            rows.append(row(case, f"pause ms, {name}; peer: {floor}", pause_ms, floor_ms, len(taken), goal_ms))
     rest_ms = [each.pause_ms - each.phases_ms["detect"] - each.phases_ms.get("regroup", 0.0) for each in taken]
-    share = median(rest / each.iteration_ms for rest, each in zip(rest_ms, taken, strict=True))
-    goal, met = (_SHARE_GOAL, share <= _SHARE_GOAL) if mode == _STREAMED else (None, None)
     metric = "pause less detect and regroup ms, median; peer: iteration"
-    iteration_ms = median(each.iteration_ms for each in taken)
-    return [*rows, Row(case, metric, median(rest_ms), iteration_ms, share, goal, met, len(taken))]
+    goal = _SHARE_GOAL if mode == _STREAMED else None
+    return [*rows, paired_row(case, metric, rest_ms, [each.iteration_ms for each in taken], goal)]
 
 
 def _phase_rows(case: str, taken: Sequence[Taken]) -> list[Row]:
@@ -171,23 +164,7 @@ def _phase_rows(case: str, taken: Sequence[Taken]) -> list[Row]:
     rows = []
     for phase in PHASES:
         phase_ms = median(each.phases_ms.get(phase, 0.0) for each in taken)
-        rows.append(
-            Row(
-                case,
-                f"{phase} ms, median; peer: pause",
-                phase_ms,
-                pause_ms,
-                phase_ms / pause_ms,
-                None,
-                None,
-                len(taken),
-            )
-        )
-    known_ms, goal_ms = _quantile([each.known_ms for each in taken], 0.99), _KNOWN_GOAL_MS
+        rows.append(row(case, f"{phase} ms, median; peer: pause", phase_ms, pause_ms, len(taken)))
+    known_ms = at_most([each.known_ms for each in taken], 0.99)
     metric = "SIGKILL to every survivor told ms, p99; peer: limit"
-    return [*rows, Row(case, metric, known_ms, goal_ms, known_ms / goal_ms, goal_ms, known_ms <= goal_ms, len(taken))]
-
-
-def _quantile(figures: Sequence[float], part: float) -> float:
-    """Returns the smallest figure that `part` of all do not exceed."""
-    return sorted(figures)[math.ceil(part * len(figures)) - 1]
+    return [*rows, row(case, metric, known_ms, _KNOWN_GOAL_MS, len(taken), _KNOWN_GOAL_MS)]

@@ -1,8 +1,8 @@
-"""The redundancy benchmark: whole runs with each redundancy, and with streams, in turns; their steps and their memory.
+"""The redundancy benchmark: step time and memory of whole runs with each redundancy, and with streams, in turns.
 
-Time is measured on stages that sleep, because with more workers than cores real compute would fill the very bubbles
-that redundant forwards are for. Memory is measured on a real model, and predicted: the process without redundancy,
-plus what the memory model says that the tensors of the same program with redundancy take more.
+Time is measured on stages that sleep: with more workers than cores real compute would fill the bubbles that redundant
+forwards use. Memory is measured on a real model, and predicted: the memory of the process without redundancy, plus the
+additional bytes of the tensors of the program with redundancy, as the memory model gives them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.bench.figures.rows import (
-    EAGER_GOAL_OVER_FLOOR,
-    LAZY_GOAL,
-    MEMORY_GOAL,
-    Row,
-    overhead_rows,
-    prediction_row,
-)
+from engine.bench.figures.rows import Cases, Row, in_turns, overhead_rows, prediction_row
 from engine.bench.runs import run_bamboo, run_python, seconds_between_commits
 from engine.core.analysis.memory_model import StageBytes, peak_bytes
 from engine.core.config.job import Job
@@ -29,6 +23,9 @@ from engine.core.ownership import Grid, Redundancy, one_slot_each, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.redundant_forward_pass import overhead_floor
 
+_LAZY_GOAL = 0.01
+_EAGER_GOAL_OVER_FLOOR = 0.02
+_MEMORY_GOAL = 1.05
 MEMORY_CASE = "memory gpt P=4 M=8"
 _GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # fixed: glibc raises it to the size of what it sees freed
 _MODES: tuple[Redundancy, ...] = ("none", "lazy", "eager")
@@ -39,11 +36,11 @@ _IN_TIME: dict[str, dict[str, Any]] = {
 }
 _SHAPES = ((4, 8), (12, 32))  # P, M
 _FORWARD_MS, _BACKWARD_MS = 10, 20
-_WIDTH = 256  # of the timed layers and of what enters them, so that nothing need be widened
+_WIDTH = 256  # of the timed layers and of the data, so that no layer has to widen its input
 
 
-def overhead_cases() -> dict[str, Job]:
-    """Returns the timed cases, name -> job."""
+def overhead_jobs() -> dict[str, Job]:
+    """Returns the jobs of the timed cases by their names."""
     return {
         f"timed P={stages} M={microbatches}": Job(
             model="timed",
@@ -56,31 +53,39 @@ def overhead_cases() -> dict[str, Job]:
     }
 
 
+def redundancy_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench redundancy`."""
+    sizes = (1, 4) if quick else (5, 12)
+    timed: Cases = {name: partial(bench_overhead, name, job, *sizes) for name, job in overhead_jobs().items()}
+    return {**timed, MEMORY_CASE: partial(bench_memory, 1 if quick else 3, quick)}
+
+
 def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
-    """Measures the time of a step of one case with each redundancy, and with streams; every round begins with another.
+    """Measures the time of a step of one case with each redundancy, and with streams.
 
     Raises:
         WorkerFailedError: a run failed.
     """
-    seconds: dict[str, list[float]] = {mode: [] for mode in _IN_TIME}
-    for number in range(num_rounds):
-        first = number % len(_IN_TIME)
-        for mode in [*_IN_TIME][first:] + [*_IN_TIME][:first]:
-            run = run_bamboo(folder, *timed_flags(replace(job, **_IN_TIME[mode], steps=num_steps)))
-            seconds[mode].append(seconds_between_commits(run))
+
+    def measured(mode: str) -> float:
+        run = run_bamboo(folder, *timed_flags(replace(job, **_IN_TIME[mode], steps=num_steps)))
+        return seconds_between_commits(run)
+
+    seconds = in_turns({mode: partial(measured, mode) for mode in _IN_TIME}, num_rounds)
     floor = overhead_floor(job.stages, job.microbatches, _FORWARD_MS, _BACKWARD_MS)
+    goals = {"lazy": (0.0, _LAZY_GOAL), _STREAMED: (0.0, None), "eager": (floor, floor + _EAGER_GOAL_OVER_FLOOR)}
     return [
-        *overhead_rows(f"lazy {case}", seconds["lazy"], seconds["none"], 0.0, LAZY_GOAL),
-        *overhead_rows(f"{_STREAMED} {case}", seconds[_STREAMED], seconds["none"], 0.0, None),
-        *overhead_rows(f"eager {case}", seconds["eager"], seconds["none"], floor, floor + EAGER_GOAL_OVER_FLOOR),
+        each
+        for mode, goal in goals.items()
+        for each in overhead_rows(f"{mode} {case}", seconds[mode], seconds["none"], *goal)
     ]
 
 
-def bench_memory(num_rounds: int, folder: Path, quick: bool = False) -> list[Row]:
+def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[Row]:
     """Measures the peak memory of all workers with each redundancy, and predicts it.
 
-    Once as users have it, where the C allocator keeps much of what was freed, in pieces that fit nothing else; and once
-    with every freed block from 128 KiB on given back, which leaves the tensors, of which alone the model knows.
+    The first measurement is with the usual C allocator, which keeps much of the freed memory in small pieces. The
+    second gives every freed block of at least 128 KiB back, which leaves the tensors that the model counts.
 
     Raises:
         WorkerFailedError: a run failed.
@@ -96,7 +101,7 @@ def bench_memory(num_rounds: int, folder: Path, quick: bool = False) -> list[Row
         for mode in _MODES[1:]:
             found, predicted = median(each[mode] for each in rounds), none + tensors[mode] - tensors["none"]
             case, metric = f"{mode} {MEMORY_CASE}{allocator}", "peak memory / none, beside the model"
-            rows.append(prediction_row(case, metric, found / none, predicted / none, MEMORY_GOAL, num_rounds))
+            rows.append(prediction_row(case, metric, found / none, predicted / none, _MEMORY_GOAL, num_rounds))
     return rows
 
 
@@ -106,7 +111,7 @@ def _measured_bytes(job: Job, mode: Redundancy, folder: Path, variables: Mapping
 
 
 def timed_flags(job: Job) -> list[str]:
-    """Returns the flags of `bamboo run` for a job, with nothing beside the training."""
+    """Returns the flags of `bamboo run` for a job without audit and validation."""
     flags = ["--audit", "0", "--validate-every", "0"]
     for name in ("model", "stages", "microbatches", "redundancy", "log_every", "steps"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(job, name))]
@@ -122,7 +127,7 @@ def _stage_sizes(job: Job, folder: Path) -> list[StageBytes]:
 
 
 def _predicted_bytes(job: Job, mode: Redundancy, sizes: list[StageBytes]) -> int:
-    """Returns the sum of what the tensors of every worker take at its peak."""
+    """Returns the sum over all workers of the peak bytes of their tensors."""
     fresh = one_slot_each(Grid(job.stages, job.microbatches))
     ownership = with_shadows(fresh, mode, 1, fresh.workers())
     program = build_program(job.schedule, ownership, mode)

@@ -1,23 +1,21 @@
-"""Measures the control plane: how soon everybody knows of an exit, a group is formed, and what a private etcd costs.
+"""Measures the control plane: the times to tell all workers of an exit, to form a group and to start a private etcd.
 
-Rules: the workers are real processes; the agent, its loop, the coordinator and etcd are those of a run. Nothing else
-does this, so the second figure of a row is the time that is allowed.
+Rules: the workers are real processes; the agent, its loop, the coordinator and etcd are those of a run. There is no
+peer, so the second figure of a row is a limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.rows import Row
+from engine.bench.figures.rows import Cases, Row, limit_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.history.process_records import ExitRecord, KnownRecord
@@ -28,7 +26,7 @@ from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.session import first_state
+from engine.runtime.agent.session import first_state, join_store
 from engine.runtime.agent.worker_handles import RendezvousStore, close_members, start_members
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
@@ -40,16 +38,23 @@ _RELAY_S = 0.005
 _VERDICT_S = 0.020
 _FORM_S = 0.060
 _ETCD_S = 0.3
-_ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 60.0
 
 Events = list[Record]
+
+
+def coordination_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench coordination`."""
+    return {
+        "relay": partial(bench_relay, 5 if quick else 200),
+        "forming": partial(bench_forming, 3 if quick else 20),
+        "etcd start": partial(bench_etcd_start, 1 if quick else 20),
+    }
 
 
 def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
     """Measures from an exit seen by the agent to the control threads of the 7 workers that are left.
 
-    First each is told the bare fact, then, when the coordinator has written it down, what comes of it.
+    Each is told of the exit at once, and of the verdict when the coordinator has written it.
     """
     with _rounds(8, num_rounds, folder) as rounds:
         taken = [
@@ -58,8 +63,8 @@ def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
     known, told = zip(*taken, strict=True)
     case = "8 workers, one is killed"
     return [
-        _allowed(case, f"exit seen to {what} all, p{100 * part:g} s", figures, part, allowed_s)
-        for what, figures, allowed_s in (("known by", known, _RELAY_S), ("verdict told to", told, _VERDICT_S))
+        limit_row(case, f"exit seen to {end} all, p{100 * part:g} s", figures, part, limit_s)
+        for end, figures, limit_s in (("known by", known, _RELAY_S), ("verdict told to", told, _VERDICT_S))
         for part in (0.5, 0.99)
     ]
 
@@ -68,32 +73,28 @@ def bench_forming(num_rounds: int, folder: Path) -> list[Row]:
     """Measures from the welcome of 4 workers to the moment when the last of them has joined the group."""
     with _rounds(4, num_rounds, folder) as rounds:
         taken = [_forming_s(events) for events in rounds]
-    return [_allowed("4 workers", "welcome to group formed, p95 s", taken, 0.95, _FORM_S)]
+    return [limit_row("4 workers", "welcome to group formed, p95 s", taken, 0.95, _FORM_S)]
 
 
-def bench_etcd_start(num_pairs: int, folder: Path) -> list[Row]:
-    """Measures what a private etcd adds to the time until a run's first process is forked, in processes of their own.
-
-    Raises:
-        WorkerFailedError: one of these processes failed.
-    """
-    added, waited = [], []
-    for pair in range(num_pairs):
-        sides = {private: _start(folder, private) for private in (("1", "") if pair % 2 else ("", "1"))}
-        added.append(sides["1"]["forked_s"] - sides[""]["forked_s"])
-        waited.append(sides["1"]["joined_s"])
-    case = "start of a run"
+def bench_etcd_start(num_times: int, folder: Path) -> list[Row]:
+    """Measures from the start of a private etcd to the moment when a run has won its role there."""
+    taken = [_etcd_start_s(folder) for _ in range(num_times)]
     return [
-        _allowed(case, "added by a private etcd, p50 s", added, 0.5, _ETCD_S),
-        _allowed(case, "added by a private etcd, p95 s", added, 0.95, _ETCD_S),
-        _allowed(case, "etcd started to role won, p95 s", waited, 0.95, _ETCD_S),
+        limit_row("start of a run", f"etcd started to role won, p{100 * part:g} s", taken, part, _ETCD_S)
+        for part in (0.5, 0.95)
     ]
 
 
-def _allowed(case: str, metric: str, taken: Sequence[float], part: float, allowed_s: float) -> Row:
-    """Returns a row for the smallest figure that `part` of all do not exceed."""
-    figure = sorted(taken)[math.ceil(part * len(taken)) - 1]
-    return Row(case, metric, figure, allowed_s, figure / allowed_s, 1.0, figure <= allowed_s, len(taken))
+def _etcd_start_s(folder: Path) -> float:
+    job = Job()
+    with contextlib.ExitStack() as stack:
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        events_fd = open_events(own / "events.jsonl")
+        stack.callback(os.close, events_fd)
+        since_ns = now_ns()
+        state = first_state(job, one_slot_each(Grid(job.stages, job.microbatches)))
+        join_store(stack, None, "bench", own, state, Recorder(events_fd, AGENT))
+        return (now_ns() - since_ns) / 1e9
 
 
 @contextlib.contextmanager
@@ -130,7 +131,7 @@ def _round(
     store: RendezvousStore,
     interrupts: Interrupts,
 ) -> Agent:
-    """Starts workers, of whom one ends itself; serves them until all have ended."""
+    """Starts workers, one of which ends itself; serves them until all have ended."""
     job = Job(model="mlp", stages=num_workers, redundancy="none")  # so that a verdict is the end at once
     ownership = one_slot_each(Grid(job.stages, job.microbatches))
     with contextlib.ExitStack() as stack:
@@ -179,15 +180,3 @@ def _marks_ns(events: Events, phase: str) -> list[int]:
 def _forming_s(events: Events) -> float:
     (welcomed_ns,) = _marks_ns(events, "welcomed")
     return (max(_marks_ns(events, "formed")) - welcomed_ns) / 1e9
-
-
-def _start(folder: Path, private: str) -> dict[str, float]:
-    """Runs the beginning of a session in a process of its own and returns its times."""
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        command = [sys.executable, "-m", "engine.bench.start", own, private]
-        environment = os.environ | {"PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise WorkerFailedError(f"the start of a session failed:\n{done.stderr}")
-    times: dict[str, float] = json.loads(done.stdout)
-    return times

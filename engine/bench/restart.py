@@ -1,10 +1,10 @@
 """The recovery benchmark beside its peers: torchrun's restart from a checkpoint, and torchft, where it is installed.
 
-The sides take turns. What a kill adds is, on each side, what the step it falls into took beyond a usual one; beside
-torchrun's stands our pause too, after which training goes on, if slower until that step is committed. torchrun's
-workers do the same training in the same cut, and save a checkpoint at every step. torchft has three whole replicas of
-the model; it throws a step away where bamboo redoes one stage of it, and goes on with fewer samples in each step: its
-usual step is one of those after the kill, which have the same replicas.
+The sides take turns. The time that a kill adds is, on each side, the time of the step of the kill beyond a usual one.
+Our pause is compared with torchrun's as well: training goes on after it, though slower until that step is committed.
+torchrun's workers do the same training in the same cut, and save a checkpoint at every step. torchft has three whole
+replicas of the model. It discards the step, where bamboo redoes one stage of it, and goes on with fewer samples in each
+step. Its usual step is one after the kill, which has the same replicas.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
-from engine.bench.figures.rows import Row, paired_row
-from engine.bench.recovery import STEP, only
-from engine.bench.runs import in_turns, run_bamboo, run_python
+from engine.bench.figures.rows import Cases, Row, in_turns, paired_row, ratio_row, row
+from engine.bench.recovery import STEP, only, pause_cases
+from engine.bench.runs import run_bamboo, run_python
 from engine.core.checks.recovery_log import recoveries
 from engine.core.config.job import Job
 
@@ -30,53 +31,40 @@ _EXTRA_GOAL = 1 / 15
 _METRIC = "time beyond a usual step s; peer: "
 
 
-def has_torchft() -> bool:
-    """Returns whether torchft can be measured here."""
-    return find_spec("torchft") is not None
+def recovery_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench recovery`; torchft is one of them where it is installed."""
+    peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if find_spec("torchft") else {})
+    return {**pause_cases(quick), **{name: partial(peer, 1 if quick else 5) for name, peer in peers.items()}}
 
 
 def bench_restart(num_pairs: int, folder: Path) -> list[Row]:
-    """Measures our pause, and what a kill adds to its step, against torchrun's restart from a checkpoint of every step.
+    """Measures our pause, and the time that a kill adds to its step, against torchrun's restart from a checkpoint.
 
     Raises:
         WorkerFailedError: a run of either side did not recover.
     """
     job = Job(steps=STEP + 3, validate_every=0)
-    attempts: list[int] = []
-    pauses_s: list[float] = []
-
-    def bamboo() -> float:
-        extra_s, pause_s = _killed_bamboo(job, folder)
-        pauses_s.append(pause_s)
-        return extra_s
-
-    def torchrun() -> float:
-        extra_s, restarts = _restart_torchrun(job, folder)
-        attempts.append(restarts)
-        return extra_s
-
-    ours, peer = in_turns(bamboo, torchrun, num_pairs)
-    case, restarts = f"gpt, {job.stages} workers, one killed", median(attempts)
-    pause_s, peer_s = mean(pauses_s), mean(peer)
-    share = pause_s / peer_s
+    sides = {"ours": partial(_killed_bamboo, job, folder), "peer": partial(_restart_torchrun, job, folder)}
+    ours, peer = in_turns(sides, num_pairs).values()
+    (extra_s, pauses_s), (peer_s, attempts) = zip(*ours, strict=True), zip(*peer, strict=True)
+    case = f"gpt, {job.stages} workers, one killed"
     return [
-        Row(
-            case, "pause s, mean; peer: torchrun", pause_s, peer_s, share, _PAUSE_GOAL, share <= _PAUSE_GOAL, num_pairs
-        ),
-        paired_row(case, f"{_METRIC}torchrun", ours, peer, _EXTRA_GOAL),
-        Row(case, "attempts to go on; peer: torchrun's restarts", 1.0, restarts, 1.0 / restarts, None, None, num_pairs),
+        ratio_row(case, "pause s, mean; peer: torchrun", mean(pauses_s), mean(peer_s), num_pairs, _PAUSE_GOAL),
+        paired_row(case, f"{_METRIC}torchrun", extra_s, peer_s, _EXTRA_GOAL),
+        row(case, "attempts to go on; peer: torchrun's restarts", 1.0, median(attempts), num_pairs),
     ]
 
 
 def bench_torchft(num_pairs: int, folder: Path) -> list[Row]:
-    """Measures what a kill adds to the step it falls into, against a replica of torchft that is killed.
+    """Measures the time that a kill adds to its step, against a replica of torchft that is killed.
 
     Raises:
         WorkerFailedError: a run of either side did not recover.
     """
     job = Job(steps=STEP + 5, validate_every=0)
-    ours, peer = in_turns(lambda: _killed_bamboo(job, folder)[0], lambda: _killed_torchft(job, folder), num_pairs)
-    return [paired_row(f"gpt, {job.stages} workers, one killed", f"{_METRIC}torchft", ours, peer, None)]
+    sides = {"ours": lambda: _killed_bamboo(job, folder)[0], "peer": lambda: _killed_torchft(job, folder)}
+    ours, peer = in_turns(sides, num_pairs).values()
+    return [paired_row(f"gpt, {job.stages} workers, one killed", f"{_METRIC}torchft", ours, peer)]
 
 
 def _killed_bamboo(job: Job, folder: Path) -> tuple[float, float]:
@@ -87,7 +75,7 @@ def _killed_bamboo(job: Job, folder: Path) -> tuple[float, float]:
     return found.gap_ns / 1e9, found.pause_ns / 1e9
 
 
-def _restart_torchrun(job: Job, folder: Path) -> tuple[float, int]:
+def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
     """Returns the seconds that the kill added to the step of torchrun's workers, and how often they were restarted."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}", "--max-restarts=9"]

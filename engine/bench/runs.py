@@ -1,4 +1,4 @@
-"""Benchmarks of whole runs, each a process of its own: the launch beside torchrun's, and what the audit costs.
+"""Benchmarks of whole runs, each in a process of its own: the launch beside torchrun's, and the cost of the audit.
 
 The runs of both sides take turns. They see no job file of the user's, and none of the variables that describe a job.
 """
@@ -12,59 +12,52 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.bench.figures.rows import AUDIT_GOAL, LAUNCH_GOAL, Row, paired_row
+from engine.bench.figures.rows import Cases, Row, in_turns, paired_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 
+_LAUNCH_GOAL = 1 / 3
+_AUDIT_GOAL = 1.02
+_AUDIT_CASE = "gpt, --audit 1 beside --audit 0"
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 120.0
 _GRACE_S = 10.0
 
 
-def bench_launch(num_pairs: int, folder: Path) -> list[Row]:
-    """Measures from the command to the end of the first optimizer step, against torchrun with the same model.
-
-    Raises:
-        WorkerFailedError: a run of either side failed.
-    """
-    ours, peer = in_turns(lambda: _launch_ours(folder), lambda: _launch_torchrun(folder), num_pairs)
-    return [paired_row(f"gpt, {Job().stages} workers", "command to first step s", ours, peer, LAUNCH_GOAL)]
+def launch_cases(quick: bool) -> Cases:
+    """Returns the only case of `bamboo bench launch`."""
+    return {f"gpt, {Job().stages} workers": partial(_bench_launch, 1 if quick else 7)}
 
 
-def bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
-    """Measures the time between commits with an audit of every step, against that without any.
-
-    Raises:
-        WorkerFailedError: a run failed.
-    """
-    flags = ("--steps", str(num_steps))
-    ours, peer = in_turns(
-        lambda: seconds_between_commits(run_bamboo(folder, "--audit", "1", *flags)),
-        lambda: seconds_between_commits(run_bamboo(folder, "--audit", "0", *flags)),
-        num_pairs,
-    )
-    return [paired_row("gpt, --audit 1 beside --audit 0", "time between commits s", ours, peer, AUDIT_GOAL)]
+def _bench_launch(num_pairs: int, folder: Path) -> list[Row]:
+    sides = {"ours": partial(_launch_ours, folder), "peer": partial(_launch_torchrun, folder)}
+    ours, peer = in_turns(sides, num_pairs).values()
+    return [paired_row(f"gpt, {Job().stages} workers", "command to first step s", ours, peer, _LAUNCH_GOAL)]
 
 
-def in_turns(ours: Callable[[], float], peer: Callable[[], float], num_pairs: int) -> tuple[list[float], list[float]]:
-    """Returns the figures of both sides, pair by pair; every other pair begins with the peer."""
-    figures: tuple[list[float], list[float]] = ([], [])
-    for pair in range(num_pairs):
-        for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            figures[side].append((ours, peer)[side]())
-    return figures
+def audit_cases(quick: bool) -> Cases:
+    """Returns the only case of `bamboo bench audit`."""
+    return {_AUDIT_CASE: partial(_bench_audit, *((1, 4) if quick else (5, 80)))}
+
+
+def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
+    def seconds(audit: str) -> float:
+        return seconds_between_commits(run_bamboo(folder, "--audit", audit, "--steps", str(num_steps)))
+
+    ours, peer = in_turns({audit: partial(seconds, audit) for audit in ("1", "0")}, num_pairs).values()
+    return [paired_row(_AUDIT_CASE, "time between commits s", ours, peer, _AUDIT_GOAL)]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one child: when it was started, what it wrote to stdout, and its events if it was ours."""
+    """One child that has ended: the time of its start, its stdout, and its events if it was a run of bamboo."""
 
     started_ns: int
     stdout: str
@@ -96,7 +89,7 @@ def seconds_between_commits(run: Run) -> float:
 
 
 def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
-    """Runs `bamboo run` with some arguments in `folder` and returns what it wrote; its run folder is gone then.
+    """Runs `bamboo run` with some arguments in `folder` and returns its output; its run folder is then gone.
 
     `variables` are set in its environment.
 

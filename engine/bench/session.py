@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.costs import Done, Iteration, lasting, predicted_seconds
-from engine.bench.figures.rows import Row, Stamps, pipeline_rows, schedule_rows, seconds_taken
-from engine.bench.figures.schedules import peer_name, predicted_by_sleeps, timed_job, timed_program
-from engine.core.action import parse_action
+from engine.bench.figures.rows import SIDES, Cases, Row, Stamps, pipeline_rows
+from engine.bench.figures.schedules import REMARKS, schedule_job, timed_job
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.errors import WorkerFailedError
@@ -27,23 +24,29 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events
 from engine.runtime.process.children import ForkServer
 
-SIDES = ("ours", "peer")
-_EVENTS = "events.jsonl"
+_PLAIN = ("1f1b", "gpipe")  # one stage per worker: their ideal time is known
 _SHAPES = ((4, 8), (8, 16), (4, 32))  # P, M
 _BLOCKS: Args = {"width": 256, "depth": 6}
 
-Taken = dict[str, list[tuple[Stamps, ...]]]  # side -> its iterations, each with the stamps of every worker
+
+def pipeline_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench pipeline`: each schedule on sleeping stages, 1f1b and gpipe on a model too."""
+    return {name: partial(bench_pipeline, name, job, 3 if quick else 20) for name, job in pipeline_jobs().items()}
 
 
 def pipeline_jobs() -> dict[str, Job]:
-    """Returns the cases, name -> job: timed stages in several shapes and real compute, each under both schedules."""
+    """Returns the jobs by the names of their cases."""
     jobs = {}
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in _PLAIN:
         for stages, microbatches in _SHAPES:
             jobs[f"{schedule} timed P={stages} M={microbatches}"] = timed_job(schedule, stages, microbatches)
         jobs[f"{schedule} gpt P=2 M=8"] = Job(
             model="gpt", model_args=_BLOCKS, stages=2, schedule=schedule, redundancy="none"
         )
+    for schedule in (name for name in SCHEDULES if name not in _PLAIN):
+        job = schedule_job(schedule)
+        v = job.stages_per_worker
+        jobs[f"{schedule} timed P={job.stages // v} V={v} M={job.microbatches}"] = job
     return jobs
 
 
@@ -54,55 +57,17 @@ def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> li
         WorkerFailedError: a worker ended before it had finished.
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        taken = _measure(job, num_iterations, Path(name), SIDES)
-    return pipeline_rows(case, *(taken[side] for side in SIDES))
+        ours, peer = _measure(job, num_iterations, Path(name))
+    has_ideal = job.model == "timed" and job.schedule in _PLAIN
+    return pipeline_rows(case, ours, peer, REMARKS.get(job.schedule, ""), has_ideal)
 
 
-def bench_schedule(case: str, job: Job, num_iterations: int, folder: Path) -> list[Row]:
-    """Measures one schedule as `bench_pipeline` does; returns its rows beside two dry runs and torch's schedule."""
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        taken = _measure(job, num_iterations, Path(name), (*SIDES, "lone"))
-        done = _all_done(Path(name))
-    ours = taken["ours"]
-    judged, lone = ([_done_within(done, workers) for workers in taken[side]] for side in ("ours", "lone"))
-    ownership = fresh_ownership(job)
-    program, overlaps = timed_program(job, ownership), SCHEDULES[job.schedule].overlaps
-    return schedule_rows(
-        case,
-        [seconds_taken(workers) for workers in ours],
-        [predicted_seconds(program, ownership, *both, overlaps) for both in zip(judged, lone, strict=True)],
-        [predicted_by_sleeps(program, ownership, workers, overlaps) for workers in ours],
-        peer_name(job.schedule),
-        [seconds_taken(workers) for workers in taken["peer"]],
-        has_goal=not overlaps,
-    )
-
-
-def _all_done(folder: Path) -> dict[int, list[Done]]:
-    """Returns all that our executor ran on each worker, in order of the ends."""
-    done: dict[int, list[Done]] = {}
-    for line in (folder / _EVENTS).read_text().splitlines():
-        record = json.loads(line)
-        if record["event"] == "action":
-            each = Done(parse_action(record["action"]), record["start_ns"], record["end_ns"])
-            done.setdefault(record["worker"], []).append(each)
-    return done
-
-
-def _done_within(done: Mapping[int, Sequence[Done]], workers: Sequence[Stamps]) -> Iteration:
-    """Returns what was done in one iteration."""
-    return {
-        worker: lasting([each for each in done[worker] if start_ns <= each.start_ns < end_ns], end_ns)
-        for worker, (start_ns, end_ns) in enumerate((stamps.start_ns, stamps.end_ns) for stamps in workers)
-    }
-
-
-def _measure(job: Job, num_iterations: int, folder: Path, sides: Sequence[str]) -> Taken:
-    """Returns what each side took, iteration by iteration."""
+def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Stamps, ...]]]:
+    """Returns for each side its iterations, each with the stamps of every worker."""
     ownership = fresh_ownership(job)
     num_workers = len(ownership.workers())
     with contextlib.ExitStack() as stack:
-        events_fd = open_events(folder / _EVENTS)
+        events_fd = open_events(folder / "events.jsonl")
         stack.callback(os.close, events_fd)
         server = stack.enter_context(ForkServer())
         board = ProgressBoard.create(num_workers)
@@ -122,13 +87,12 @@ def _measure(job: Job, num_iterations: int, folder: Path, sides: Sequence[str]) 
                 ranks=ownership.workers(),
                 num_lines=num_workers,
                 store_port=store.port,
-                sides=sides,
                 iterations=num_iterations,
                 temporary=str(folder),
             )
-        taken = _gather(members, sides)
+        taken = _gather(members)
         _send_all(members, "bye")
-    return {side: list(zip(*(taken[side, worker] for worker in members), strict=True)) for side in sides}
+    return [list(zip(*(taken[side, worker] for worker in members), strict=True)) for side in SIDES]
 
 
 def _send_all(members: dict[int, Member], kind: str, **fields: Any) -> None:
@@ -136,9 +100,9 @@ def _send_all(members: dict[int, Member], kind: str, **fields: Any) -> None:
         member.link.send(kind, **fields)
 
 
-def _gather(members: dict[int, Member], sides: Sequence[str]) -> dict[tuple[str, int], list[Stamps]]:
-    """Serves the workers as the agent would, until all have told their stamps; returns those of (side, worker)."""
-    taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in sides for worker in members}
+def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
+    """Serves the workers as the agent would, until all have sent their stamps; returns those of (side, worker)."""
+    taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
     working = set(members)
     with selectors.DefaultSelector() as selector:
         for member in members.values():

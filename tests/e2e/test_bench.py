@@ -58,20 +58,10 @@ def test_pipeline_with_real_compute(launch: Launch) -> None:
     assert "time / ideal" not in [row["metric"] for row in rows]
 
 
-def test_schedules(launch: Launch) -> None:
-    rows = rows_of(launch, "schedules", "--case", "zbv")
-    assert [row["metric"].split(", ")[1] for row in rows[:3]] == [
-        "beside its dry run",
-        "beside its dry run of sleeps alone",
-        "beside torch's ScheduleZBVZeroBubble",
-    ]
-    assert [row["goal"] for row in rows] == [1.02, None, None, 1.0, None]
-
-
-def test_schedules_with_pairs(launch: Launch) -> None:
-    rows = rows_of(launch, "schedules", "--case", "overlapped")
-    assert rows[2]["metric"].endswith("torch's ScheduleDualPipeV, which runs pairs one after the other")
-    assert [row["goal"] for row in rows] == [1.02, None, None, None, None]
+def test_pipeline_of_other_schedules(launch: Launch) -> None:
+    rows = rows_of(launch, "pipeline", "--case", "overlapped")
+    assert rows[0]["metric"] == "iteration s, torch's with pairs one after the other"
+    assert [row["goal"] for row in rows] == [None, 1.0, None]
 
 
 def test_launch(launch: Launch) -> None:
@@ -82,12 +72,6 @@ def test_launch(launch: Launch) -> None:
 def test_audit(launch: Launch) -> None:
     (row,) = rows_of(launch, "audit")
     assert (row["goal"], row["n"]) == (1.02, 1)
-
-
-def test_recording(launch: Launch) -> None:
-    step, low_end, records = rows_of(launch, "recording", "--case", "gpt")
-    assert (low_end["goal"], step["n"]) == (1.01, 2)
-    assert (records["goal"], records["peer"]) == (0.01, step["peer"])
 
 
 def test_redundancy_in_time(launch: Launch) -> None:
@@ -172,18 +156,6 @@ def test_an_interrupted_benchmark_of_the_store_leaves_nothing(launch: Launch) ->
     assert "Traceback" not in done.stderr
     assert launcher.leftovers() == []
     assert list((launcher.folder / "results" / "bench").iterdir()) == []
-
-
-def test_matrix(launch: Launch) -> None:
-    rows = rows_of(launch, "matrix")
-    assert [row["metric"] for row in rows] == ["s per case, beside one alone", "s in its lane, beside one alone"]
-    assert {row["n"] for row in rows} == {6}
-    assert [row["goal"] for row in rows] == [3.0, None]
-
-
-def test_programs(launch: Launch) -> None:
-    rows = rows_of(launch, "programs")
-    assert [row["metric"] for row in rows] == ["make and verify s; peer: limit", "plan s; peer: limit"]
 
 
 def test_handover(launch: Launch) -> None:

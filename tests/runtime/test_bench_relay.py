@@ -8,7 +8,6 @@ import pytest
 
 from engine.bench.relay import (
     Events,
-    _allowed,
     _known_ns,
     _marks_ns,
     _relay_s,
@@ -18,13 +17,6 @@ from engine.bench.relay import (
 )
 from engine.core.errors import WorkerFailedError
 from tests.core.made_records import made
-
-
-def test_a_figure_is_one_that_so_many_do_not_exceed() -> None:
-    taken = [each / 1000 for each in range(200, 0, -1)]
-    row = _allowed("case", "p99 s", taken, 0.99, 0.1)
-    assert (row.ours, row.peer, row.met, row.n) == (0.198, 0.1, False, 200)
-    assert _allowed("case", "p50 s", taken, 0.5, 0.1).met
 
 
 def test_the_last_one_to_learn_counts_and_everyone_must() -> None:
@@ -41,6 +33,6 @@ def test_the_last_one_to_learn_counts_and_everyone_must() -> None:
 
 def test_all_of_them_run_and_leave_their_folder_empty(tmp_path: Path) -> None:
     rows = bench_relay(2, tmp_path) + bench_forming(1, tmp_path) + bench_etcd_start(1, tmp_path)
-    assert [row.n for row in rows] == [2, 2, 2, 2, 1, 1, 1, 1]
-    assert all(0 < row.ours < 5 for row in rows if "added" not in row.metric)
+    assert [row.n for row in rows] == [2, 2, 2, 2, 1, 1, 1]
+    assert all(0 < row.ours < 5 for row in rows)
     assert list(tmp_path.iterdir()) == []

@@ -1,25 +1,25 @@
-"""What a benchmark says: one row per case and metric, ours beside the peer's, and whether the goal is met.
+"""The rows of a benchmark: one per case and metric, with our figure, the peer's and the verdict on the goal.
 
-Rules: every measurement of ours has its partner of the peer's, taken next to it, so that what the machine does to one
-it does to both; ratios are medians over pairs. Ours is better the smaller it is, in every metric. A row without a
-goal has no verdict.
+Rules: each measurement of ours is taken next to one of the peer's, so that load on the machine affects both; ratios are
+medians over these pairs. In every metric the smaller figure is the better one. A row without a goal has no verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from statistics import median
-
-from engine.bench.figures.interval import median_interval
+from typing import TypeVar
 
 PIPELINE_GOAL_OF_IDEAL = 1.02
-SCHEDULE_GOAL_OF_PREDICTION = 1.02
-LAUNCH_GOAL = 1 / 3
-AUDIT_GOAL = 1.02
-LAZY_GOAL = 0.01
-EAGER_GOAL_OVER_FLOOR = 0.02
-MEMORY_GOAL = 1.05
+SIDES = ("ours", "peer")  # of the pipeline benchmark
+_NUM_RESAMPLES = 1000
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Row:
 
 
 COLUMNS = tuple(each.name for each in fields(Row))
+Cases = Mapping[str, Callable[[Path], Sequence[Row]]]  # name -> measurement, which may use a folder that lasts longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,87 +64,99 @@ def seconds_taken(workers: Sequence[Stamps]) -> float:
     return (max(each.end_ns for each in workers) - min(each.start_ns for each in workers)) / 1e9
 
 
-def mean_sleeps(workers: Sequence[Stamps]) -> tuple[float, float]:
-    """Returns the seconds that a forward and a backward of a timed layer took on average in one iteration."""
-    num_forwards = sum(len(stamps.forwards_ns) for stamps in workers)
-    forwards_ns = sum(sum(stamps.forwards_ns) for stamps in workers)
-    backwards_ns = sum(sum(stamps.backwards_ns) for stamps in workers)
-    return forwards_ns / num_forwards / 1e9, backwards_ns / num_forwards / 1e9
-
-
 def ideal_seconds(workers: Sequence[Stamps]) -> float:
     """Returns (M + P - 1)(F + B), with F and B as the timed layers of this iteration took on average."""
-    num_microbatches = len(workers[0].forwards_ns)
-    return (num_microbatches + len(workers) - 1) * sum(mean_sleeps(workers))
+    num_forwards = sum(len(each.forwards_ns) for each in workers)
+    slept_ns = sum(sum(each.forwards_ns) + sum(each.backwards_ns) for each in workers)
+    return (len(workers[0].forwards_ns) + len(workers) - 1) * slept_ns / num_forwards / 1e9
 
 
-def pipeline_rows(case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Sequence[Stamps]]) -> list[Row]:
-    """Returns the rows of one case from its iterations, each with the stamps of every worker."""
+def in_turns(sides: Mapping[K, Callable[[], T]], num_rounds: int) -> dict[K, list[T]]:
+    """Returns the measurements of each side, round by round; each round begins with another side."""
+    taken: dict[K, list[T]] = {name: [] for name in sides}
+    names = [*sides]
+    for _ in range(num_rounds):
+        for name in names:
+            taken[name].append(sides[name]())
+        names = [*names[1:], names[0]]
+    return taken
+
+
+def at_most(figures: Sequence[float], part: float) -> float:
+    """Returns the smallest figure that `part` of all do not exceed."""
+    return sorted(figures)[math.ceil(part * len(figures)) - 1]
+
+
+def row(case: str, metric: str, ours: float, peer: float, n: int, goal: float | None = None) -> Row:
+    """Returns one row whose goal, if it has one, is for our figure."""
+    return Row(case, metric, ours, peer, ours / peer, goal, None if goal is None else ours <= goal, n)
+
+
+def ratio_row(case: str, metric: str, ours: float, peer: float, n: int, goal: float) -> Row:
+    """Returns one row whose goal is for the ratio of its two figures."""
+    return Row(case, metric, ours, peer, ours / peer, goal, ours / peer <= goal, n)
+
+
+def limit_row(case: str, metric: str, figures: Sequence[float], part: float, limit: float) -> Row:
+    """Returns one row that compares the smallest figure that `part` of all do not exceed with its limit."""
+    return ratio_row(case, metric, at_most(figures, part), limit, len(figures), 1.0)
+
+
+def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float | None = None) -> Row:
+    """Returns one row whose goal, if it has one, is for the median ratio of the pairs."""
+    ratio = median(_ratios(ours, peer))
+    met = None if goal is None else ratio <= goal
+    return Row(case, metric, median(ours), median(peer), ratio, goal, met, len(ours))
+
+
+def pipeline_rows(
+    case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Sequence[Stamps]], remark: str, has_ideal: bool
+) -> list[Row]:
+    """Returns the rows of one case from its iterations, each with the stamps of every worker.
+
+    A `remark` says in what torch's schedule differs from ours.
+    """
     rows = []
-    if ours[0][0].forwards_ns:
+    if has_ideal:
         of_ideal, peers_of_ideal = (
             median(seconds_taken(workers) / ideal_seconds(workers) for workers in side) for side in (ours, peer)
         )
-        goal = PIPELINE_GOAL_OF_IDEAL
-        ratio = of_ideal / peers_of_ideal
-        rows.append(Row(case, "time / ideal", of_ideal, peers_of_ideal, ratio, goal, of_ideal <= goal, len(ours)))
+        rows.append(row(case, "time / ideal", of_ideal, peers_of_ideal, len(ours), PIPELINE_GOAL_OF_IDEAL))
     ours_s, peer_s = ([seconds_taken(workers) for workers in side] for side in (ours, peer))
-    return rows + _with_interval(case, "iteration s", ours_s, peer_s)
-
-
-def schedule_rows(
-    case: str,
-    ours: Sequence[float],
-    predicted: Sequence[float],
-    of_sleeps: Sequence[float],
-    peer_name: str,
-    peer: Sequence[float],
-    has_goal: bool = True,
-) -> list[Row]:
-    """Returns the rows of one schedule from the seconds of its iterations, and those that two dry runs give each.
-
-    `has_goal` says whether ours must not be slower than the peer's.
-    """
+    middle, low, high = median_interval(_ratios(ours_s, peer_s))
+    figures, metric = (median(ours_s), median(peer_s)), f"iteration s{remark}"
     return [
-        paired_row(case, "iteration s, beside its dry run", ours, predicted, SCHEDULE_GOAL_OF_PREDICTION),
-        paired_row(case, "iteration s, beside its dry run of sleeps alone", ours, of_sleeps, None),
-        *_with_interval(case, f"iteration s, beside {peer_name}", ours, peer, has_goal),
+        *rows,
+        Row(case, metric, *figures, middle, None, None, len(ours)),
+        Row(case, f"{metric}, low end of 95 %", *figures, low, 1.0, low <= 1.0, len(ours)),
+        Row(case, f"{metric}, high end of 95 %", *figures, high, None, None, len(ours)),
     ]
 
 
-def _with_interval(
-    case: str, metric: str, ours: Sequence[float], peer: Sequence[float], has_goal: bool = True
-) -> list[Row]:
-    """Returns a row for the median ratio and one for each end of its interval; not slower: the low end is <= 1."""
-    interval = median_interval([one / other for one, other in zip(ours, peer, strict=True)])
-    goal, met = (1.0, interval.low <= 1.0) if has_goal else (None, None)
-    middle = (case, metric, median(ours), median(peer), interval.median, None, None, len(ours))
-    low = (case, f"{metric}, low end of 95 %", median(ours), median(peer), interval.low, goal, met)
-    high = (case, f"{metric}, high end of 95 %", median(ours), median(peer), interval.high, None, None)
-    return [Row(*middle), Row(*low, len(ours)), Row(*high, len(ours))]
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median, and the low and high end of its 95 % bootstrap interval.
 
-
-def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float | None) -> Row:
-    """Returns one row whose goal, if it has one, is for the median ratio of the pairs."""
-    ratio = median(one / other for one, other in zip(ours, peer, strict=True))
-    return Row(
-        case, metric, median(ours), median(peer), ratio, goal, None if goal is None else ratio <= goal, len(ours)
-    )
+    The interval is a percentile interval (Efron, The Annals of Statistics 7, 1979). The resamples are drawn with a
+    fixed seed, so that the same measurements always give the same interval.
+    """
+    chosen = random.Random(0)  # noqa: S311 - resampling needs no secret
+    medians = sorted(median(chosen.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
+    num_outside = round(_NUM_RESAMPLES * 0.05 / 2)
+    return median(values), medians[num_outside], medians[-1 - num_outside]
 
 
 def overhead_rows(
     case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float | None
 ) -> list[Row]:
-    """Returns the time of a step beside that without redundancy, and their ratio beside the least that it can be.
+    """Returns the time of a step beside that without redundancy, and their ratio beside its theoretical minimum.
 
     `floor` and `goal`, where there is one, are shares of the time without redundancy.
     """
-    share = median(one / other for one, other in zip(ours, none, strict=True))
-    least, most = 1 + floor, None if goal is None else 1 + goal
-    met = None if most is None else share <= most
+    beside_none = paired_row(case, "step s, beside none", ours, none)
+    most = None if goal is None else 1 + goal
     return [
-        Row(case, "step s, beside none", median(ours), median(none), share, None, None, len(ours)),
-        Row(case, "time / none, beside the floor", share, least, share / least, most, met, len(ours)),
+        beside_none,
+        row(case, "time / none, beside the floor", beside_none.ratio, 1 + floor, len(ours), most),
     ]
 
 
@@ -151,3 +164,7 @@ def prediction_row(case: str, metric: str, found: float, predicted: float, goal:
     """Returns a figure beside its prediction; the goal is for their ratio, whichever of them is the larger."""
     ratio = found / predicted
     return Row(case, metric, found, predicted, ratio, goal, max(ratio, 1 / ratio) <= goal, n)
+
+
+def _ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(ours, peer, strict=True)]

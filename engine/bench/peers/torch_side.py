@@ -57,7 +57,7 @@ class TorchSide:
         layers = {index: stage.layers.values() for (_, index), stage in stages.items()}
         self.pipeline = TorchPipeline(job, next(iter(stages.values())).model, layers, batches)
 
-    def run(self, iteration: int) -> None:
+    def run(self) -> None:
         """Runs the schedule once on the whole batch."""
         self.pipeline.run_step()
 

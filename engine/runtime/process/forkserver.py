@@ -32,10 +32,9 @@ ROLES = {
     "worker": ("engine.runtime.worker.worker", "main"),
     "store": ("engine.runtime.transport.rendezvous", "main"),
     "bench-pipeline": ("engine.bench.pipeline", "main"),
-    "bench-recording": ("engine.bench.recording", "main"),
     "bench-relay": ("engine.bench.peers.relay_worker", "main"),
 }
-TAKES_NOTICE = ("worker", "bench-recording")  # roles that block SIGTERM: a thread takes it as a notice
+TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a notice
 PRELOAD = ("engine.runtime.worker.worker", "engine.runtime.transport.rendezvous")
 
 
