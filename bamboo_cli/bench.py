@@ -64,7 +64,7 @@ def audit(quick: bool) -> Cases:
 
 @_benchmark
 def kv(quick: bool) -> Cases:
-    """Time of a call to the coordinator's store and of the delivery of a watch, against the bare etcd3 client."""
+    """Time of a call to the coordinator's store, against the bare etcd3 client."""
     from engine.bench.kv import kv_cases
 
     return kv_cases(quick)

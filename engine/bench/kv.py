@@ -7,17 +7,14 @@ work on the machine falls into one block, and there on one side more than on the
 
 from __future__ import annotations
 
-import queue
-import select
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.bench.figures.rows import Cases, Row, in_turns, ratio_row
 from engine.core.store.kv import Put, Txn, equal
@@ -40,27 +37,16 @@ def kv_cases(quick: bool) -> Cases:
 
 
 def bench_kv(num_pairs: int, folder: Path) -> list[Row]:
-    """Returns p50 and p99 of put, get, transaction and watch delivery, of `num_pairs` each; leaves `folder` empty."""
+    """Returns p50 and p99 of put, get and transaction, of `num_pairs` each; leaves `folder` empty."""
     with tempfile.TemporaryDirectory(dir=folder) as own, EmbeddedEtcd(Path(own)) as server:
         settings = server.settings()
         (endpoint,) = settings.endpoints
         kv = EtcdKV(settings, _ROOT)
         bare = etcd3.client(endpoint.host, endpoint.port, timeout=ATTEMPT_S)
-        rows = _calls(kv, bare, num_pairs) + _deliveries(kv, bare, num_pairs)
+        rows = _calls(kv, bare, num_pairs)
         kv.close()
-        _end(bare)
+        bare.close()
     return rows
-
-
-def _end(bare: Any) -> None:
-    """Closes the bare client; otherwise its thread for watches would end with a traceback, or not at all."""
-
-    def leave(*_arguments: Any, **_options: Any) -> NoReturn:
-        raise SystemExit
-
-    bare.watcher._watch_stub.Watch = leave
-    bare.close()
-    bare.watcher._callback_thread.join()
 
 
 def _calls(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
@@ -87,40 +73,6 @@ def _calls(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
 
 def _number(turn: int) -> bytes:
     return f"{turn:064}".encode()
-
-
-def _deliveries(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
-    """Measures from just before a put, in another thread, to the arrival of its event at the waiting thread."""
-    orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    started: queue.SimpleQueue[float] = queue.SimpleQueue()
-    arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def write() -> None:
-        while (key := orders.get()) is not None:
-            started.put(time.perf_counter())
-            bare.put(key, _VALUE)
-
-    watch = kv.watch("seen", kv.read_prefix("").revision + 1)
-    watch_id = bare.add_watch_callback(_ROOT + "theirs", arrived.put)
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-
-    def ours() -> float:
-        orders.put(_ROOT + "seen")
-        while not watch.take():
-            select.select([watch], [], [])
-        return time.perf_counter() - started.get()
-
-    def peer() -> float:
-        orders.put(_ROOT + "theirs")
-        arrived.get()
-        return time.perf_counter() - started.get()
-
-    rows = _compare("watch delivery", ours, peer, num_pairs)
-    orders.put(None)
-    writer.join()
-    bare.cancel_watch(watch_id)
-    return rows
 
 
 def _timed(call: Callable[[], object]) -> Call:

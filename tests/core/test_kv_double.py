@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.store.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, EventKind, Lease, Put, Txn, Watch, absent
+from engine.core.store.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, Lease, Put, Txn, absent
 from tests.doubles.kv_double import Fault, StoreDouble
-from tests.doubles.kv_double_client import ATTEMPTS, WATCH_DEADLINE_S, ClientDouble
+from tests.doubles.kv_double_client import ATTEMPTS, ClientDouble
 
 ROOT = "/bamboo/run/"
 
@@ -20,11 +20,6 @@ def store() -> StoreDouble:
 @pytest.fixture
 def kv(store: StoreDouble) -> KV:
     return ClientDouble(store, ROOT, "a")
-
-
-def keys_of(watch: Watch) -> list[str]:
-    """Takes what has arrived."""
-    return [event.key for event in watch.take()]
 
 
 def test_a_lease_expires_at_its_time_and_not_before(store: StoreDouble, kv: KV) -> None:
@@ -42,10 +37,12 @@ def test_a_lease_expires_at_its_time_and_not_before(store: StoreDouble, kv: KV) 
 def test_leases_that_expire_on_the_way_do_so_in_order(store: StoreDouble, kv: KV) -> None:
     for name, ttl_s in (("slow", 3), ("quick", 1), ("lasting", 9)):
         kv.put(name, b"", kv.grant(ttl_s))
-    watch = kv.watch("", store.revision + 1)
+    ended: list[float] = []
+    end_lease = store.end_lease
+    store.end_lease = lambda lease_id: ended.append(store.now_s) or end_lease(lease_id)  # type: ignore[method-assign, func-returns-value]
     store.advance(5)
-    assert keys_of(watch) == ["quick", "slow"]
-    assert [made_s for made_s, event in store.history if event.kind is EventKind.DELETE] == [1.0, 3.0]
+    assert ended == [1.0, 3.0]
+    assert [item.key for item in kv.read_prefix("").items] == ["lasting"]
 
 
 def test_time_stands_still_by_itself(store: StoreDouble, kv: KV) -> None:
@@ -53,31 +50,6 @@ def test_time_stands_still_by_itself(store: StoreDouble, kv: KV) -> None:
     for _ in range(100):
         kv.put("a", b"", lease)
     assert (store.now_s, kv.keep_alive(lease)) == (0.0, True)
-
-
-def test_a_delayed_watch_sees_a_change_when_its_time_has_come(store: StoreDouble, kv: KV) -> None:
-    watch = kv.watch("", 1)
-    store.watch_delay_s = 0.5
-    kv.transact(Txn((), (Put("a", b""), Put("b", b""))))
-    store.advance(0.4)
-    kv.put("c", b"")
-    assert keys_of(watch) == []
-    store.advance(0.1)
-    assert keys_of(watch) == ["a", "b"]
-    store.advance(0.4)
-    assert keys_of(watch) == ["c"]
-
-
-def test_what_was_compacted_before_it_arrived_is_a_gap(store: StoreDouble, kv: KV) -> None:
-    watch = kv.watch("", 1)
-    kv.put("a", b"")
-    store.watch_delay_s = 0.5
-    store.advance(1)
-    kv.put("b", b"")
-    last = kv.put("c", b"")
-    store.compact(last - 1)
-    store.advance(1)
-    assert [(event.kind.value, event.key) for event in watch.take()] == [("put", "a"), ("gap", ""), ("put", "c")]
 
 
 def test_each_fault_strikes_one_call(store: StoreDouble, kv: KV) -> None:
@@ -107,20 +79,6 @@ def test_while_the_store_is_down_leases_go_on_expiring(store: StoreDouble, kv: K
     store.advance(6)
     store.come_back()
     assert not kv.keep_alive(lease)
-
-
-def test_a_watch_gives_up_after_its_deadline_only(store: StoreDouble, kv: KV) -> None:
-    watch = kv.watch("", 1)
-    kv.put("a", b"")
-    store.go_down()
-    store.advance(WATCH_DEADLINE_S - 1)
-    assert keys_of(watch) == []
-    store.come_back()
-    assert keys_of(watch) == ["a"]
-    store.go_down()
-    store.advance(WATCH_DEADLINE_S)
-    with pytest.raises(CoordinatorUnavailableError):
-        watch.take()
 
 
 def test_clients_share_the_store_each_under_its_root(store: StoreDouble, kv: KV) -> None:

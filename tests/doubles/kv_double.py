@@ -1,7 +1,7 @@
 """The double of the coordinator's store: in memory, with faults to order and a clock that only the test moves.
 
-Rules: nothing happens by itself. Leases expire and delayed events arrive when the test advances the time; a fault
-strikes the call that the test has ordered it for. All clients of one double see one store, each under its own root.
+Rules: nothing happens by itself. Leases expire when the test advances the time; a fault strikes the call for which the
+test has ordered it. All clients of one double see one store, each under its own root.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TypeVar
 
 from engine.core.errors import LeaseLostError
-from engine.core.store.kv import Change, Condition, EventKind, KeyValue, Lease, Outcome, Put, Txn, WatchEvent
+from engine.core.store.kv import Change, Condition, KeyValue, Lease, Outcome, Put, Txn
 
 Reply = TypeVar("Reply")
 
@@ -36,17 +36,13 @@ class _Granted:
 
 
 class StoreDouble:
-    """The store, with absolute keys; `revision` counts from 1, as etcd's does. `history` holds (time, event)."""
+    """The store, with absolute keys; `revision` counts from 1, as etcd's does."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.revision = 1
         self.items: dict[str, KeyValue] = {}
-        self.history: list[tuple[float, WatchEvent]] = []
-        self.compacted = 0
-        self.watch_delay_s = 0.0
         self.down_since_s: float | None = None
-        self.before_compaction: list[Callable[[], None]] = []
         self._faults: deque[Fault] = deque()
         self._leases: dict[int, _Granted] = {}
         self._num_leases = 0
@@ -65,7 +61,6 @@ class StoreDouble:
         if empty:
             self.revision = 1
             self.items.clear()
-            self.history.clear()
             self._leases.clear()
 
     def advance(self, duration_s: float) -> None:
@@ -76,13 +71,6 @@ class StoreDouble:
                 self.now_s = granted.expires_s
                 self.end_lease(lease_id)
         self.now_s = until_s
-
-    def compact(self, revision: int) -> None:
-        """Forgets the changes up to `revision`; watches that have not come so far miss them."""
-        for pull in self.before_compaction:
-            pull()
-        self.compacted = revision
-        self.history = [(made_s, event) for made_s, event in self.history if event.revision > revision]
 
     def serve(self, request: Callable[[], Reply]) -> Reply:
         """Carries out one call, or lets it suffer the fault that is due and raises LostError."""
@@ -146,8 +134,6 @@ class StoreDouble:
         created, version = (before.create_revision, before.version + 1) if before else (self.revision, 1)
         lease_id = put.lease.lease_id if put.lease else 0
         self.items[put.key] = KeyValue(put.key, put.value, created, self.revision, version, lease_id)
-        self.history.append((self.now_s, WatchEvent(EventKind.PUT, put.key, self.revision, put.value)))
 
     def _delete(self, key: str) -> None:
         del self.items[key]
-        self.history.append((self.now_s, WatchEvent(EventKind.DELETE, key, self.revision)))

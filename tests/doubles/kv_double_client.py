@@ -1,18 +1,17 @@
-"""The clients of the store's double: a `KV` and its watches, as the store on etcd has them."""
+"""The clients of the store's double: a `KV` like the store on etcd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.store.exactly_once import ReceiptBook, is_receipt
-from engine.core.store.kv import Delete, EventKind, KeyValue, Lease, Outcome, Put, Snapshot, Txn, WatchEvent
+from engine.core.store.kv import Delete, KeyValue, Lease, Outcome, Put, Snapshot, Txn
 from tests.doubles.kv_double import LostError, StoreDouble
 
 ATTEMPTS = 5
-WATCH_DEADLINE_S = 10.0
 
 Reply = TypeVar("Reply")
 
@@ -74,10 +73,6 @@ class ClientDouble:
         """Ends a lease."""
         self._call(lambda: self._store.end_lease(lease.lease_id))
 
-    def watch(self, prefix: str, from_revision: int) -> WatchDouble:
-        """Watches the changes from a revision on."""
-        return WatchDouble(self._store, self._root, prefix, from_revision)
-
     def close(self) -> None:
         """Takes the receipt back."""
         self.delete_prefix(self._receipts.key)
@@ -97,48 +92,6 @@ class ClientDouble:
 
     def _near(self, item: KeyValue | None) -> KeyValue | None:
         return item and replace(item, key=item.key.removeprefix(self._root))
-
-
-class WatchDouble:
-    """A watch; an event arrives when the store's delay has passed."""
-
-    def __init__(self, store: StoreDouble, root: str, prefix: str, from_revision: int):
-        assert from_revision >= 1
-        self._store = store
-        self._root = root
-        self._prefix = prefix
-        self._next = from_revision
-        self._arrived: list[WatchEvent] = []
-        store.before_compaction.append(self._pull)
-
-    def take(self) -> Sequence[WatchEvent]:
-        """Returns what has arrived."""
-        if self._store.down_since_s is None:
-            self._pull()
-        elif self._store.now_s - self._store.down_since_s >= WATCH_DEADLINE_S:
-            raise _unavailable()
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def close(self) -> None:
-        """Ends the watch."""
-        self._store.before_compaction.remove(self._pull)
-
-    def _pull(self) -> None:
-        store = self._store
-        if self._next > store.revision + 1:
-            raise CoordinatorUnavailableError("the coordinator's store has lost data")
-        if self._next <= store.compacted:
-            self._arrived.append(WatchEvent(EventKind.GAP, self._prefix, store.compacted))
-            self._next = store.compacted + 1
-        due = [event for made_s, event in store.history if made_s + store.watch_delay_s <= store.now_s]
-        for event in due:
-            key = event.key.removeprefix(self._root)
-            wanted = event.key.startswith(self._root + self._prefix) and not is_receipt(key)
-            if event.revision >= self._next and wanted:
-                self._arrived.append(replace(event, key=key))
-        if due:
-            self._next = max(self._next, due[-1].revision + 1)
 
 
 def _unavailable() -> CoordinatorUnavailableError:

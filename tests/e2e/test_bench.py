@@ -103,7 +103,7 @@ def test_buffers(launch: Launch) -> None:
 def test_kv(launch: Launch) -> None:
     rows = rows_of(launch, "kv")
     assert {(row["case"], row["goal"], row["n"]) for row in rows} == {
-        (case, 1.2, 50) for case in ("put", "get", "transaction", "watch delivery")
+        (case, 1.2, 50) for case in ("put", "get", "transaction")
     }
 
 

@@ -8,19 +8,18 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from engine.core.store.kv import KV, Lease, Watch, WatchEvent
+from engine.core.store.kv import KV, Lease
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_calls import DEADLINE_S, etcd3
 from engine.runtime.store.etcd_kv import EtcdKV
 from engine.runtime.store.etcd_settings import EtcdSettings
-from engine.runtime.store.etcd_watch import EtcdWatch
 from tests.doubles.kv_double import Fault, StoreDouble
-from tests.doubles.kv_double_client import WATCH_DEADLINE_S, ClientDouble
+from tests.doubles.kv_double_client import ClientDouble
 
 WAIT_S = 10.0
 
@@ -56,10 +55,6 @@ class Backend(ABC):
         """Writes an absolute key as somebody else would."""
 
     @abstractmethod
-    def take(self, watch: Watch, num_events: int) -> list[WatchEvent]:
-        """Waits for events; there may be more, and are if there are too many."""
-
-    @abstractmethod
     def lose(self, client: KV, *faults: Fault) -> None:
         """Has the next calls of a client suffer faults, one each, and none after them."""
 
@@ -68,16 +63,8 @@ class Backend(ABC):
         """Lets enough time pass for a lease to expire."""
 
     @abstractmethod
-    def compact(self, revision: int) -> None:
-        """Forgets the changes up to a revision."""
-
-    @abstractmethod
     def go_down(self) -> None:
         """Stops answering."""
-
-    @abstractmethod
-    def stay_down(self) -> None:
-        """Lets so much time pass that watches give up."""
 
     @abstractmethod
     def come_back(self, *, empty: bool = False) -> None:
@@ -100,23 +87,14 @@ class DoubleBackend(Backend):
     def write_foreign(self, key: bytes, value: bytes) -> None:
         ClientDouble(self.store, "", "foreign").put(key.decode("utf-8", "surrogateescape"), value)
 
-    def take(self, watch: Watch, num_events: int) -> list[WatchEvent]:
-        return list(watch.take())
-
     def lose(self, client: KV, *faults: Fault) -> None:
         self.store.inject(*faults)
 
     def outlast(self, lease: Lease) -> None:
         self.store.advance(lease.ttl_s)
 
-    def compact(self, revision: int) -> None:
-        self.store.compact(revision)
-
     def go_down(self) -> None:
         self.store.go_down()
-
-    def stay_down(self) -> None:
-        self.store.advance(WATCH_DEADLINE_S)
 
     def come_back(self, *, empty: bool = False) -> None:
         self.store.come_back(empty=empty)
@@ -171,21 +149,12 @@ class EtcdBackend(Backend):
     def write_foreign(self, key: bytes, value: bytes) -> None:
         self.bare.put(key, value)
 
-    def take(self, watch: Watch, num_events: int) -> list[WatchEvent]:
-        assert isinstance(watch, EtcdWatch)
-        events: list[WatchEvent] = []
-        until_s = time.monotonic() + WAIT_S
-        while len(events) < num_events:
-            assert select.select([watch], [], [], max(0, until_s - time.monotonic()))[0], f"only {events}"
-            events += watch.take()
-        return events
-
     def lose(self, client: KV, *faults: Fault) -> None:
         assert isinstance(client, EtcdKV)
         if client not in self._due:
             self._due[client] = deque()
             methods = client._calls._connect(self.settings.endpoints[0]).methods
-            for name in [name for name in methods if name != "Watch"]:
+            for name in list(methods):
                 methods[name] = suffering(methods[name], self._due[client])
         self._due[client].clear()
         self._due[client].extend(faults)
@@ -205,9 +174,6 @@ class EtcdBackend(Backend):
         signal.pidfd_send_signal(self._server.pidfd, signal.SIGKILL)
         select.select([self._server.pidfd], [], [])
 
-    def stay_down(self) -> None:
-        time.sleep(self.deadline_s)
-
     def come_back(self, *, empty: bool = False) -> None:
         assert self._server is not None
         if empty:
@@ -220,8 +186,3 @@ class EtcdBackend(Backend):
         for client in self.clients:
             assert isinstance(client, EtcdKV)
             client._calls.deadline_s = deadline_s
-
-
-def by_revision(events: Sequence[WatchEvent]) -> list[tuple[int, str, str, bytes]]:
-    """Returns events as plain tuples."""
-    return [(each.revision, each.kind.value, each.key, each.value) for each in events]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -20,15 +19,13 @@ import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.store.kv import Delete, Put, Txn, absent
-from engine.runtime.process.listening import listening_port
 from engine.runtime.store import etcd_kv
 from engine.runtime.store.election import Election
-from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, etcd3, rpc
 from engine.runtime.store.etcd_keys import KeySpace
 from engine.runtime.store.etcd_kv import EtcdKV
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret
-from engine.runtime.store.etcd_watch import EtcdWatch
 from tests.runtime.kv_backends import EtcdBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,16 +89,9 @@ def test_a_lock_that_is_taken(real: EtcdBackend) -> None:
 
     first, second = (Election(real.client(), "coordinator", name, 5) for name in (b"1", b"2"))
     assert first.poll() and not second.poll()
-    assert second.watch is not None and not second.watch.take()
     first.resign()
-    wait_for(second)
     assert second.poll()
     second.resign()
-
-
-def wait_for(election: Election) -> None:
-    """Waits until there is something for a candidate to take."""
-    assert isinstance(election.watch, EtcdWatch) and select.select([election.watch], [], [], 5)[0]
 
 
 def test_the_refresh_of_an_expired_lease(real: EtcdBackend) -> None:
@@ -128,79 +118,6 @@ def test_a_put_with_an_expired_lease(real: EtcdBackend) -> None:
     kv.revoke(lease)
     with pytest.raises(LeaseLostError, match="lease"):
         kv.put("a", b"", lease)
-
-
-def test_a_watch_after_a_restart(server: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = EtcdBackend(server.settings(), server)
-    kv = backend.client()
-    naive: list[Any] = []
-    backend.bare.add_watch_prefix_callback(backend.root, naive.append)
-    watch = kv.watch("", kv.put("a", b"1"))
-    backend.take(watch, 1)
-    backend.go_down()
-    backend.come_back()
-    kv.put("a", b"2")
-    assert [event.value for event in backend.take(watch, 1)] == [b"2"]
-    until_s = time.monotonic() + 10
-    while len(naive) < 2 and time.monotonic() < until_s:
-        time.sleep(0.01)
-    time.sleep(0.3)
-    assert [hasattr(each, "events") for each in naive] == [True, False]  # an exception is handed over, then silence
-
-    died: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda hook: died.append(hook.thread.name))
-    (thread,) = (each for each in threading.enumerate() if each.name.startswith("etcd3_watch"))
-    backend.close()
-    thread.join(5)
-    assert died == [thread.name]  # and when it is closed, it dies with a traceback
-
-
-def test_a_watch_through_etcds_own_proxy_is_one_stream(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-    open_watch = EtcdCalls.open_watch
-
-    def counting(*arguments: Any) -> Any:
-        opened.append(open_watch(*arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(EtcdCalls, "open_watch", counting)
-    command = [find_etcd(), "grpc-proxy", "start", f"--endpoints={etcd.endpoints[0]}", "--listen-addr=127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as proxy:
-        while (port := listening_port(proxy.pid)) is None:
-            assert proxy.poll() is None
-            time.sleep(0.01)
-        kv = EtcdKV(EtcdSettings((Endpoint("127.0.0.1", port),)), "/bamboo/proxied/")
-        watch = kv.watch("", kv.put("a", b"1"))
-        for _ in range(2):
-            assert select.select([watch], [], [], 5)[0] and len(watch.take()) == 1
-            time.sleep(0.2)
-            kv.put("a", b"2")
-        kv.close()
-        proxy.kill()
-    assert len(opened) == 1
-
-
-def test_a_watch_has_its_whole_deadline_after_each_break_and_hands_over_what_came_before(server: EmbeddedEtcd) -> None:
-    kv = EtcdKV(server.settings(), "/bamboo/x/")
-    revision = kv.put("a", b"1")
-    kv._calls.deadline_s = 1.0
-    watch = kv.watch("", revision)
-    assert select.select([watch], [], [], 5)[0] and len(watch.take()) == 1
-    time.sleep(1.2)
-    kv._calls.deadline_s = 10.0
-    signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
-    server.start()
-    server.settings()
-    kv.put("a", b"2")
-    assert select.select([watch], [], [], 5)[0]
-    kv._calls.deadline_s = 0.3
-    signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
-    time.sleep(1)
-    assert [event.value for event in watch.take()] == [b"2"]
-    assert select.select([watch], [], [], 5)[0]
-    with pytest.raises(CoordinatorUnavailableError, match="does not answer"):
-        watch.take()
-    kv.close()
 
 
 def test_a_server_that_does_not_answer(server: EmbeddedEtcd) -> None:
@@ -230,8 +147,7 @@ def test_one_endpoint_of_several_is_there(etcd: EtcdSettings) -> None:
         naive.get("/bamboo/x/a")
 
     kv = EtcdKV(EtcdSettings((dead, *etcd.endpoints)), "/bamboo/two/")
-    watch = kv.watch("", kv.put("a", b""))
-    assert select.select([watch], [], [], 5)[0]
+    assert kv.put("a", b"") > 0
     kv.close()
 
 
@@ -248,15 +164,11 @@ def test_a_member_of_a_cluster_dies(tmp_path: Path) -> None:
         members[-1].start()
     settings = EtcdSettings(tuple(Endpoint("127.0.0.1", port) for port in clients))
     kv = EtcdKV(settings, "/bamboo/cluster/")
-    expected = [kv.put("a", b"0")]
-    watch = kv.watch("", expected[0])
+    kv.put("a", b"0")
     signal.pidfd_send_signal(members[0].pidfd, signal.SIGKILL)
-    expected += [kv.transact(Txn((), (Put("a", str(number).encode()),))).revision for number in range(3)]
-    got: list[int] = []
-    while len(got) < len(expected):
-        assert select.select([watch], [], [], 10)[0]
-        got += [event.revision for event in watch.take()]
-    assert got == expected
+    assert all(kv.transact(Txn((), (Put("a", str(number).encode()),))).succeeded for number in range(3))
+    found = kv.get("a")
+    assert found is not None and (found.value, found.version) == (b"2", 4)
     kv.close()
     for member in members:
         member.stop()
@@ -274,8 +186,8 @@ if kind == "naive":
     calls = [lambda: client.add_watch_callback("/bamboo/fork/b", print)]
 else:
     client = EtcdKV(EtcdSettings((Endpoint("127.0.0.1", port),)), "/bamboo/fork/")
-    watch = client.watch("", client.put("a", b""))
-    calls = [lambda: client.get("a"), watch.take, lambda: client.watch("b", 1)]
+    client.put("a", b"")
+    calls = [lambda: client.get("a"), lambda: client.put("a", b"")]
 child = os.fork()
 if child == 0:
     signal.alarm(1)
@@ -290,16 +202,16 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
 """
 
 
-def fork_with_a_watch_open(kind: str, etcd: EtcdSettings) -> int:
+def fork_with_a_client_open(kind: str, etcd: EtcdSettings) -> int:
     """Returns how the forked child ended that used its parent's client."""
     command = [sys.executable, "-c", FORK, kind, str(etcd.endpoints[0].port)]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20, check=False)
     return child.returncode
 
 
-def test_a_fork_with_a_watch_open(etcd: EtcdSettings) -> None:
-    assert fork_with_a_watch_open("naive", etcd) == 256 - signal.SIGALRM  # it hung until the alarm
-    assert fork_with_a_watch_open("ours", etcd) == 3  # calls, all refused
+def test_a_fork_with_a_client_open(etcd: EtcdSettings) -> None:
+    assert fork_with_a_client_open("naive", etcd) == 256 - signal.SIGALRM  # it hung until the alarm
+    assert fork_with_a_client_open("ours", etcd) == 2  # calls, all refused
 
 
 def test_a_limit(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +302,7 @@ def test_a_user_with_a_password_and_a_server_that_forgets_who_has_logged_in(serv
     settings = EtcdSettings(plain.endpoints, user="root", password=Secret(PASSWORD))
     kv = EtcdKV(settings, "/bamboo/x/")
     lease = kv.grant(60)
-    watch = kv.watch("", kv.put("a", b"1", lease))
+    kv.put("a", b"1", lease)
     signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
     server.start()
     server.settings()
@@ -400,10 +312,6 @@ def test_a_user_with_a_password_and_a_server_that_forgets_who_has_logged_in(serv
     assert kv.keep_alive(lease)
     log_everyone_out(settings)
     assert kv.transact(Txn((), (Delete("a"),))).succeeded
-    num_events = 0
-    while num_events < 3:
-        assert select.select([watch], [], [], 5)[0]
-        num_events += len(watch.take())
     kv.close()
 
 
@@ -448,8 +356,7 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
         (endpoint,) = server.settings().endpoints
         own = (paths["client.crt"], paths["client.key"])
         kv = EtcdKV(EtcdSettings((endpoint,), paths["authority.crt"], *own), "/bamboo/tls/")
-        watch = kv.watch("", kv.put("a", b""))
-        assert select.select([watch], [], [], 5)[0]
+        assert kv.put("a", b"") > 0
         kv.close()
         for strange in (
             EtcdSettings((endpoint,)),
@@ -465,13 +372,11 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
 def test_threads_and_descriptors_go_when_a_client_is_closed(etcd: EtcdSettings, capfd: pytest.CaptureFixture) -> None:
     def open_and_close() -> None:
         kv = EtcdKV(etcd, "/bamboo/x/")
-        watches = [kv.watch("", 1), kv.watch("a", 1)]
         kv.transact(Txn((absent("never"),), ()))
-        watches[0].close()
         kv.close()
 
     def held() -> tuple[int, int]:
-        return sum(thread.name == "etcd-watch" for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     for _ in range(3):
         open_and_close()

@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
-from engine.core.store.kv import KV, Condition, Delete, EventKind, Put, Txn, absent, equal, present
+from engine.core.store.kv import KV, Condition, Delete, Put, Txn, absent, equal, present
 from engine.runtime.store import etcd_kv
 from tests.doubles.kv_double import Fault
-from tests.runtime.kv_backends import Backend, by_revision
+from tests.runtime.kv_backends import Backend
 
 LOSE_REQUEST, LOSE_REPLY = Fault.LOSE_REQUEST, Fault.LOSE_REPLY
 
@@ -148,17 +148,12 @@ def test_a_key_that_is_no_text_does_no_harm(backend: Backend, kv: KV) -> None:
 
 def test_a_lease_that_expires_takes_its_keys_along(backend: Backend, kv: KV) -> None:
     lease = kv.grant(1)
-    revision = kv.put("m/1", b"", lease)
+    kv.put("m/1", b"", lease)
     kv.transact(Txn((), (Put("m/2", b"", lease), Put("m/3", b""))))
     kv.put("m/4", b"", lease)
     kv.put("m/4", b"")  # without a lease it stays
-    watch = kv.watch("m/", revision + 1)
     assert kv.keep_alive(lease)
-    assert len(backend.take(watch, 4)) == 4
     backend.outlast(lease)
-    gone = backend.take(watch, 2)
-    assert [(event.kind, event.key) for event in gone] == [(EventKind.DELETE, "m/1"), (EventKind.DELETE, "m/2")]
-    assert gone[0].revision == gone[1].revision
     assert [item.key for item in kv.read_prefix("m/").items] == ["m/3", "m/4"]
     assert not kv.keep_alive(lease)
     with pytest.raises(LeaseLostError):
@@ -180,50 +175,9 @@ def test_a_lease_that_is_revoked_is_gone_at_once(kv: KV) -> None:
     assert not kv.keep_alive(lease)
 
 
-def test_a_watch_brings_past_and_future_changes_in_order(backend: Backend, kv: KV) -> None:
-    first = kv.put("m/1", b"1")
-    kv.put("n/1", b"")
-    watch = kv.watch("m/", first)
-    other = backend.client()
-    second = other.transact(Txn((), (Put("m/3", b"3"), Delete("m/1"), Put("m/2", b"2")))).revision
-    third = kv.put("m/1", b"4")
-    assert by_revision(backend.take(watch, 5)) == [
-        (first, "put", "m/1", b"1"),
-        (second, "put", "m/3", b"3"),
-        (second, "delete", "m/1", b""),
-        (second, "put", "m/2", b"2"),
-        (third, "put", "m/1", b"4"),
-    ]
-    assert watch.take() == []
-    watch.close()
-
-
-def test_a_watch_of_everything_does_not_see_the_bookkeeping(backend: Backend, kv: KV) -> None:
-    watch = kv.watch("", kv.put("a", b""))
+def test_a_read_of_everything_does_not_see_the_bookkeeping(kv: KV) -> None:
     kv.transact(put("b"))
-    kv.transact(put("c"))
-    assert [event.key for event in backend.take(watch, 3)] == ["a", "b", "c"]
-    assert [item.key for item in kv.read_prefix("").items] == ["a", "b", "c"]
-
-
-def test_a_watch_from_a_forgotten_revision_says_that_there_is_a_gap(backend: Backend, kv: KV) -> None:
-    first = kv.put("m/1", b"1")
-    second = kv.put("m/1", b"2")
-    third = kv.put("m/2", b"3")
-    backend.compact(second)
-    watch = kv.watch("m/", first)
-    assert by_revision(backend.take(watch, 2)) == [(second, "gap", "m/", b""), (third, "put", "m/2", b"3")]
-
-
-def test_a_watch_from_the_last_forgotten_revision_has_a_gap_too(backend: Backend, kv: KV) -> None:
-    kv.put("m/1", b"1")
-    deleted = kv.transact(Txn((), (Delete("m/1"),))).revision
-    backend.compact(deleted)
-    later = kv.put("m/2", b"2")
-    watch = kv.watch("m/", deleted)
-    assert by_revision(backend.take(watch, 2)) == [(deleted, "gap", "m/", b""), (later, "put", "m/2", b"2")]
-    watch = kv.watch("m/", deleted + 1)
-    assert by_revision(backend.take(watch, 1)) == [(later, "put", "m/2", b"2")]
+    assert [item.key for item in kv.read_prefix("").items] == ["b"]
 
 
 FAULTS = [faults for length in (1, 2, 3) for faults in itertools.product((LOSE_REQUEST, LOSE_REPLY), repeat=length)]
@@ -303,37 +257,3 @@ def test_calls_end_when_nobody_answers_and_work_again_afterwards(fragile: Backen
     assert kv.get("a") is not None
     assert kv.keep_alive(lease)
     assert kv.transact(put("a")).succeeded
-
-
-def test_a_watch_goes_on_after_a_break_without_loss_or_duplicates(fragile: Backend) -> None:
-    kv = fragile.client()
-    watch = kv.watch("m/", kv.read_prefix("").revision + 1)
-    expected = []
-    for number in range(6):
-        expected.append((kv.put(f"m/{number}", b""), "put", f"m/{number}", b""))
-        if number % 2:
-            fragile.go_down()
-            fragile.come_back()
-    assert by_revision(fragile.take(watch, len(expected))) == expected
-    assert watch.take() == []
-
-
-def test_a_watch_says_when_the_store_stays_away(fragile: Backend) -> None:
-    fragile.deadline_s = 0.3
-    kv = fragile.client()
-    watch = kv.watch("m/", kv.put("m/1", b""))
-    assert len(fragile.take(watch, 1)) == 1
-    fragile.go_down()
-    fragile.stay_down()
-    with pytest.raises(CoordinatorUnavailableError):
-        fragile.take(watch, 1)
-
-
-def test_a_watch_says_when_the_store_has_lost_its_data(fragile: Backend) -> None:
-    kv = fragile.client()
-    watch = kv.watch("m/", kv.put("m/1", b""))
-    assert len(fragile.take(watch, 1)) == 1
-    fragile.go_down()
-    fragile.come_back(empty=True)
-    with pytest.raises(CoordinatorUnavailableError, match=r"lost data|not the same store"):
-        fragile.take(watch, 1)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from engine.core.errors import LeaseLostError
-from engine.core.store.kv import Condition, Delete, KeyValue, Lease, Put, Txn, Watch, absent, equal, present
+from engine.core.store.kv import Condition, Delete, KeyValue, Lease, Put, Txn, absent, equal, present
 from engine.runtime.store import etcd_calls, etcd_kv
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from tests.doubles.kv_double import Fault
@@ -35,7 +35,6 @@ class Twin:
         self.clients = [backend.client(), backend.client()]
         self.base = self.clients[0].put("start", b"")
         self.leases: list[Lease] = []
-        self.watches: list[Watch] = []
 
     def item(self, item: KeyValue | None) -> KeyValue | None:
         """Returns an item as it would be if the store had been empty, with the number of its lease."""
@@ -51,7 +50,6 @@ class SameAnswers(RuleBasedStateMachine):
 
     make_etcd: Callable[[], Backend]
     leases: Bundle[int] = Bundle("leases")
-    watches: Bundle[int] = Bundle("watches")
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,51 +144,6 @@ class SameAnswers(RuleBasedStateMachine):
     def revoke(self, lease: int) -> None:
         """Ends a lease, perhaps again."""
         self.both(lambda twin: twin.clients[1].revoke(twin.leases[lease]))
-
-    @rule(target=watches, prefix=PREFIXES, back=st.sampled_from([-1, -1, 2, 20]))
-    def watch(self, prefix: str, back: int) -> int:
-        """Watches a prefix from now on, or from some revisions back (for which etcd takes a tenth of a second)."""
-        for twin in self.twins:
-            now = twin.clients[0].read_prefix("").revision
-            twin.watches.append(twin.clients[0].watch(prefix, max(twin.base, now - back)))
-            # When this one has arrived, etcd has nothing old left to bring that a compaction could take away.
-            twin.clients[0].put(f"{prefix}~", b"")
-        return len(self.twins[0].watches) - 1
-
-    @rule(watch=consumes(watches))
-    def unwatch(self, watch: int) -> None:
-        """Ends a watch."""
-        for twin in self.twins:
-            twin.watches[watch].close()
-            twin.watches[watch] = EndedWatch()
-
-    @rule(back=st.integers(0, 5))
-    def compact(self, back: int) -> None:
-        """Forgets what is older; the watches have taken in all that happened before."""
-        revision = self.twins[0].clients[0].read_prefix("").revision - self.twins[0].base - back
-        if revision > getattr(self, "compacted", 0):
-            self.compacted = revision
-            for twin in self.twins:
-                twin.backend.compact(twin.base + revision)
-
-    @invariant()
-    def watches_bring_the_same(self) -> None:
-        """What a watch of the double brings is waited for at the real one."""
-        double, real = self.twins
-        for ours, theirs in zip(double.watches, real.watches, strict=True):
-            expected = [(each.kind, each.key, each.revision - double.base, each.value) for each in ours.take()]
-            arrived = [] if isinstance(theirs, EndedWatch) else real.backend.take(theirs, len(expected))
-            assert expected == [(each.kind, each.key, each.revision - real.base, each.value) for each in arrived]
-
-
-class EndedWatch:
-    """Stands for a watch that was closed."""
-
-    def take(self) -> list[Any]:
-        return []
-
-    def close(self) -> None:
-        pass
 
 
 def chosen(twin: Twin, place: int) -> Lease | None:

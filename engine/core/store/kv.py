@@ -1,4 +1,4 @@
-"""The interface of the coordinator's store: keys with revisions, transactions, leases and watches.
+"""The interface of the coordinator's store: keys with revisions, transactions and leases.
 
 The store on etcd and the test double implement it; the same tests run on both. Rules: every key is relative to the root
 of its `KV`, which can touch nothing outside of the root. The store has one revision; each transaction raises it by one,
@@ -8,7 +8,6 @@ Reads are linearizable: they see every change that was acknowledged before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -32,7 +31,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys under a prefix, in order, at one `revision`; a watch continues from `revision` + 1."""
+    """All keys under a prefix, in order, at one `revision`."""
 
     items: tuple[KeyValue, ...]
     revision: int
@@ -132,43 +131,6 @@ class Outcome:
     found: tuple[KeyValue | None, ...] = ()
 
 
-class EventKind(Enum):
-    """The kind of a watch event. GAP: changes up to the event's revision may be missing; read the prefix again."""
-
-    PUT = "put"
-    DELETE = "delete"
-    GAP = "gap"
-
-
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
-    """One change of one key at `revision`; in a GAP, `key` is the watched prefix."""
-
-    kind: EventKind
-    key: str
-    revision: int
-    value: bytes = b""
-
-
-class Watch(Protocol):
-    """The changes under a prefix, each exactly once and in order, across reconnects.
-
-    After a GAP, changes later than its revision follow. After a GAP the client reads the prefix again and drops events
-    up to the revision of that read.
-    """
-
-    def take(self) -> Sequence[WatchEvent]:
-        """Returns the events that have arrived, without waiting.
-
-        Raises CoordinatorUnavailableError if the connection could not be restored within the deadline.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends the watch."""
-        ...
-
-
 class KV(Protocol):
     """One client of the store."""
 
@@ -208,10 +170,6 @@ class KV(Protocol):
 
     def revoke(self, lease: Lease) -> None:
         """Ends a lease and deletes its keys."""
-        ...
-
-    def watch(self, prefix: str, from_revision: int) -> Watch:
-        """Watches the changes from `from_revision` (>= 1) on, past ones included."""
         ...
 
     def close(self) -> None:

@@ -98,12 +98,6 @@ class EtcdCalls:
             time.sleep(PAUSE_S)
             return None
 
-    def open_watch(self, requests: Any, timeout_s: float) -> Any:
-        """Opens a stream of watches and returns it; whatever goes wrong is raised by gRPC while it is read."""
-        self.check_process()
-        connection = self._connect(self._settings.endpoints[self._turn])
-        return connection.methods["Watch"](requests, timeout=timeout_s, metadata=connection.metadata)
-
     def check_process(self) -> None:
         """Stops a child that was forked after the calls were made, before it can hang."""
         assert os.getpid() == self._pid, "the client of etcd was made before a fork: make one in the child"
@@ -158,7 +152,6 @@ def _open(settings: EtcdSettings, endpoint: Endpoint) -> _Connection:
         "LeaseGrant": client.leasestub.LeaseGrant,
         "LeaseRevoke": client.leasestub.LeaseRevoke,
         "LeaseKeepAlive": lambda request, **options: next(keep_alive(iter((request,)), **options)),
-        "Watch": rpc.WatchStub(client.channel).Watch,
     }
     # The token goes here alone: the package sends it as call credentials too, which gRPC refuses without TLS.
     # A member that is cut off from the others shall say so instead of falling silent.

@@ -20,7 +20,6 @@ from engine.core.store.kv import Change, Condition, Demand, KeyValue, Lease, Out
 from engine.runtime.store.etcd_calls import DEADLINE_S, CompactedError, EtcdCalls, rpc
 from engine.runtime.store.etcd_keys import KeySpace
 from engine.runtime.store.etcd_settings import EtcdSettings
-from engine.runtime.store.etcd_watch import EtcdWatch
 
 PAGE_LENGTH = 500
 _CLOSE_S = 1.0
@@ -35,7 +34,6 @@ class EtcdKV:
         self._keys = KeySpace(root)
         self._receipts = ReceiptBook(secrets.token_hex(8))
         self._receipts_lock = threading.Lock()
-        self._watches: list[EtcdWatch] = []
 
     def get(self, key: str) -> KeyValue | None:
         """Returns what `key` holds."""
@@ -89,16 +87,8 @@ class EtcdKV:
         with contextlib.suppress(LeaseLostError):
             self._calls.call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.lease_id))
 
-    def watch(self, prefix: str, from_revision: int) -> EtcdWatch:
-        """Watches the changes from a revision on; the watch's `fileno` is readable when there is something to take."""
-        watch = EtcdWatch(self._calls, self._keys, prefix, from_revision)
-        self._watches = [*(each for each in self._watches if not each.closed), watch]
-        return watch
-
     def close(self) -> None:
-        """Ends the watches, takes the receipt back if etcd is there, and disconnects."""
-        for watch in self._watches:
-            watch.close()
+        """Takes the receipt back if etcd is there, and disconnects."""
         if not self._receipts.is_blank:
             request = rpc.DeleteRangeRequest(key=self._keys.far(self._receipts.key))
             with contextlib.suppress(CoordinatorUnavailableError):
