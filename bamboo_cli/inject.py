@@ -15,7 +15,7 @@ from engine.core.errors import ExitCode
 
 if TYPE_CHECKING:
     from engine.files.scenarios.scenario_file import Loaded
-    from engine.harness.case_runner import Case
+    from engine.harness.case_result import CaseResult
 
 EPILOG = (
     "Examples:  bamboo inject --scenario kill-middle-stage  |  bamboo inject --scenario mine.yaml --dry-run  |  "
@@ -70,18 +70,18 @@ def inject(
     raise typer.Exit(_print_all(loaded, cases, as_json))
 
 
-def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[Case]:
+def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[CaseResult]:
     from bamboo_cli.live import SCREEN
-    from engine.harness.case_runner import run_case
+    from engine.harness.case_runner import case_of_file, run_case
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.process.children import ForkServer
 
     store = etcd_settings(etcd, plain_http)
-    cases: list[Case] = []
+    cases: list[CaseResult] = []
     mark_processes()
     with ForkServer() as server:  # for all runs and their twins: to start one takes as long as a short job
         for _ in range(repeat):
-            cases.append(run_case(loaded, store, server, SCREEN))
+            cases.append(run_case(case_of_file(loaded), store, SCREEN, server))
             _print_case(loaded, cases[-1], as_json)
             if cases[-1].exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
                 break
@@ -99,7 +99,7 @@ def _print_plan(loaded: Loaded, as_json: bool) -> None:
         typer.echo(each["text"])
 
 
-def _print_case(loaded: Loaded, case: Case, as_json: bool) -> None:
+def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
     """Prints the verdict with one line per check; to stderr when stdout is for JSON."""
     typer.echo(f"{loaded.scenario.name}: {case.verdict}", err=as_json)
     width = max(len(each.name) for each in case.checks)
@@ -110,9 +110,9 @@ def _print_case(loaded: Loaded, case: Case, as_json: bool) -> None:
     typer.echo(f"{case.folder}", err=as_json)
 
 
-def _print_all(loaded: Loaded, cases: Sequence[Case], as_json: bool) -> int:
+def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
     """Prints what came of all runs together; returns the exit code."""
-    from engine.harness.case_runner import pauses_ms
+    from engine.harness.case_result import pauses_ms
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict), not each.exit_code))
     pauses = pauses_ms(cases)

@@ -121,12 +121,12 @@ def circles(modules: Iterable[Module]) -> list[str]:
     return []
 
 
-def crowded(modules: Iterable[Module]) -> list[tuple[str, str]]:
-    """Returns (room, how many) of each room with more modules than one can look over."""
+def crowded(modules: Iterable[Module]) -> list[str]:
+    """No room has more modules than one can look over."""
     count: dict[str, int] = {}
     for module in modules:
         if not module.is_package:
             count[room_of(module)] = count.get(room_of(module), 0) + 1
     return [
-        (room, f"{number} modules, at most {MOST_MODULES}") for room, number in count.items() if number > MOST_MODULES
+        f"{room}: {number} modules, at most {MOST_MODULES}" for room, number in count.items() if number > MOST_MODULES
     ]

@@ -11,7 +11,7 @@ from engine.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from engine.core.config.job import Job
-    from engine.core.faults.fault import Fault
+    from engine.core.faults.scenario import Scenario
 
 DEFAULT_GRACE = "120s"
 _PANEL = "Faults"
@@ -42,14 +42,18 @@ Grace = Annotated[
 ]
 
 
-def faults_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> tuple[Fault, ...]:
-    """Returns the faults that the user asked for; raises UserError with every problem."""
-    from engine.core.faults.kill_text import parse_kills
+def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> Scenario:
+    """Returns the scenario of a job with the kills that the user asked for; raises UserError with every problem.
+
+    The weights are expected to be those of the twin, as far as there are hashes of both.
+    """
+    from engine.core.faults.kill_text import kill_scenario
+    from engine.core.faults.scenario import Expect
 
     if kills and with_twin and not job.audit:
         hint = "without hashes nothing can be compared; --no-twin goes without"
         raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
-    return parse_kills(kills, job)
+    return kill_scenario(kills, job, Expect(trajectory="as far as hashed" if kills and with_twin else None))
 
 
 def grace_seconds(text: str) -> float:

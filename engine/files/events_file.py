@@ -54,20 +54,6 @@ def add_event(path: Path, event: str, **fields: object) -> None:
         raise StorageError(f"{path}: {error.strerror}") from error
 
 
-def has_event(path: Path, kind: str) -> bool:
-    """Returns whether a run has an event of a kind, without parsing the others.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
-    wanted = f'{{"event":"{kind}"'.encode()
-    try:
-        with path.open("rb") as file:
-            return any(line.startswith(wanted) for line in file)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from error
-
-
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)

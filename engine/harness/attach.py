@@ -23,7 +23,7 @@ from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Probl
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.files.events_file import events_of
-from engine.harness.case_runner import Case, case_of
+from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -36,7 +36,7 @@ _COMMITS = 4  # by which a job's pace is judged
 _STEPS_AFTER = 2  # committed after the last sign of a fault: the run goes on
 
 
-def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Case:
+def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> CaseResult:
     """Hands the faults of a scenario to a running job; returns when all have shown and it goes on, or has ended.
 
     Raises:
@@ -46,10 +46,10 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
     events = _Events(folder)
     wanted = loaded.scenario.expect
     loaded = _fitted(loaded, events)
-    judged = loaded.scenario.expect
+    expect = loaded.scenario.expect
     for line in describe(loaded.faults, loaded.scenario.job):
         say(line)
-    if unjudged := [each.name for each in fields(judged) if getattr(judged, each.name) != getattr(wanted, each.name)]:
+    if unjudged := [each.name for each in fields(expect) if getattr(expect, each.name) != getattr(wanted, each.name)]:
         say(f"not judged: {', '.join(unjudged)} (the job runs on)")
     since_ns = time.monotonic_ns()  # the clock of the events
     request = _request(folder, loaded.faults)
@@ -59,8 +59,8 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
         request.unlink(missing_ok=True)  # whoever has given up wants nobody struck
     ended = events.last("ended") or {"exit_code": 0}
     error = events.last("failed") or {"error": ""}
-    seen = Observed(ended["exit_code"], error["error"], events.known, (), since_ns=since_ns)
-    return case_of(loaded, folder.path, seen)
+    seen = Observed(ended["exit_code"], error["error"], events.known, since_ns=since_ns)
+    return judged(loaded.scenario, loaded.faults, folder.path, seen)
 
 
 def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:

@@ -1,72 +1,58 @@
-"""A case: one run of a scenario with its faults, its fault-free twin, and what came of each expectation."""
+"""Runs a case: a job with its faults, its fault-free twin if one is needed; then holds it against its expectations.
+
+Rules: every command that runs a job runs it here. A run folder says all that it takes to run the case again.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checks.expectations import Check, Observed, Result, check, exit_code, verdict
-from engine.core.checks.recovery_times import Recovery
-from engine.core.checks.strike_accuracy import precision
-from engine.core.errors import BambooError, ExitCode, UserError
-from engine.core.faults.fault import to_plain
+from engine.core.checks.expectations import Observed, needs_twin
+from engine.core.checks.twin import Comparison, compare
+from engine.core.errors import BambooError, UserError
+from engine.core.faults.fault import Fault, to_plain
+from engine.core.faults.scenario import Scenario
+from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import Row
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.run_driver import Screen
-    from engine.runtime.agent.session import Ending
     from engine.runtime.process.children import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What came of one run of a scenario."""
+    """A run to be made: a scenario and the concrete faults that were made of it.
 
-    folder: Path
-    checks: tuple[Check, ...]
-    exit_code: ExitCode
-    recoveries: tuple[Recovery, ...]
+    `name` is a part of the folder's name, `origins` says where values of the job come from, `file` is the scenario's.
+    """
 
-    @property
-    def verdict(self) -> Result:
-        """The verdict over all checks."""
-        return verdict(self.checks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the case as plain values."""
-        return {
-            "run_dir": str(self.folder),
-            "verdict": self.verdict,
-            "exit_code": int(self.exit_code),
-            "checks": [asdict(each) for each in self.checks],
-            "recoveries": [each.as_dict() for each in self.recoveries],
-        }
+    name: str
+    scenario: Scenario
+    faults: tuple[Fault, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    file: Loaded | None = None
+    grace_s: float = 120.0
 
 
-def case_of(loaded: Loaded, folder: Path, seen: Observed) -> Case:
-    """Returns what came of the expectations of a scenario, and whether its faults struck where it says."""
-    from engine.runtime.faults.registry import kinds
-
-    scenario = loaded.scenario
-    checks = check(scenario.expect, scenario.job, loaded.faults, kinds(), seen)
-    checks = (*checks, precision(scenario.job, loaded.faults, seen.events))
-    return Case(folder, checks, exit_code(checks, seen), tuple(seen.recoveries()))
+def case_of_file(loaded: Loaded) -> Case:
+    """Returns the case of a scenario that was read from a file."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", loaded.scenario.name.lower()).strip("-._")[:40] or "case"
+    return Case(name, loaded.scenario, loaded.faults, file=loaded)
 
 
-def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer, screen: Screen) -> Case:
-    """Runs a scenario in a run folder of its own, then its twin if something is expected of the weights.
-
-    Both are forked by `server`, which was started after `mark_processes`.
+def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:
+    """Runs a case in a run folder of its own; a fork `server` must have been started after `mark_processes`.
 
     Raises:
         BambooError: it could not be started.
@@ -80,49 +66,52 @@ def run_case(loaded: Loaded, etcd: EtcdSettings | None, server: ForkServer, scre
     from engine.runtime.doctor.leak_check import Traces
 
     started_s = time.monotonic()
-    scenario = loaded.scenario
-    job = scenario.job
+    job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
     if problems := unreadable_data(job):
         raise UserError(problems)
-    folder = create_run_folder(Path(job.results), _folder_name(scenario.name), datetime.now(), secrets.token_hex(2))
-    copy = folder.path / "scenario.yaml"
-    write_atomically(copy, loaded.path.read_text(encoding="utf-8"))
-    _write_facts(folder, loaded)
-    traces = Traces()
-    ending = drive(job, folder, screen, etcd, faults=loaded.faults, server=server)
-    left = traces.left(folder.logs, folder.path.name, etcd, server.pid) if scenario.expect.leftovers else None
-    add_event(folder.events, "scenario", **scenario_facts(loaded, copy))
+    folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2))
+    if case.file is not None:
+        write_atomically(folder.path / "scenario.yaml", case.file.path.read_text(encoding="utf-8"))
+    _write_facts(folder, case)
+    traces = Traces() if expect.leftovers else None
+    ending = drive(job, folder, screen, etcd, faults=faults, grace_s=case.grace_s, server=server)
+    wall_s = time.monotonic() - started_s
+    left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
+    if case.file is not None:
+        add_event(folder.events, "scenario", **scenario_facts(case.file, folder.path / "scenario.yaml"))
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
-    twin = _twin(loaded, folder, ending, etcd, server, screen)
-    case = case_of(
-        loaded, folder.path, Observed(ending.exit_code, error, list(read_events(folder.events)), rows, twin, left)
-    )
-    summary = summary_of(folder, ending, time.monotonic() - started_s)
-    _write_facts(folder, loaded, summary | {"case": case.as_dict()})
-    return case
+    seen = Observed(ending.exit_code, error, list(read_events(folder.events)), leftovers=left)
+    if needs_twin(expect, faults, seen):
+        seen = replace(seen, twin=_compared(case, rows, folder, etcd, screen, server))
+    result = judged(case.scenario, faults, folder.path, seen)
+    result = replace(result, run_error=ending.error, summary=summary_of(folder, ending, wall_s))
+    _write_facts(folder, case, result.of_run() if case.file is None else result.of_scenario())
+    return result
 
 
-def _twin(
-    loaded: Loaded, folder: RunFolder, ending: Ending, etcd: EtcdSettings | None, server: ForkServer, screen: Screen
-) -> list[Row] | None:
-    """Returns the rows of the twin, or None where nobody asks for them or there are none."""
+def _compared(
+    case: Case,
+    rows: list[Row],
+    folder: RunFolder,
+    etcd: EtcdSettings | None,
+    screen: Screen,
+    server: ForkServer | None,
+) -> Comparison | BambooError:
+    """Returns how the rows of a run compare with those of its twin, or why there is no twin."""
     from engine.harness.twin_run import twin_rows
 
-    if loaded.scenario.expect.trajectory is None or ending.outcome == "interrupted":
-        return None
     try:
-        return twin_rows(loaded.scenario.job, folder, etcd, screen, server)
+        return compare(rows, twin_rows(case.scenario.job, folder, etcd, screen, server))
     except BambooError as error:
-        screen.say(f"bamboo: {error}")
-        return None
+        return error
 
 
 def scenario_facts(loaded: Loaded, copy: Path) -> dict[str, Any]:
-    """Returns what it takes to run the scenario again: its text, and what was said beside it.
+    """Returns what it takes to run the scenario again: its text, and the settings beside it.
 
-    The text is that of the `copy` that the run began with: whose file it is may have changed it, or be done with it.
+    The text is that of the `copy` that the run began with: the file itself may have changed meanwhile, or be gone.
     """
     from engine.files.scenarios.scenario_file import library
 
@@ -135,32 +124,15 @@ def scenario_facts(loaded: Loaded, copy: Path) -> dict[str, Any]:
     }
 
 
-def _folder_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:40] or "case"
-
-
-def _write_facts(folder: RunFolder, loaded: Loaded, result: dict[str, Any] | None = None) -> None:
+def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
     from engine.files.host_facts import host_facts
 
-    scenario = loaded.scenario
-    folder.write_run_json(
-        {
-            "job": asdict(scenario.job),
-            "origins": {},
-            "host": host_facts(Path.cwd()),
-            "scenario": {
-                "name": scenario.name,
-                "file": str(loaded.path),
-                "seed": loaded.seed,
-                "faults": [to_plain(fault) for fault in loaded.faults],
-            },
-            "result": result,
+    facts = {"job": asdict(case.scenario.job), "origins": case.origins, "host": host_facts(Path.cwd())}
+    if case.file is not None:
+        facts["scenario"] = {
+            "name": case.scenario.name,
+            "file": str(case.file.path),
+            "seed": case.file.seed,
+            "faults": [to_plain(fault) for fault in case.faults],
         }
-    )
-
-
-def pauses_ms(cases: Sequence[Case]) -> dict[str, float]:
-    """Returns quantiles of the pause over all recoveries of some cases, nearest rank, in milliseconds."""
-    pauses = sorted(each.pause_ns for case in cases for each in case.recoveries if each.pause_ns is not None)
-    parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if pauses else {}
-    return {name: round(pauses[math.ceil(part * len(pauses)) - 1] / 1e6, 3) for name, part in parts.items()}
+    folder.write_run_json(facts | {"result": result})

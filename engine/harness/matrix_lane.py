@@ -47,10 +47,10 @@ def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
 
 
 def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str]:
-    from engine.harness.case_runner import run_case
+    from engine.harness.case_runner import case_of_file, run_case
     from engine.harness.run_driver import lines_only
 
-    case = run_case(loaded, None, server, lines_only(partial(print, flush=True)))
+    case = run_case(case_of_file(loaded), None, lines_only(partial(print, flush=True)), server)
     if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         sys.exit(int(case.exit_code))
     if not keep and case.verdict == "passed":

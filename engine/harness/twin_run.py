@@ -9,21 +9,11 @@ from engine.core.errors import BambooError, ExitCode
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import Row
-    from engine.core.checks.twin import Comparison
     from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
     from engine.harness.run_driver import Screen
     from engine.runtime.process.children import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
-
-
-def compare_with_twin(
-    job: Job, rows: list[Row], folder: RunFolder, etcd: EtcdSettings | None, screen: Screen
-) -> Comparison:
-    """Returns how the rows of a run compare with those of its twin; raises what `twin_rows` raises."""
-    from engine.core.checks.twin import compare
-
-    return compare(rows, twin_rows(job, folder, etcd, screen))
 
 
 def twin_rows(

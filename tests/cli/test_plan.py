@@ -11,7 +11,7 @@ from bamboo_cli.options.plan import print_plan
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.faults.expansion import describe
-from engine.core.faults.kill_text import parse_kills
+from tests.kills import parse_kills
 
 SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
 

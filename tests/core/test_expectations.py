@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.expectations import Check, Observed, check, exit_code, verdict
+from engine.core.checks.expectations import Check, Observed, check, exit_code, needs_twin, verdict
 from engine.core.checks.trajectory import Row
+from engine.core.checks.twin import compare
 from engine.core.config.job import Job
-from engine.core.errors import ExitCode
+from engine.core.errors import BambooError, ExitCode
 from engine.core.faults.fault import Fault, Owner
 from engine.core.faults.scenario import Expect, Limits
 from tests.core.scenario_cases import KINDS, at
@@ -60,7 +61,8 @@ EVENTS: list[Event] = [
     *did(0, 1, 6_000_000, "1F0", "1B0", "0B0"),
     of_agent("commit", 9_000_000, step=1),
 ]
-SEEN = Observed(0, "", EVENTS, ROWS, ROWS, ())
+SAME = compare(ROWS, ROWS)
+SEEN = Observed(0, "", EVENTS, SAME, ())
 ALL = Expect("recovered", "identical", 0, "exactly-once", "exact", "none", Limits(10**9, 10**9, {"detect": 10**8}))
 
 
@@ -126,13 +128,13 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
         ("outcome", {"exit_code": 80}, "failed", "state-lost, but recovered was expected"),
         ("outcome", {"exit_code": 130}, "invalid", "the run ended with exit code 130"),
         ("trajectory", {"twin": None}, "invalid", "there is no twin to compare with"),
-        ("trajectory", {"rows": ROWS[:2]}, "invalid", "compared up to step 0, committed up to 1"),
-        ("trajectory", {"rows": []}, "invalid", "compared up to step -1, committed up to 1"),
+        ("trajectory", {"twin": compare(ROWS[:2], ROWS)}, "invalid", "compared up to step 0, committed up to 1"),
+        ("trajectory", {"twin": compare([], ROWS)}, "invalid", "compared up to step -1, committed up to 1"),
         (
             "trajectory",
-            {"rows": [*ROWS[:3], replace(ROWS[3], state="other")]},
+            {"twin": compare([*ROWS[:3], replace(ROWS[3], state="other")], ROWS)},
             "failed",
-            "step 1, layer 1: state differs, other in this run and state in its twin",
+            "the weights are not those of the fault-free twin: step 1, layer 1: state differs, other in this run",
         ),
         ("samples", {"events": [*did(0, 1, 7, "1B0"), *EVENTS]}, "failed", "step 1: worker 0 counted the backward"),
         (
@@ -150,6 +152,46 @@ def test_what_else_may_come_of_it(name: str, seen: dict[str, Any], result: str, 
     found = checked(seen=replace(SEEN, **seen))[name]
     assert found.result == result
     assert found.text.startswith(text)
+
+
+def test_where_fewer_steps_are_hashed_only_those_are_compared() -> None:
+    expect = Expect(trajectory="as far as hashed")
+    found = {
+        name: checked(expect, replace(SEEN, twin=compare(ROWS[:number], ROWS)))["trajectory"].result
+        for name, number in (("all", 4), ("some", 2), ("none", 0))
+    }
+    assert found == {"all": "passed", "some": "passed", "none": "invalid"}
+
+
+def test_a_twin_that_did_not_finish_gives_its_exit_code_unless_a_check_is_worse() -> None:
+    error = BambooError("the twin\nmore")
+    error.exit_code = ExitCode.INTERRUPTED
+    seen = replace(SEEN, twin=error)
+    checks = check(ALL, JOB, (FAULT,), KINDS, seen)
+    assert (checks[2].result, checks[2].text, exit_code(checks, seen)) == ("invalid", "the twin", 130)
+    missed = replace(seen, events=without(STRUCK, CONFIRMED))
+    assert exit_code(check(Expect(trajectory="identical"), JOB, (FAULT,), KINDS, missed), missed) == 6
+    miscounted = replace(seen, events=[*did(0, 1, 7, "1B0"), *EVENTS])
+    assert exit_code(check(ALL, JOB, (FAULT,), KINDS, miscounted), miscounted) == 1
+
+
+def test_a_twin_is_run_only_where_it_can_prove_something() -> None:
+    wanted = Expect(trajectory="identical")
+    assert needs_twin(wanted, (FAULT,), SEEN)
+    assert needs_twin(wanted, (), SEEN)
+    assert needs_twin(replace(wanted, outcome="state-lost"), (FAULT,), replace(SEEN, exit_code=80))
+    assert not needs_twin(Expect(), (FAULT,), SEEN)
+    assert not needs_twin(wanted, (FAULT,), replace(SEEN, exit_code=80))
+    assert not needs_twin(wanted, (FAULT,), replace(SEEN, exit_code=130))
+    assert not needs_twin(wanted, (FAULT,), replace(SEEN, events=without(STRUCK, CONFIRMED)))
+
+
+def test_half_a_backward_that_did_not_strike_after_a_failure_says_why() -> None:
+    half = Fault("second", at(1, "0I0"), (Owner(0, 0),))
+    text = checked(faults=(FAULT, half))["faults"].text
+    assert text.endswith("of step 1) (once a worker is lost, backwards are whole: B instead of I and W)")
+    text = checked(faults=(FAULT, half), seen=replace(SEEN, events=without(STRUCK, CONFIRMED)))["faults"].text
+    assert text.endswith("of step 1)")
 
 
 def test_limits_of_time() -> None:

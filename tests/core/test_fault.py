@@ -19,7 +19,7 @@ from engine.core.faults.fault import (
     struck_by,
     to_plain,
 )
-from engine.core.faults.kill_text import parse_kill
+from tests.kills import parse_kill
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
 

@@ -12,8 +12,8 @@ from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.faults.fault import At, Fault, Owner, When
-from engine.core.faults.kill_text import parse_kill, parse_kills
 from engine.core.faults.scenario_rules import own_actions
+from tests.kills import parse_kill, parse_kills
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)
 

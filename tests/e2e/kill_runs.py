@@ -15,11 +15,11 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
-from engine.core.faults.kill_text import parse_kills
 from engine.runtime.agent.run_state import Account
 from engine.runtime.agent.session import Ending, run_session
 from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import Kill, without_redundancy
+from tests.kills import parse_kills
 
 Event = dict[str, Any]
 

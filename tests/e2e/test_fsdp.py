@@ -8,10 +8,10 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.faults.kill_text import parse_kill
 from engine.runtime.process.children import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Runs
+from tests.kills import parse_kill
 
 # Each worker imports torch's FSDP, which takes seconds where workers are many and cores few.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

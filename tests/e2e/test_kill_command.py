@@ -76,7 +76,7 @@ def test_a_fault_that_does_not_strike_is_an_invalid_case(launch: Launch) -> None
     done = launch(*SMALL, "--kill", "2:1", "--kill", "5:1:HEAL", "--json").wait()
     said = json.loads(done.stdout)
     assert (done.code, said["exit_code"], said["outcome"]) == (6, 6, "invalid")
-    assert said["error"].endswith("did not strike: --kill 5:1:HEAL (kill before 1HEAL of step 5)")
+    assert said["error"].endswith("nothing was proved: 5:1:HEAL did not strike (kill before 1HEAL of step 5)")
     assert said["faults"] == [{"fault": "2:1", "fired": True}, {"fault": "5:1:HEAL", "fired": False}]
 
 

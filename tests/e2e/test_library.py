@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.files.scenarios.scenario_file import load_scenario, scenario_names
-from engine.harness.case_runner import run_case
+from engine.harness.case_runner import case_of_file, run_case
 from engine.harness.run_driver import lines_only
 from engine.runtime.doctor.leak_check import mark_processes
 from engine.runtime.faults.registry import kinds
@@ -37,6 +37,6 @@ def _house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 @pytest.mark.parametrize("name", scenario_names())
 def test_a_scenario_passes(house: House, name: str) -> None:
     loaded = load_scenario(name, kinds(), settings=[f"results={house.results}"])
-    case = run_case(loaded, None, house.server, lines_only(print))
+    case = run_case(case_of_file(loaded), None, lines_only(print), house.server)
     assert [each for each in case.checks if each.result != "passed"] == []
     assert case.exit_code == 0

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from engine.core.config.job import Job
-from engine.core.faults.kill_text import parse_kill
 from engine.runtime.agent.session import Ending
 from engine.runtime.process.children import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Event, Runs
 from tests.e2e.user_batches import MICROBATCHES, VALIDATION_MICROBATCHES
+from tests.kills import parse_kill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

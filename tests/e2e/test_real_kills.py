@@ -21,11 +21,11 @@ from engine.core.action import Op
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.faults.fault import WHENS, Fault
-from engine.core.faults.kill_text import parse_kill
 from engine.runtime.agent.session import Ending
 from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
+from tests.kills import parse_kill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

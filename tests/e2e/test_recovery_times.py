@@ -12,10 +12,10 @@ import pytest
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
 from engine.core.config.job import Job
-from engine.core.faults.kill_text import parse_kills
 from engine.report.load import RunTables, load
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.children import ForkServer
+from tests.kills import parse_kills
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

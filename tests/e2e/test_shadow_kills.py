@@ -16,13 +16,13 @@ import pytest
 from engine.core.action import SHARD_OPS, Op
 from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS, After, Fault, Worker
-from engine.core.faults.kill_text import parse_kill
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.agent.session import Ending
 from engine.runtime.process.children import ForkServer
 from tests.e2e import test_real_kills, test_schedule_kills, test_streams
 from tests.e2e.kill_forecast import PLACES, Forecast, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Event, Runs, actions_of, differences, lives
+from tests.kills import parse_kill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -14,10 +14,10 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.faults.fault import After, Fault, Worker
-from engine.core.faults.kill_text import parse_kill
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_runs import Runs, differences, lives
+from tests.kills import parse_kill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -9,10 +9,10 @@ import pytest
 from engine.core.action import Op
 from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS
-from engine.core.faults.kill_text import parse_kills
 from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Runs, actions_of, differences, job_of
+from tests.kills import parse_kills
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -9,9 +9,8 @@ import pytest
 
 from engine.core.errors import StorageError
 from engine.core.history.process_records import FailedRecord
-from engine.files.events_file import add_event, has_event, read_events
+from engine.files.events_file import add_event, read_events
 from engine.runtime.ipc.recorder import Recorder, open_events
-from tests.core.made_records import made
 
 
 def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:
@@ -53,17 +52,6 @@ def test_reading_can_begin_where_the_file_once_ended(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"event":"go"}\n')
     assert [event["event"] for event in read_events(path, size)] == ["go"]
-
-
-def test_a_kind_of_event_is_found_without_parsing(tmp_path: Path) -> None:
-    fd = open_events(tmp_path / "events.jsonl")
-    Recorder(fd, 3).write(FailedRecord(error='{"event":"epoch"'))
-    assert not has_event(tmp_path / "events.jsonl", "epoch")
-    Recorder(fd, 3).write(made("epoch"))
-    assert has_event(tmp_path / "events.jsonl", "epoch")
-    os.close(fd)
-    with pytest.raises(StorageError):
-        has_event(tmp_path / "none.jsonl", "epoch")
 
 
 def test_what_is_learned_afterwards_is_added(tmp_path: Path) -> None:

@@ -14,14 +14,13 @@ from typing import Any, Literal
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.samples import miscounted
-from engine.core.checks.trajectory import Row
-from engine.core.checks.twin import compare
+from engine.core.checks.twin import Comparison
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
-from engine.core.errors import ExitCode
-from engine.core.faults.fault import Fault
+from engine.core.errors import BambooError, ExitCode
+from engine.core.faults.fault import WHOLE_AFTERWARDS, At, Fault
 from engine.core.faults.fault_kind import FaultKind
-from engine.core.faults.scenario import Expect, Limits, Outcome
+from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
 
 Result = Literal["passed", "failed", "invalid"]
 
@@ -56,23 +55,26 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What came of a run: its exit code and error, its events, its trajectory and that of its twin, what it left.
+    """A run that has ended: its exit code, error and events, how it compares with its twin, the leftovers.
 
-    What was not looked at is None. Only what happened since `since_ns`, on the clock of the events, is judged; what was
-    before tells who owned what.
+    `twin` may be the error for which there is no twin. `twin` and `leftovers` are None where they were not looked at.
+    Only events since `since_ns`, on their clock, are judged; those before tell the owners.
     """
 
     exit_code: int
     error: str
     events: Sequence[Mapping[str, Any]]
-    rows: Sequence[Row]
-    twin: Sequence[Row] | None = None
+    twin: Comparison | BambooError | None = None
     leftovers: Sequence[str] | None = None
     since_ns: int = 0
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
         """Returns the events of one kind that are judged; they have a time."""
         return [event for event in self.events if event["event"] == kind and event["at_ns"] >= self.since_ns]
+
+    def strikes(self, fault: Fault) -> list[Mapping[str, Any]]:
+        """Returns the events that say that a fault struck, one for each victim."""
+        return [event for event in self.of("fault") if event["fault"] == fault.id]
 
     def recoveries(self) -> list[Recovery]:
         """Returns the recoveries that are judged: those that began since."""
@@ -91,7 +93,7 @@ def check(
     found = seen.recoveries()
     checks = [_struck(faults, seen), _outcome(expect.outcome, seen)]
     if expect.trajectory is not None:
-        checks.append(_trajectory(seen))
+        checks.append(_trajectory(expect.trajectory, seen))
     if expect.steps_lost is not None:
         lost = sum(each.lost_steps for each in found)
         checks.append(_judged("steps_lost", lost <= expect.steps_lost, f"{lost} lost, {expect.steps_lost} at most"))
@@ -122,6 +124,9 @@ def exit_code(checks: Sequence[Check], seen: Observed) -> ExitCode:
     outcome = next(each.result for each in checks if each.name == "outcome")
     if outcome == "invalid":
         return ExitCode(seen.exit_code)
+    worst = next((each.name for each in checks if each.result == verdict(checks)), "")
+    if worst == "trajectory" and isinstance(seen.twin, BambooError):
+        return ExitCode(seen.twin.exit_code)
     if outcome == "failed" and seen.exit_code:
         return ExitCode.STATE_LOST if seen.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
     return {
@@ -141,18 +146,30 @@ def _first(texts: Sequence[str]) -> str:
 
 def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
     """Every fault must have struck as many as it was for, and its effect must have been seen."""
-    confirmed = {event["fault"] for event in seen.of("confirmed")}
-    wrong = []
-    for fault in faults:
-        victims = {event["of"] for event in seen.of("fault") if event["fault"] == fault.id}
-        if not victims:
-            wrong.append(f"{fault.id} did not strike ({fault})")
-        elif len(victims) < len(fault.victims):
-            wrong.append(f"{fault.id} struck {len(victims)} of {len(fault.victims)}")
-        elif fault.id not in confirmed:
-            wrong.append(f"{fault.id} struck, but nobody saw what it does ({fault.do})")
-    text = f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck"
-    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or text)
+    wrong = [why for fault in faults if (why := why_not_struck(fault, seen))]
+    text = "; ".join(wrong) or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
+    missed = [fault.moment for fault in faults if not seen.strikes(fault)]
+    if len(missed) < len(faults) and any(isinstance(moment, At) and moment.is_half for moment in missed):
+        text += f" ({WHOLE_AFTERWARDS})"
+    return Check("faults", "invalid" if wrong else "passed", text)
+
+
+def why_not_struck(fault: Fault, seen: Observed) -> str:
+    """Returns why a fault proves nothing: it struck too few, or its effect was not seen; empty for one that did."""
+    victims = {event["of"] for event in seen.strikes(fault)}
+    if not victims:
+        return f"{fault.id} did not strike ({fault})"
+    if len(victims) < len(fault.victims):
+        return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
+    if all(event["fault"] != fault.id for event in seen.of("confirmed")):
+        return f"{fault.id} struck, but nobody saw what it does ({fault.do})"
+    return ""
+
+
+def needs_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> bool:
+    """Says whether a run must be compared with its twin: it ended as expected, and a fault struck if there are any."""
+    as_expected = _outcome(expect.outcome, seen).result == "passed"
+    return expect.trajectory is not None and as_expected and (not faults or any(map(seen.strikes, faults)))
 
 
 def _outcome(expected: Outcome, seen: Observed) -> Check:
@@ -164,15 +181,16 @@ def _outcome(expected: Outcome, seen: Observed) -> Check:
     return _judged("outcome", outcome == expected, text)
 
 
-def _trajectory(seen: Observed) -> Check:
-    """No hash may differ, and those of the last committed step must have been compared."""
-    if seen.twin is None:
-        return Check("trajectory", "invalid", "there is no twin to compare with")
-    found = compare(seen.rows, seen.twin)
+def _trajectory(expected: Agreement, seen: Observed) -> Check:
+    """No hash may differ; those of the last committed step must have been compared, unless it had none to compare."""
+    found = seen.twin
+    if not isinstance(found, Comparison):
+        return Check("trajectory", "invalid", str(found or "there is no twin to compare with").splitlines()[0])
     if found.difference is not None:
-        return Check("trajectory", "failed", found.difference)
+        text = f"the weights are not those of the fault-free twin: {found.difference}"
+        return Check("trajectory", "failed", text)
     committed = max((event["step"] for event in seen.of("commit")), default=-1)
-    if found.last_step < committed and not seen.exit_code:
+    if expected == "identical" and found.last_step < committed and not seen.exit_code:
         return Check("trajectory", "invalid", f"compared up to step {found.last_step}, committed up to {committed}")
     if not found.num_steps:
         return Check("trajectory", "invalid", "no step could be compared")

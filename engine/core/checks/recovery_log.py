@@ -41,12 +41,13 @@ class RecoveryLog:
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
     is_over: bool = False  # no step is left
+    sharded: bool = False  # an owner holds a shard of its stage, which no other worker can take over
 
     def read(self, event: Event) -> Iterator[Recovery]:
         """Takes in one event; yields the recovery that it ends."""
         match event["event"]:
             case "job":
-                self.stages = event["stages"]
+                self.stages, self.sharded = event["stages"], bool(event.get("fsdp"))
             case "started":
                 for pipeline, stage in event["slots"]:
                     self.owners[pipeline, stage] = event["of"]
@@ -99,7 +100,12 @@ class RecoveryLog:
         verdict = tuple(each for epoch in self.epochs for each in verdict_of(epoch))
         out = {each.worker for each in verdict}
         now = self._owners_now()
-        moved = [] if after_end else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
+        is_lost = commit is None and self.sharded
+        moved = (
+            []
+            if after_end or is_lost
+            else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
+        )
         faults = [each for each in self.signs if each["event"] == "fault"]
         usual = usual_ns(self.commits)
         seen_ns = [each.get("seen_ns", each["at_ns"]) for each in self.signs if each["event"] != "fault"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from engine.core.action import Action, parse_action
+from engine.core.action import Action, Op, parse_action
 from engine.core.duration import duration_text
 from engine.core.scalar import Scalar
 
@@ -21,6 +21,7 @@ RoleName = Literal["recoverer", "shadow", "neighbour"]
 
 WHENS: tuple[When, ...] = get_args(When)
 PHASES: tuple[Phase, ...] = get_args(Phase)
+WHOLE_AFTERWARDS = f"once a worker is lost, backwards are whole: {Op.B} instead of {Op.I} and {Op.W}"
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 
@@ -31,6 +32,11 @@ class At:
     step: int
     action: Action
     when: When = "before"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether this is at half of a backward."""
+        return self.action.op in (Op.I, Op.W)
 
     def __str__(self) -> str:
         return f"{self.when} {self.action} of step {self.step}"

@@ -7,64 +7,64 @@ been recovered from, its backwards are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
-from engine.core.faults.fault import WHENS, At, Fault, slot_owner
-from engine.core.faults.scenario import Expect, Target, Wanted
-from engine.core.faults.scenario_rules import Found, changes_by, check_found, own_actions
+from engine.core.faults.fault import WHENS, At
+from engine.core.faults.scenario import Expect, Scenario, Target, Wanted
+from engine.core.faults.scenario_rules import Found, changes_by, never_striking, own_actions
 from engine.core.ownership import Slot
 
 KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"
 
+_KILL = "kill"
+_NOTHING = Expect()
 _OPS = {op.value: op for op in Op}
 _BACKWARDS = (Op.B, Op.I)  # a microbatch has one of them: the whole, or its part for the inputs
 
 
-def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:
-    """Returns the faults that the values of ``--kill`` spell for a job.
+def kill_scenario(texts: Sequence[str], job: Job, expect: Expect = _NOTHING) -> Scenario:
+    """Returns the scenario of a job with the faults that the values of ``--kill`` spell; their ids are these texts.
 
     Raises:
         UserError: with every problem found; one that can never strike is one.
     """
-    found: list[tuple[Fault, At]] = []
+    found: list[tuple[str, At]] = []
     problems: list[Problem] = []
     for text in texts:
         try:
-            found.append(_parsed(text, job))
+            found.append((text.strip(), kill_moment(text, job)))
         except UserError as error:
             problems += error.problems
     changed_by = min((changes_by(at) for _, at in found), default=job.steps)
-    faults: dict[At, Fault] = {}
-    for fault, meant in found:
-        is_whole = meant.step > changed_by and meant.action.op is Op.I and not _names(fault.id, Op.I)
+    faults: dict[At, Wanted] = {}
+    for name, meant in found:
+        is_whole = meant.step > changed_by and meant.action.op is Op.I and not _names(name, Op.I)
         at = replace(meant, action=meant.action._replace(op=Op.B)) if is_whole else meant
         if at in faults:
-            problems.append(_problem("each fault once", fault.id))
-        faults.setdefault(at, replace(fault, moment=at))
-    problems += _never_striking(faults, job, whole=not problems)
+            problems.append(_problem("each fault once", name))
+        faults.setdefault(at, Wanted(name, at, Target(), _KILL))
+    known = Found(job, dict(enumerate(faults.values())), whole=not problems)
+    for each in faults.values():
+        field = f"--kill {each.id}"
+        problems += [replace(problem, field=field) for problem in never_striking(known, job, each, {_KILL})]
     if problems:
         raise UserError(problems)
-    return tuple(faults.values())
+    return Scenario(job.name, "", job, tuple(faults.values()), expect)
 
 
-def parse_kill(text: str, job: Job) -> Fault:
-    """Returns the fault that a value of ``--kill`` spells; its id is the text.
+def kill_moment(text: str, job: Job) -> At:
+    """Returns the moment that a value of ``--kill`` spells; `kill_scenario` says whether it can come.
 
-    Without an action it is before the middle backward of the stage; without a pipeline it is pipeline 0. Whether it can
-    strike, which may need others, is for `parse_kills`.
+    Without an action it is before the middle backward of the stage; without a pipeline it is pipeline 0.
 
     Raises:
         UserError: with every problem found.
     """
-    return _parsed(text, job)[0]
-
-
-def _parsed(text: str, job: Job) -> tuple[Fault, At]:
     left, _, pipeline_text = text.strip().partition("@")
     step_text, *rest = left.split(":")
     if not rest or len(rest) > 4 or ("@" in text and not pipeline_text):
@@ -79,8 +79,7 @@ def _parsed(text: str, job: Job) -> tuple[Fault, At]:
     microbatch = _number("a microbatch", parts[1], text, problems) if len(parts) > 1 else None
     if problems:
         raise UserError(problems)
-    at = At(step, _action(job, slot, ops, microbatch), when or "before")
-    return Fault(text.strip(), at, (slot_owner(at.action),)), at
+    return At(step, _action(job, slot, ops, microbatch), when or "before")
 
 
 def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, ...]:
@@ -112,15 +111,6 @@ def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> 
     middle = sorted(numbers)[len(numbers) // 2] if numbers else job.microbatches // 2
     microbatch = middle if microbatch is None else microbatch
     return numbers.get(microbatch, Action(stage, ops[0], microbatch, pipeline))
-
-
-def _never_striking(faults: Mapping[At, Fault], job: Job, *, whole: bool) -> Iterator[Problem]:
-    """Yields what the rules for faults of a scenario say; unless these are the `whole` there may be others."""
-    wanted = [Wanted(fault.id, at, Target(), fault.do) for at, fault in faults.items()]
-    found = check_found(Found(job, dict(enumerate(wanted)), whole), Expect(), {each.do for each in wanted})
-    for problem in found:
-        number = int(problem.field.split(".")[1])  # faults.NUMBER.at
-        yield replace(problem, field=f"--kill {wanted[number].id}")
 
 
 def _number(what: str, part: str, text: str, problems: list[Problem]) -> int:

@@ -16,6 +16,8 @@ from engine.core.scalar import Scalar
 
 # noticed: the run ends by itself because it sees that its numbers are wrong.
 Outcome = Literal["recovered", "resumable", "state-lost", "noticed"]
+# as far as hashed: in every step of which both have hashes.
+Agreement = Literal["identical", "as far as hashed"]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
@@ -79,7 +81,7 @@ class Expect:
     """What must come of a scenario; what is None is not looked at."""
 
     outcome: Outcome = "recovered"
-    trajectory: Literal["identical"] | None = None
+    trajectory: Agreement | None = None
     steps_lost: int | None = None
     samples: Literal["exactly-once"] | None = None
     culprit: Literal["exact", "nobody"] | None = None

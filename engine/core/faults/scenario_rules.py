@@ -8,13 +8,13 @@ is told once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
-from engine.core.faults.fault import After, At
+from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
 from engine.core.faults.fault_kind import AT_ONCE
 from engine.core.faults.scenario import Every, Expect, Scenario, Target, Wanted
 from engine.core.ownership import Ownership, Slot
@@ -32,7 +32,6 @@ _UNDISTURBED = {
     Op.B: f"this schedule has halves of backwards: {Op.I} and {Op.W} instead of {Op.B}",
     Op.REDO_F: "only a recovery runs a forward again: add a fault that ends a worker in that step",
 }
-WHOLE_AFTERWARDS = f"once a worker is lost, backwards are whole: {Op.B} instead of {Op.I} and {Op.W}"
 
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
@@ -59,21 +58,24 @@ def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[P
     for number, wanted in found.faults.items():
         if isinstance(wanted.trigger, After):
             problems += _after(f"faults.{number}.after", wanted, wanted.trigger, found)
-    return problems + _of_job(found, found.job, expect, ending) if found.job is not None else problems
-
-
-def _of_job(found: Found, job: Job, expect: Expect, ending: Collection[str]) -> list[Problem]:
-    """Returns the rules that are broken between a job and the rest."""
-    problems = list(_expectations(expect, job))
-    program, ownership = planned(job)
+    if found.job is None:
+        return problems
+    problems += _expectations(expect, found.job)
     for number, wanted in found.faults.items():
-        place = f"faults.{number}"
-        if isinstance(wanted.trigger, At):
-            at, failures = wanted.trigger, _Failures(wanted.trigger, found, ending)
-            own = own_actions(program, ownership, (at.action.pipeline, at.action.stage))
-            problems += _limits(f"{place}.at", at, job) or _action(f"{place}.at", at.action, own, job, failures)
-        problems += _target(f"{place}.target", wanted, job, len(ownership.workers()))
+        impossible = never_striking(found, found.job, wanted, ending)
+        problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
     return problems
+
+
+def never_striking(found: Found, job: Job, wanted: Wanted, ending: Collection[str]) -> list[Problem]:
+    """Returns why one of the faults can never strike; a field is a place in the fault, such as ``at.stage``."""
+    program, ownership = planned(job)
+    problems = list(_target("target", wanted, job, len(ownership.workers())))
+    if not isinstance(wanted.trigger, At):
+        return problems
+    at, failures = wanted.trigger, _Failures(wanted.trigger, found, ending)
+    own = own_actions(program, ownership, (at.action.pipeline, at.action.stage))
+    return (_limits("at", at, job) or _action("at", at.action, own, job, failures)) + problems
 
 
 def _ids(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
@@ -117,11 +119,6 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
         for name, (value, limit) in limits.items()
         if not 0 <= value < limit
     ]
-
-
-def is_part(at: At) -> bool:
-    """Says whether a moment is at half of a backward."""
-    return at.action.op in (Op.I, Op.W)
 
 
 def changes_by(at: At) -> int:
@@ -168,7 +165,7 @@ def _action(place: str, action: Action, own: Collection[Action], job: Job, failu
     op, step = action.op, failures.at.step
     if op is Op.HEAL:
         return _heal(f"{place}.action", job, step, can_follow=failures.before(step))
-    if is_part(failures.at) and failures.surely_before(step):
+    if failures.at.is_half and failures.surely_before(step):
         return [Problem(f"{place}.action", "an action of a step after a failure", repr(op.value), WHOLE_AFTERWARDS)]
     why = _why_never(op, action.stage, job)
     can_come = failures.recovered_in(step) if op is Op.REDO_F else failures.before(step + 1)
@@ -273,7 +270,7 @@ def _named(target: Target) -> list[str]:
 
 
 def _expectations(expect: Expect, job: Job) -> Iterator[Problem]:
-    if expect.trajectory is not None and job.audit != 1:
+    if expect.trajectory == "identical" and job.audit != 1:
         hint = "without the hashes of every step nothing can be compared; set audit: 1 in the job"
         yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
     if expect.outcome != "recovered" and expect.recovery is not None:

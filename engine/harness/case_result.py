@@ -1,0 +1,102 @@
+"""The result of a case: its checks, the verdict over them, its recoveries; as values, as an error, as a summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.core.checks.expectations import Check, Observed, Result, check, exit_code, verdict, why_not_struck
+from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.strike_accuracy import precision
+from engine.core.checks.twin import Comparison
+from engine.core.errors import BambooError, ExitCode
+from engine.core.faults.fault import Fault
+from engine.core.faults.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """The result of one run of a case; `run_error` ended the run itself, `summary` has the figures of the run."""
+
+    folder: Path
+    faults: tuple[Fault, ...]
+    seen: Observed
+    checks: tuple[Check, ...]
+    exit_code: ExitCode
+    recoveries: tuple[Recovery, ...]
+    run_error: BambooError | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Result:
+        """The verdict over all checks."""
+        return verdict(self.checks)
+
+    @property
+    def error(self) -> BambooError | None:
+        """What ended the run, or the first of the checks that decided against it; None for a run that passed."""
+        if self.run_error is not None or self.seen.exit_code or self.verdict == "passed":
+            return self.run_error
+        text = next(each.text for each in self.checks if each.result == self.verdict)
+        if self.verdict == "invalid":
+            text = f"the case is invalid, nothing was proved: {text}"
+        error = BambooError(text)
+        error.exit_code = self.exit_code
+        return error
+
+    def recovery_lines(self) -> list[str]:
+        """Returns one line per recovery, and whether the weights are identical where hashes were compared."""
+        twin, proved = self.seen.twin, ""
+        if isinstance(twin, Comparison) and twin.difference is None and twin.num_steps:
+            is_last = twin.last_step == self.summary["steps"] - 1
+            proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
+        return [f"{each}{proved if each.pause_ns is not None or each.after_end else ''}" for each in self.recoveries]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the case as plain values."""
+        return {
+            "run_dir": str(self.folder),
+            "verdict": self.verdict,
+            "exit_code": int(self.exit_code),
+            "checks": [asdict(each) for each in self.checks],
+            "recoveries": [each.as_dict() for each in self.recoveries],
+        }
+
+    def of_scenario(self) -> dict[str, Any]:
+        """Returns the summary of the run with the case beside it."""
+        return {**self.summary, "case": self.as_dict()}
+
+    def of_run(self) -> dict[str, Any]:
+        """Returns the summary of the run, which failed also where it finished and the verdict is against it."""
+        error, twin = self.error, self.seen.twin
+        against: dict[str, Any] = {} if error is None else {"error": str(error)}
+        if error is not None and error is not self.run_error:
+            against |= {"outcome": self.verdict, "exit_code": int(self.exit_code)}
+        return {
+            **self.summary,
+            **against,
+            "recoveries": [each.as_dict() for each in self.recoveries],
+            "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
+            "twin": {"steps_compared": twin.num_steps, "difference": twin.difference}
+            if isinstance(twin, Comparison)
+            else twin and {"error": str(twin)},
+        }
+
+
+def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Observed) -> CaseResult:
+    """Returns the result of a scenario's expectations, and whether its faults struck where the scenario says."""
+    from engine.runtime.faults.registry import kinds
+
+    checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
+    checks = (*checks, precision(scenario.job, faults, seen.events))
+    return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries()))
+
+
+def pauses_ms(results: Sequence[CaseResult]) -> dict[str, float]:
+    """Returns quantiles of the pause over all recoveries of some cases, nearest rank, in milliseconds."""
+    pauses = sorted(each.pause_ns for case in results for each in case.recoveries if each.pause_ns is not None)
+    parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if pauses else {}
+    return {name: round(pauses[math.ceil(part * len(pauses)) - 1] / 1e6, 3) for name, part in parts.items()}

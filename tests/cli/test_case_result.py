@@ -1,0 +1,151 @@
+"""The result of a case: words, exit codes, and what may be claimed; and the options of a run about its failures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bamboo_cli.options.faults import grace_seconds, scenario_of
+from engine.core.checks.expectations import Observed
+from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.twin import Comparison
+from engine.core.config.job import Job
+from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.exclusion import Cause, excluded
+from engine.core.faults.scenario import Expect, Scenario
+from engine.harness.case_result import CaseResult, judged
+from tests.kills import parse_kill
+
+JOB = Job(stages=3, steps=9)
+FAULT = parse_kill("5:2:B:3", JOB)
+RECOVERY = Recovery(
+    1,
+    5,
+    "",
+    (excluded(2, Cause.DEATH, "died"),),
+    {2: None},
+    (),
+    (FAULT.id,),
+    0,
+    {"detect": 0, "replay": 120_000_000},
+    1,
+)
+SCENARIO = Scenario("", "", JOB, (), Expect(trajectory="as far as hashed"))
+SUMMARY = {"steps": 9, "outcome": "finished", "exit_code": 0, "error": None}
+STRUCK: list[dict[str, Any]] = [
+    {"event": "job", "stages": 3},
+    *({"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(3)),
+    {"event": "go", "epoch": 0, "at_ns": 0},
+    {"event": "commit", "step": 0, "at_ns": 1},
+    {"event": "action", "worker": 2, "step": 5, "action": "2RECV_B3", "start_ns": 2, "end_ns": 3},
+    {"event": "fault", "fault": FAULT.id, "of": 2, "slot": None, "at_ns": 3},
+    {"event": "confirmed", "fault": FAULT.id, "at_ns": 4},
+]
+
+
+def result_of(
+    twin: Comparison | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
+) -> CaseResult:
+    seen = Observed(0, "", STRUCK if fired else STRUCK[:6], twin)
+    result = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
+    return replace(result, recoveries=(RECOVERY,), summary=SUMMARY)
+
+
+def test_weights_are_called_identical_only_when_they_were_compared() -> None:
+    text = "worker 2 died; recovered in 0.12 s, 0 steps lost"
+    assert result_of().recovery_lines() == [text]
+    assert result_of(Comparison(9, 8, None)).recovery_lines() == [f"{text}, weights identical"]
+    assert result_of(Comparison(8, 7, None)).recovery_lines() == [f"{text}, weights identical up to step 7"]
+    assert result_of(Comparison(0, -1, None)).recovery_lines() == [text]
+    assert result_of(Comparison(9, 8, "step 5, layer 1: state differs")).recovery_lines() == [text]
+
+
+def test_a_death_after_the_last_commit_needs_no_recovery() -> None:
+    late = replace(RECOVERY, points_ns={"detect": 0}, resume_ns=None, after_end=True)
+    found = replace(result_of(Comparison(9, 8, None)), recoveries=(late,))
+    assert found.recovery_lines() == [
+        "worker 2 died; that was after the last commit, no step was left to recover, weights identical"
+    ]
+
+
+def test_a_run_passes_when_its_fault_struck_and_no_bit_differs() -> None:
+    assert result_of(Comparison(9, 8, None)).error is None
+    assert result_of(expect=Expect()).error is None
+    assert result_of(Comparison(8, 7, None)).of_run()["outcome"] == "finished"
+
+
+def test_a_difference_fails_the_run_and_says_where() -> None:
+    found = result_of(Comparison(9, 8, "step 5, layer 1: state differs")).of_run()
+    assert (found["exit_code"], found["outcome"]) == (ExitCode.EXPECTATION_FAILED, "failed")
+    assert found["error"] == "the weights are not those of the fault-free twin: step 5, layer 1: state differs"
+
+
+def test_a_fault_that_did_not_strike_makes_the_case_invalid() -> None:
+    found = result_of(Comparison(9, 8, None), fired=False)
+    assert (found.of_run()["exit_code"], found.of_run()["outcome"]) == (ExitCode.INVALID_CASE, "invalid")
+    text = "the case is invalid, nothing was proved: 5:2:B:3 did not strike (kill before 2B3 of step 5)"
+    assert str(found.error) == text
+
+
+def test_a_twin_that_failed_proves_nothing() -> None:
+    error = BambooError("the twin")
+    error.exit_code = ExitCode.INTERRUPTED
+    found = result_of(error).of_run()
+    assert (found["twin"], found["exit_code"], found["outcome"]) == ({"error": "the twin"}, 130, "invalid")
+    assert found["error"] == "the case is invalid, nothing was proved: the twin"
+
+
+def test_a_run_that_failed_by_itself_says_its_own_error() -> None:
+    error = BambooError("worker 2 raised")
+    own = {**SUMMARY, "outcome": "failed", "exit_code": 3, "error": str(error)}
+    found = result_of(fired=False)
+    found = replace(found, run_error=error, summary=own, seen=replace(found.seen, exit_code=3, error=str(error)))
+    assert found.error is error
+    assert {name: found.of_run()[name] for name in own} == own
+
+
+def test_the_summary_has_plain_values() -> None:
+    said = result_of(Comparison(9, 8, None)).of_run()
+    assert json.loads(json.dumps(said))["faults"] == [{"fault": "5:2:B:3", "fired": True}]
+    assert said["twin"] == {"steps_compared": 9, "difference": None}
+    assert said["recoveries"][0]["pause_ms"] == 120.0
+    assert result_of().of_run()["twin"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("120", 120.0), ("120s", 120.0), (" 0.5s ", 0.5), ("2m", 120.0), ("250ms", 0.25), ("1.5", 1.5)],
+)
+def test_a_grace_in_seconds(text: str, seconds: float) -> None:
+    assert grace_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "2d", "0", "0s", "-1", "nan", "inf"])
+def test_no_grace(text: str) -> None:
+    with pytest.raises(
+        UserError, match="--grace: expected a duration such as 250ms, 5s or 2m, or seconds, above 0, found"
+    ):
+        grace_seconds(text)
+
+
+def test_kills_are_a_scenario_that_expects_the_weights_of_the_twin() -> None:
+    with pytest.raises(UserError, match="audit: expected 1 or more with --kill, found 0"):
+        scenario_of(["5:2"], Job(audit=0), with_twin=True)
+    blind = scenario_of(["5:2"], Job(audit=0), with_twin=False)
+    assert ([each.id for each in blind.faults], blind.expect) == (["5:2"], Expect())
+    assert scenario_of(["5:2"], Job(audit=3), with_twin=True).expect == Expect(trajectory="as far as hashed")
+    assert scenario_of([], Job(audit=0), with_twin=True) == Scenario("", "", Job(audit=0), ())
+
+
+def test_of_shards_nobody_is_called_the_heir() -> None:
+    verdict = {"epoch": 1, "owners": [0, 1, 1], "verdict": [[2, "died"]], "reason": "", "at_ns": 6}
+    events: list[dict[str, Any]] = [*STRUCK[1:], {"event": "epoch", **verdict}]
+    for job, heirs in ((JOB, "; worker 1 was to take over stage 2"), (replace(JOB, pipelines=2, fsdp=1), "")):
+        seen = Observed(80, "", [{"event": "job", "stages": 3, "fsdp": job.fsdp}, *events])
+        found = judged(replace(SCENARIO, job=job), (FAULT,), Path("x"), seen)
+        found = replace(found, summary={"steps": 1})
+        assert found.recovery_lines() == [f"worker 2 died after 2RECV_B3 of step 5{heirs}; not recovered"]
