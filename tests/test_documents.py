@@ -12,6 +12,8 @@ import pytest
 
 from bamboo_cli.app import COMMANDS, load
 from engine.core.errors import ExitCode
+from engine.models.offer import DATA, MODELS
+from engine.runtime.faults.registry import kinds
 from tests.house_rules import PRONOUNS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,11 +32,12 @@ LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 PLACE = re.compile(r"(?<![\w./-])(?:engine|bamboo_cli|tests|docs|scenarios|results)/[\w./-]*[\w-]|\b[\w-]+\.md\b")
 NOT_YET = re.compile(r"results/(?:20|latest|runs)|scenarios/first\.yaml")  # made by the commands that a page shows
 TITLE = re.compile("what.a.layer.may.do", re.IGNORECASE)
-OLD = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+OLD = ("CHANGELOG.md", "ARCHITECTURE.md")
 HISTORY = "CHANGELOG.md"  # tells of words and places that have gone
 BLOCK = re.compile(r"^(?: {4}|\$ )((?:\.venv/bin/)?(?:bamboo|pytest|make) .*)$", re.MULTILINE)
 INLINE = re.compile(r"`((?:bamboo|pytest|make) [^`]+)`")
 REDIRECTION = re.compile(r" > [\w.]+\s*$")
+QUESTION = re.compile(r"^\| \.\.\. (.+\?) \| (.+) \|$", re.MULTILINE)
 CODE_ROW = re.compile(r"^\| (\d+) \| ([A-Z_]+|-) \|", re.MULTILINE)
 
 
@@ -155,3 +158,16 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
     assert isinstance(data, Data) and isinstance(model, nn.Sequential)
     batch = data.microbatch(0, 0, 1, 4)
     assert (*batch.inputs[0].shape, *model(batch.inputs[0]).shape) == (4, 32, *batch.targets[0].shape)
+
+
+def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None:
+    questions = QUESTION.findall(DOCUMENTS["CONTRIBUTING.md"])
+    answers = [re.findall(r"`([\w/]+\.py)`", answer) for _, answer in questions]
+    assert len({question for question, _ in questions}) == 20
+    assert [each for each in answers if not 1 <= len(each) <= 3] == []
+
+
+def test_pages_name_every_model_every_source_and_every_kind_of_fault() -> None:
+    models, faults = DOCUMENTS["docs/training-your-own-model.md"], DOCUMENTS["docs/faults-and-matrices.md"]
+    assert [name for name in (*MODELS, *DATA) if f"`{name}`" not in models] == []
+    assert [name for name in kinds() if f"`{name}`" not in faults] == []
