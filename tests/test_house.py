@@ -49,6 +49,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.runtime.process",
         "engine.runtime.replica",
         "engine.runtime.stage",
+        "engine.runtime.store",
         "engine.runtime.transport",
     }
 )

@@ -105,7 +105,7 @@ def test_it_must_be_started_from_the_main_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        ("", "it said nothing"),
+        ("", "its log is empty"),
         ("flag provided but not defined: -x\nUsage:\n", "Usage:"),
         ('{"level":"info","msg":"listening"}\n', "listening"),
         (

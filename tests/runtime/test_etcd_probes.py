@@ -60,5 +60,5 @@ def test_an_etcd_that_does_not_start_is_said_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(embedded_etcd, "find_etcd", lambda: "/bin/false")
-    assert "etcd did not start: it said nothing" in etcd_probes.measure_latency().error
+    assert "etcd did not start: its log is empty" in etcd_probes.measure_latency().error
     assert list(tmp_path.iterdir()) == []

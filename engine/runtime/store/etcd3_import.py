@@ -1,10 +1,10 @@
-"""Imports the `etcd3` package under any protobuf that is in use.
+"""Imports the `etcd3` package under every version of protobuf.
 
-etcd3 ships message classes that an old compiler has generated; protobuf 4 and newer refuse to load them. What they
-are generated from still stands in those files, as serialized descriptors. So the classes are built anew from these,
-with protobuf's public functions, and stand in `sys.modules` before etcd3 looks for them. No code of the generated
-files is run, and no setting of protobuf is touched. The descriptors live in a pool of their own: their names
-(`kv.proto`, `rpc.proto`) are so plain that another package may use them too.
+etcd3 ships message classes from an old protobuf compiler, and protobuf 4 and newer refuse to load them. The generated
+files contain the serialized descriptors. This module therefore builds the classes from these with protobuf's public
+functions, and puts them into `sys.modules` before etcd3 is imported. No code of the generated files runs, and no
+setting of protobuf changes. The descriptors have a pool of their own, because another package may use the same names
+(`kv.proto`, `rpc.proto`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from google.protobuf.message_factory import GetMessageClass
 from engine.core.errors import EnvironmentLacksError
 
 _PACKAGE = "etcd3.etcdrpc"
-# Each may use those before it.
+# In the order of their dependencies.
 _FILES = ("kv", "auth", "rpc")
 
 
 def import_etcd3() -> ModuleType:
-    """Returns the package. Raises EnvironmentLacksError when it is not there, or another one has its name."""
+    """Returns the package etcd3; raises EnvironmentLacksError if it is missing or another package has its name."""
     if "etcd3" not in sys.modules:
         _install_messages(_find_folder())
     return importlib.import_module("etcd3")
@@ -51,21 +51,21 @@ def _install_messages(folder: Path) -> None:
 
 
 def read_descriptor(path: Path) -> bytes:
-    """Returns the serialized descriptor in a generated file. Raises EnvironmentLacksError when it has none."""
+    """Returns the serialized descriptor in a generated file; raises EnvironmentLacksError if there is none."""
     text = path.read_text(encoding="utf-8")
-    # The statement is parsed alone: the whole file has thousands of lines, and this one everything.
+    # Only this statement is parsed: the file has thousands of lines.
     start = text.find("\nDESCRIPTOR = ")
     end = text.find("\n)\n", start)
     if min(start, end) >= 0:
         for node in ast.walk(ast.parse(text[start : end + 3])):
             if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
-                # Written as a text in which each character stands for a byte.
+                # A text in which each character is a byte.
                 return str(ast.literal_eval(node.value.args[0])).encode("latin1")
     raise EnvironmentLacksError(f"{path} is not of etcd3 0.12: pip install etcd3==0.12.0")
 
 
 def _build_module(pool: DescriptorPool, name: str) -> ModuleType:
-    """Returns what the generated module would hold: the file's messages, and the values of its enumerations."""
+    """Returns a module like the generated one: with the messages and the enumeration values of the file."""
     module = ModuleType(f"{_PACKAGE}.{name}_pb2")
     descriptor = pool.FindFileByName(f"{name}.proto")
     for message in descriptor.message_types_by_name.values():

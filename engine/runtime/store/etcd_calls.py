@@ -1,8 +1,8 @@
-"""Calls to etcd that end: one attempt after the other, at one endpoint after the other, until a deadline.
+"""Calls to etcd with retries at all endpoints until a deadline.
 
-Rules: every attempt has a timeout, every call a deadline. What gRPC and etcd raise ends here, as
-CoordinatorUnavailableError, and no message holds a password. The calls belong to the process that made them: their
-threads and locks do not survive a fork, and a forked child that used them would hang.
+Rules: every attempt has a timeout, every call a deadline. Errors of gRPC and etcd are raised as
+CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only in the process that made it:
+its threads and locks do not survive a fork, and a forked child would hang.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ ATTEMPT_S = 1.0
 PAUSE_S = 0.05
 
 _CHANNEL_OPTIONS = (
-    # A host's proxy is for the web; gRPC would send etcd's traffic there too.
+    # A web proxy of the host is not for etcd.
     ("grpc.enable_http_proxy", 0),
-    # Else all clients of a process share a connection, and its pauses between tries.
+    # Without it, all clients of a process share a connection and its back-off.
     ("grpc.use_local_subchannel_pool", 1),
-    # Pauses between tries to connect; the one in the middle is the least time that a try is given.
+    # Back-off between attempts to connect; the second option is the least timeout of an attempt.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 200),
-    # Finds a connection dead that was cut without a word. etcd turns those away who ask more often than every 5 s.
+    # Detects a silently cut connection. etcd refuses pings more often than every 5 s.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.max_receive_message_length", 256 << 20),
 )
-# Another attempt, perhaps elsewhere, may have an answer.
+# Errors after which another attempt, at another endpoint, may succeed.
 _PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
-# etcd forgets who has logged in when it restarts, after five idle minutes, and when users are changed.
+# etcd drops a log-in when it restarts, after five idle minutes, and when users are changed.
 _LOG_IN_AGAIN = ("invalid auth token", "revision of auth store is old")
 
 
 class CompactedError(Exception):
-    """The revision that was asked for is no longer kept."""
+    """The requested revision has been compacted away."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """One endpoint's methods by name, and what each call says about its sender."""
+    """The methods of one endpoint by name, and the metadata of each call."""
 
     methods: dict[str, Callable[..., Any]]
     metadata: tuple[tuple[str, str], ...]
@@ -61,7 +61,7 @@ class _Connection:
 
 
 class EtcdCalls:
-    """Calls of one process to one etcd; may be shared by threads."""
+    """Calls of one process to one etcd; thread-safe."""
 
     def __init__(self, settings: EtcdSettings, deadline_s: float = DEADLINE_S):
         self.deadline_s = deadline_s
@@ -72,7 +72,7 @@ class EtcdCalls:
         self._turn = 0
 
     def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
-        """Makes a call that may be repeated, and returns the reply."""
+        """Makes an idempotent call with retries, and returns the reply; raises CoordinatorUnavailableError."""
         until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
         while True:
             reply = self.attempt(method, request, until_s)
@@ -80,9 +80,10 @@ class EtcdCalls:
                 return reply
 
     def attempt(self, method: str, request: Any, until_s: float) -> Any:
-        """Tries a call once; returns the reply, or None when it is lost and there is time for another try.
+        """Makes one attempt at a call; returns the reply, or None if it was lost and another attempt is in time.
 
-        `until_s` is on the monotonic clock. Raises CoordinatorUnavailableError after it, or when etcd refuses.
+        `until_s` is on the monotonic clock. Raises CoordinatorUnavailableError after it or if etcd refuses,
+        LeaseLostError if the lease has expired, and CompactedError.
         """
         self.check_process()
         endpoint = self._settings.endpoints[self._turn]
@@ -99,16 +100,16 @@ class EtcdCalls:
             return None
 
     def check_process(self) -> None:
-        """Stops a child that was forked after the calls were made, before it can hang."""
+        """Asserts that this is the process that made the object: a forked child would hang."""
         assert os.getpid() == self._pid, "the client of etcd was made before a fork: make one in the child"
 
     def close(self) -> None:
-        """Closes all connections; no call may be under way."""
+        """Closes all connections; no call may be in progress."""
         for connection in self._connections.values():
             connection.close()
 
     def _judge(self, error: Any, endpoint: Endpoint) -> None:
-        """Returns if another attempt may help, and sees to it that it is another; raises if not."""
+        """Prepares another attempt, at the next endpoint or with a new log-in; raises if none can help."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
             raise LeaseLostError(f"the lease has expired: {details}") from None
@@ -131,7 +132,7 @@ class EtcdCalls:
 
 
 def _open(settings: EtcdSettings, endpoint: Endpoint) -> _Connection:
-    """Connects, and logs in if there is a user; gRPC's own errors are passed on."""
+    """Connects, and logs in if the settings have a user; raises the errors of gRPC."""
     client = etcd3.client(
         host=f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host,
         port=endpoint.port,
@@ -153,6 +154,6 @@ def _open(settings: EtcdSettings, endpoint: Endpoint) -> _Connection:
         "LeaseRevoke": client.leasestub.LeaseRevoke,
         "LeaseKeepAlive": lambda request, **options: next(keep_alive(iter((request,)), **options)),
     }
-    # The token goes here alone: the package sends it as call credentials too, which gRPC refuses without TLS.
-    # A member that is cut off from the others shall say so instead of falling silent.
+    # The token goes into the metadata: gRPC refuses the package's call credentials without TLS.
+    # With hasleader, a member without a majority returns an error instead of blocking.
     return _Connection(methods, (*(client.metadata or ()), ("hasleader", "true")), client.close)

@@ -1,8 +1,7 @@
-"""The coordinator's store on etcd, through the `etcd3` package: the `KV` of engine/core/store/kv.py.
+"""The coordinator's store on etcd, through the `etcd3` package: an implementation of engine/core/store/kv.py.
 
-Rules: all keys stand under the root, ``/bamboo/<run-id>/``, and nothing outside of it is read or changed. Of the
-package, its connection, messages and stubs are used; not its locks, its watcher, its refresh or its `limit`, none of
-which does what it seems to (the tests show how).
+Rules: all keys are under the root, ``/bamboo/<run-id>/``; no other key is read or changed. Only the connection, the
+messages and the stubs of the package are used. Its locks, watcher, refresh and `limit` have bugs, which the tests show.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _CLOSE_S = 1.0
 
 
 class EtcdKV:
-    """One client, for all threads of this process; never for a process that was forked from it."""
+    """One client of the store; thread-safe, but not usable in a forked child."""
 
     def __init__(self, settings: EtcdSettings, root: str, deadline_s: float = DEADLINE_S):
         assert re.fullmatch(r"/bamboo/[^/]+/", root), f"keys stand under /bamboo/<run-id>/, not {root!r}"
@@ -36,7 +35,7 @@ class EtcdKV:
         self._receipts_lock = threading.Lock()
 
     def get(self, key: str) -> KeyValue | None:
-        """Returns what `key` holds."""
+        """Returns the content of `key`, or None if it does not exist."""
         return self._item(self._calls.call("Range", rpc.RangeRequest(key=self._keys.far(key))).kvs)
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
@@ -61,25 +60,25 @@ class EtcdKV:
     def read_prefix(self, prefix: str) -> Snapshot:
         """Returns all keys under `prefix`, read page by page at one revision."""
         while True:
-            # The revision of the first page may be compacted before the last one is read.
+            # The revision of the first page may be compacted before the last page is read.
             with contextlib.suppress(CompactedError):
                 return self._read_pages(prefix)
 
     def delete_prefix(self, prefix: str) -> None:
-        """Deletes all keys under `prefix`, at once."""
+        """Deletes all keys under `prefix`, atomically."""
         start, end = self._keys.far_range(prefix)
         self._calls.call("DeleteRange", rpc.DeleteRangeRequest(key=start, range_end=end))
 
     def grant(self, ttl_s: int) -> Lease:
-        """Makes a lease; etcd may make it longer than asked for. One whose reply was lost expires by itself."""
+        """Makes a lease of at least `ttl_s` seconds. If its reply is lost, it expires unused."""
         reply = self._calls.call("LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
         return Lease(reply.ID, reply.TTL)
 
     def keep_alive(self, lease: Lease) -> bool:
-        """Renews a lease; False: it has expired. No answer within the lease's time is an error."""
+        """Renews a lease; returns False if it has expired. Raises if there is no answer within its time to live."""
         deadline_s = min(self._calls.deadline_s, lease.ttl_s)
         reply = self._calls.call("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=lease.lease_id), deadline_s)
-        alive: bool = reply.TTL > 0  # etcd reports an expired lease by a time to live of 0, not by an error
+        alive: bool = reply.TTL > 0  # for an expired lease, etcd replies with a time to live of 0
         return alive
 
     def revoke(self, lease: Lease) -> None:
@@ -88,7 +87,7 @@ class EtcdKV:
             self._calls.call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.lease_id))
 
     def close(self) -> None:
-        """Takes the receipt back if etcd is there, and disconnects."""
+        """Deletes the client's receipt if etcd answers, and disconnects."""
         if not self._receipts.is_blank:
             request = rpc.DeleteRangeRequest(key=self._keys.far(self._receipts.key))
             with contextlib.suppress(CoordinatorUnavailableError):

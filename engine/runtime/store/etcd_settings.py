@@ -1,7 +1,7 @@
-"""Where the coordinator's store is and how to be let in: endpoints, TLS, user and password, all checked together.
+"""Settings of the coordinator's store: endpoints, TLS, user and password, checked together.
 
-Rules: a password is a `Secret`, which shows itself to nobody who prints it. Names and passwords do not travel in clear
-text, nor does anything leave this host in clear text, unless the user has said so.
+Rules: a password is a `Secret`, which `print` and `repr` do not show. No data leave this host in clear text unless the
+user allows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FORM = "host:port[,host:port]"
 
 
 class Secret:
-    """A text that only `reveal` gives away."""
+    """A text that only `reveal` shows."""
 
     __slots__ = ("_text",)
 
@@ -58,7 +58,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it surely is this host."""
+        """Whether this is certainly the local host."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -70,7 +70,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
-    """How to reach etcd. With a `ca_file` it is spoken to over TLS; certificate and key are the client's own."""
+    """Settings of a client of etcd. A `ca_file` means TLS; `cert_file` and `key_file` are the client's own."""
 
     endpoints: tuple[Endpoint, ...]
     ca_file: str = ""
@@ -83,7 +83,7 @@ class EtcdSettings:
 def read_settings(
     endpoints: str, environment: Mapping[str, str], *, allow_plain_http: bool = False, source: str = "--etcd"
 ) -> EtcdSettings:
-    """Returns the settings for `endpoints`, a text that `source` gave, with the rest taken from the environment.
+    """Returns the settings for `endpoints`, a text from `source`, with the other values from `environment`.
 
     Raises UserError with every problem.
     """
@@ -111,7 +111,7 @@ def _parse_endpoints(text: str, source: str, problems: list[Problem]) -> list[En
         endpoint = _parse_endpoint(part)
         if endpoint is None:
             hint = "user and password go into the environment" if "@" in part else "without http://" * ("/" in part)
-            # Whatever stands before an @ may be a password.
+            # The text before an @ may be a password.
             problems.append(Problem(source, _FORM, repr(part.rpartition("@")[2]), hint))
         elif endpoint in endpoints:
             problems.append(Problem(source, "each endpoint once", repr(part)))
@@ -141,7 +141,7 @@ def _read(name: str, path: str, problems: list[Problem]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = str(error.strerror).lower() if isinstance(error, OSError) else "it is no text"
+        reason = str(error.strerror).lower() if isinstance(error, OSError) else "it is not UTF-8 text"
         problems.append(Problem(name, "a file that can be read", repr(path), reason))
         return ""
 
@@ -160,7 +160,7 @@ def _find_password(values: Mapping[str, str], problems: list[Problem]) -> Secret
 
 
 def _lonely(values: Mapping[str, str]) -> list[Problem]:
-    """Returns a problem for each variable that says nothing without another one that is not set."""
+    """Returns a problem for each variable that needs another one that is not set."""
     password = PASSWORD_FILE if values[PASSWORD_FILE] else PASSWORD
     needs = (
         (USER, password, f"{PASSWORD} or {PASSWORD_FILE}"),

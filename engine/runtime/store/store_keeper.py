@@ -1,8 +1,8 @@
-"""Keeps a private etcd running: one that has ended is started again, on its data and its port.
+"""Keeps a private etcd running: restarts it on its data and its port if it ends.
 
-Rules: only the main thread may start it, and just then the main thread may be waiting for it in a call. So the kernel's
-signal brings the news: Python runs the handler in the main thread, also in the middle of a call of gRPC, which looks
-for signals several times a second. One that ends as soon as it has started is left alone: the calls then run out.
+Rules: only the main thread may start etcd, but that thread may be blocked in a call to it. The restart therefore runs
+in the handler of SIGCHLD: Python runs it in the main thread, even inside a gRPC call, which checks for signals several
+times a second. An etcd that ends right after its start is not restarted; the calls then reach their deadlines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIN_LIFE_S = 0.3
 
 
 class StoreKeeper:
-    """Keeps a started etcd, as a context; use it in the main thread."""
+    """A context that restarts `etcd` when it ends; use it in the main thread."""
 
     def __init__(self, etcd: EmbeddedEtcd, recorder: Recorder):
         self._etcd = etcd
@@ -32,7 +32,7 @@ class StoreKeeper:
 
     def __enter__(self) -> StoreKeeper:
         self._before = signal.signal(signal.SIGCHLD, self._look)
-        self._start_again()  # it may have ended before anyone looked
+        self._start_again()  # it may have ended before the handler was set
         return self
 
     def __exit__(
@@ -41,7 +41,7 @@ class StoreKeeper:
         signal.signal(signal.SIGCHLD, self._before)
 
     def _look(self, number: int, frame: FrameType | None) -> None:
-        # The signal may come while this very handler runs, or for another child.
+        # The signal may come during this handler, or for another child.
         if not self._is_starting:
             self._is_starting = True
             self._start_again()
