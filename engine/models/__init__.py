@@ -1,1 +1,1 @@
-"""Built-in workloads: each model is a list of layers, each data source a pure function of its keys."""
+"""Workloads: a model is a list of layers, a data source is a pure function of its keys."""

@@ -1,8 +1,8 @@
-"""Arguments of factories, as a user writes them (``model_args``, ``data_args``): names, types and ranges.
+"""Checks of a user's arguments for factories (``model_args``, ``data_args``): names, types and ranges.
 
-Rule: the keyword-only parameters of a factory are what a user may set, and the type of a default is the type asked
-for. In the built-in factories whole numbers are counts (>= 1), floats are >= 0, and shares such as a dropout below 1.
-Their parameters are read off their source: a mistake is told before anything loads torch.
+Rule: a user may set the keyword-only parameters of a factory, and the type of a default is the required type. In the
+built-in factories, integers are counts (>= 1), floats are >= 0, and fractions such as a dropout are below 1. The
+parameters are parsed from the source, so that a mistake is reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SHARES = frozenset({"dropout", "beta1", "beta2"})
 
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
-    """Raises UserError with every argument of a built-in factory that is unknown or has no fitting value."""
+    """Raises UserError with every argument of a built-in factory that is unknown or has a wrong value."""
     if problems := argument_problems(field, factory.__module__, factory.__name__, args):
         raise UserError(problems)
 
 
 def argument_problems(field: str, module: str, name: str, args: Args) -> list[Problem]:
-    """Returns what is wrong with the arguments of a built-in factory, which a module has by that name."""
+    """Returns the problems with the arguments of the built-in factory `name` in `module`."""
     known = builtin_arguments(module, name) if args else {}
     problems = [_unknown(field, each, known) for each in args if each not in known]
     for each, value in args.items():
@@ -44,7 +44,7 @@ def builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
     """Returns the keyword-only parameters of a function, or of a class's constructor, with their defaults."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"no source of {module}"
-    # Read as a file: not every loader hands out sources, and pytest loads the packages of its plugins with its own.
+    # Read as a file, because not every loader returns sources (pytest's loader of plugins does not).
     found = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
     if isinstance(found, ast.ClassDef):
         found = _definition(found.body, "__init__")
@@ -58,10 +58,10 @@ def _definition(body: Iterable[ast.stmt], name: str) -> ast.stmt:
 
 
 def check_user_args(field: str, factory: Factory, args: Args) -> None:
-    """Raises UserError where a user's factory cannot be called with these names; types are its own affair."""
+    """Raises UserError if a user's factory cannot be called with arguments of these names; ignores types."""
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # something built into Python that tells no signature: the call will show
+    except ValueError:  # a C function without a signature: the call itself will raise
         return
     known = {each.name: each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)

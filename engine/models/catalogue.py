@@ -1,6 +1,6 @@
-"""Opens the model and the data that a job names: what is built in (`engine.models.offer`), or the user's own.
+"""Opens the model and the data of a job: built-in ones (`engine.models.offer`) or the user's own.
 
-Rule: both are opened from nothing but the job.
+Rule: they depend only on the job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.models.whole_batches import with_form
 
 
 def open_data(job: Job) -> Data:
-    """Opens the data of `job`; raises UserError or EnvironmentLacksError where that cannot be."""
+    """Opens the data of `job`; raises UserError or EnvironmentLacksError if it cannot."""
     _refuse(name_problems(job))
     if is_own(job.data):
         return user_data(job)
@@ -30,10 +30,10 @@ def open_data(job: Job) -> Data:
 
 
 def build_model(job: Job, facts: DataFacts) -> Model:
-    """Makes the model of `job` for data with these facts, no layer of it built; raises UserError where it cannot."""
+    """Returns the model of `job` for data with these facts, with no layer built; raises UserError if it cannot."""
     _refuse(model_problems(job))
     made = _builtin_model(job, facts) if job.model in MODELS else user_model(job)
-    # The form first: what is passed on between layers are tensors alone, without names.
+    # The form is innermost: skip connections see tensors only.
     return with_skips(with_form(made, facts.form))
 
 

@@ -1,8 +1,8 @@
-"""A nest of arguments is split into equal microbatches, and what came of them is merged.
+"""Splits a nest of arguments into equal microbatches, and merges their outputs.
 
-A spec says what becomes of each leaf. It is a mark, for everything below where it stands; or a nest with the same keys
-as the value, with a spec for each part; or None, the default: tensors are chunked along dimension 0, anything else is
-the same in every microbatch. Rule: parts are of equal size, since a step's loss is the mean of microbatches.
+A spec gives the treatment of each leaf. It is a mark, which holds for all leaves below it; or a nest with the same keys
+as the value and a spec for each part; or None, the default: tensors are split along dimension 0, other leaves are
+replicated. Rule: parts have equal sizes, because the loss of a step is the mean over its microbatches.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from engine.models.nests import parts_of, with_parts
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A mark: tensors are cut along a dimension, and joined along it; what is no tensor is the same everywhere."""
+    """A mark: tensors are split and concatenated along dimension `dim`; other leaves are replicated."""
 
     dim: int = 0
 
 
 class Mark(Enum):
-    """What else may become of a leaf."""
+    """The other marks."""
 
-    REPLICATE = "replicate"  # every microbatch gets the whole; what comes of them must be equal
-    MEAN = "mean"  # of numbers and tensors; only to merge. As the loss of a step is made of those of its microbatches
-    SUM = "sum"  # likewise
+    REPLICATE = "replicate"  # every microbatch gets the whole leaf; their outputs must be equal
+    MEAN = "mean"  # merges numbers and tensors by their mean; cannot split
+    SUM = "sum"  # merges numbers and tensors by their sum; cannot split
 
 
 Spec = Any  # Chunk | Mark | None | a nest of specs
 
 
 def split(nest: Any, spec: Spec, count: int, length: int | None = None) -> list[Any]:
-    """Returns what each of `count` microbatches gets of a nest, such as (args, kwargs): the same nest of views.
+    """Returns the part of each of `count` microbatches of a nest such as (args, kwargs): a nest of views.
 
-    Raises ValueError that names the part that cannot be split so, or that is not of the `length` asked for where it is
-    cut.
+    Raises ValueError with the leaf that cannot be split by its spec, or whose size along the split is not `length`.
     """
     return _split(nest, spec, count, length, "batch")
 
 
 def merge(outputs: Sequence[Any], spec: Spec = None) -> Any:
-    """Returns what the microbatches gave as one, in their order; raises ValueError where it does not fit together."""
+    """Returns the outputs of the microbatches as one output; raises ValueError if their forms or shapes differ."""
     return _merge(outputs, spec, "output")
 
 
@@ -97,7 +96,7 @@ def _merge(values: Sequence[Any], spec: Spec, where: str) -> Any:
 
 
 def _specs(parts: dict[Any, Any], spec: Spec, where: str) -> dict[Any, Spec]:
-    """Returns the spec of each part."""
+    """Returns the spec of each part of a nest."""
     if spec is None or isinstance(spec, (Chunk, Mark)):
         return dict.fromkeys(parts, spec)
     found = parts_of(spec)

@@ -1,7 +1,7 @@
-"""What a data source is to the engine: facts about its samples, and microbatches by number.
+"""The interface of a data source: facts about its samples, and microbatches by number.
 
-Rule: a microbatch is a pure function of (seed, step, pipeline, microbatch) and a validation microbatch one of its
-index alone, so any worker can load any of them, again or out of order. All tensors are on the CPU.
+Rule: a microbatch is a pure function of (seed, step, pipeline, microbatch), and a validation microbatch of its index
+alone. Any worker can therefore load any of them, repeatedly and in any order. All tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Task = Literal["causal", "masked", "classify", "regress"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What a model must know to fit the data; a size that the task has no use for is 0.
+    """The facts that a model needs to fit the data; a size that the task does not use is 0.
 
     causal, masked: inputs and targets are int64 [size, sequence], below `vocabulary`. classify: inputs are float32
     [size, channels, height, width], targets int64 [size], below `num_classes`. regress: inputs are float32
@@ -35,7 +35,7 @@ class DataFacts:
     width: int = 0
     features: int = 0
     outputs: int = 0
-    form: object = None  # of the first layer's arguments, where they are more than tensors (engine.models.nests)
+    form: object = None  # of the first layer's arguments if they are a nest (engine.models.nests)
 
 
 @runtime_checkable
@@ -44,13 +44,13 @@ class Data(Protocol):
 
     @property
     def facts(self) -> DataFacts:
-        """What a model must know."""
+        """The facts that a model needs."""
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns `size` training samples."""
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns `size` samples that training never sees; `index` counts from 0 and has no end."""
+        """Returns `size` samples that training never sees; `index` is 0, 1, 2, ... without limit."""
 
 
 def keyed_generator(seed: int, *parts: int | str) -> torch.Generator:
@@ -59,5 +59,5 @@ def keyed_generator(seed: int, *parts: int | str) -> torch.Generator:
 
 
 def training_generator(seed: int, step: int, pipeline: int, microbatch: int) -> torch.Generator:
-    """Returns the generator of one training microbatch: everything random in it is drawn from there."""
+    """Returns the generator for all random draws of one training microbatch."""
     return keyed_generator(seed, "data", step, pipeline, microbatch)

@@ -1,7 +1,7 @@
-"""What a model is to the engine: a list of layers that can be built one by one, a loss, and the ties between layers.
+"""The interface of a model: a list of layers that can be built one by one, a loss, and ties between layers.
 
-A layer is built only by the worker that needs it. Its builder draws its initial weights from torch's default
-generator, which the caller has seeded with the layer's own key: the same weights wherever it is built.
+Only the workers that need a layer build it. Its builder draws the initial weights from torch's default generator, which
+the caller has seeded with the key of the layer: every worker gets the same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer, not built yet. `kind` is the class name that ``--partition type:regex`` matches.
+    """The builder of one layer. `kind` is the class name that ``--partition type:regex`` matches.
 
     `hands` and `takes` are the names of its skip connections (engine.models.skips).
     """
@@ -30,19 +30,18 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Uses of one parameter as (layer index, parameter name): equal at the start, gradients summed in this order."""
+    """Uses of one parameter as (layer index, parameter name): initially equal, gradients summed in this order."""
 
     uses: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as layers 0..L-1; each is called with the tensors that the one before it returned, and with its skips.
+    """A model as layers 0..L-1; each is called with the outputs of the previous layer and with its skips.
 
-    `loss` maps (outputs, targets) to a scalar: the mean over the microbatch. `metric` does the same for a figure
-    of merit (accuracy), where the model has one. Without `check_pure` its layers are not tried before training.
-    `shared_buffers` names those that several layers hold copies of, as (layer index, buffer name): no forward may
-    change one.
+    `loss` maps (outputs, targets) to a scalar, the mean over the microbatch; `metric`, if any, does the same for a
+    figure of merit such as accuracy. With `check_pure`, each layer is tried before training. `shared_buffers` has the
+    uses of each buffer that several layers have copies of, as (layer index, buffer name): no forward may change it.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -55,14 +54,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch: what enters the first layer, and what the loss compares the last layer's outputs with."""
+    """One microbatch: the inputs of the first layer, and the targets of the loss."""
 
     inputs: Tensors
     targets: Tensors
 
 
 class FunctionLayer(nn.Module):
-    """Wraps a plain callable as a layer without parameters; the function's skip connections are those of the layer."""
+    """A layer without parameters that calls a function; it has the skip connections of the function."""
 
     def __init__(self, function: Callable[..., object]):
         super().__init__()
@@ -75,7 +74,7 @@ class FunctionLayer(nn.Module):
 
 
 def as_tensors(value: object, where: str) -> Tensors:
-    """Returns what a layer gave as a tuple of tensors; raises TypeError naming `where` for anything else."""
+    """Returns the output of a layer as a tuple of tensors; raises TypeError with `where` if it has another type."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, (tuple, list)) and value and all(isinstance(part, Tensor) for part in value):

@@ -11,9 +11,9 @@ IGNORED = -100  # the target of a position that does not count; torch's own valu
 
 
 def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
-    """Returns cross-entropy over the last dimension in nats, or the mean square where the targets are floats.
+    """Returns the cross-entropy over the last dimension in nats, or the mean square error for float targets.
 
-    The first output meets the first target. It is raised to float32 first: under autocast logits are bfloat16.
+    It compares the first output, converted to float32 (under autocast it is bfloat16), with the first target.
     """
     output, target = outputs[0].float(), targets[0]
     if target.is_floating_point():
@@ -22,5 +22,5 @@ def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
 
 
 def accuracy(outputs: Tensors, targets: Tensors) -> Tensor:
-    """Returns the share of samples, in 0..1, whose largest output is the target class."""
+    """Returns the fraction of samples, in 0..1, whose largest output is the target class."""
     return (outputs[0].argmax(dim=-1) == targets[0]).float().mean()

@@ -1,8 +1,8 @@
-"""Layers whose state cannot be kept, and layers that hold the same memory, as far as it shows before any has run.
+"""Rules for the memory of layers, checked before the first forward: state that cannot be replicated, shared memory.
 
-A buffer may not lie in the memory of a parameter: an optimizer step changes the one, and what is logged for the other
-would take that back. A buffer that several layers hold is copied into each of them, as a parameter is; but while the
-gradients of a tied parameter are exchanged, nothing keeps such copies equal, so none of the layers may change it.
+A buffer may not share memory with a parameter: setting the buffer from the log would undo the optimizer step of the
+parameter. A buffer of several layers becomes a copy in each of them, like a tied parameter. But no exchange keeps these
+copies equal, so that no forward may change them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from engine.core.errors import Problem, UserError
 
-Uses = tuple[tuple[int, str], ...]  # of one buffer: layer index, name there
+Uses = tuple[tuple[int, str], ...]  # the uses of one buffer: (layer index, buffer name)
 
 
 def refuse_what_cannot_be_kept(layers: Mapping[int, nn.Module]) -> None:
-    """Raises UserError that names every layer whose state cannot be copied, sent or summed as plain tensors are.
+    """Raises UserError with every layer whose state is not in plain tensors, which can be copied, sent and summed.
 
-    If there is none, it names every buffer that lies in the memory of a parameter of one of the layers.
+    If there is none, raises UserError with every buffer that shares memory with a parameter.
     """
     foreign = [
         Problem("model", "layers of plain tensors", f"{what} in layer {index}", hint)
@@ -67,7 +67,7 @@ def _foreign(layer: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def shared_buffers(layers: Iterable[nn.Module]) -> tuple[Uses, ...]:
-    """Returns the buffers of different layers that lie in the same memory."""
+    """Returns the uses of each buffer whose memory several layers share."""
     uses: dict[int, list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         for name, buffer in layer.named_buffers():
@@ -77,7 +77,7 @@ def shared_buffers(layers: Iterable[nn.Module]) -> tuple[Uses, ...]:
 
 
 def _addresses(tensor: Tensor) -> list[int]:
-    """Returns where the memory of a tensor begins, unless it has none."""
+    """Returns the address of a tensor's memory, or nothing if it has none."""
     if not tensor.numel() or tensor.is_meta:
         return []
     return [tensor.untyped_storage().data_ptr()]

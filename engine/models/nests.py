@@ -1,6 +1,6 @@
-"""Nests: values in dicts, lists, tuples and dataclasses, as deep as one likes. What is none of these is a leaf.
+"""Nests: values in dicts, lists, tuples and dataclasses of any depth; all other values are leaves.
 
-A nest can be taken apart into its tensors and its form, which is all the rest, and put together again.
+A nest can be taken apart into its tensors and its form (the nest without them), and put together again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.models.layers import Tensors
 
 
 class _Place(Enum):
-    TENSOR = "tensor"  # stands in a form where there is a tensor
+    TENSOR = "tensor"  # the place of a tensor in a form
 
 
 def parts_of(nest: object) -> dict[Any, Any] | None:
@@ -31,7 +31,7 @@ def parts_of(nest: object) -> dict[Any, Any] | None:
 
 
 def with_parts(nest: Any, parts: Iterable[Any]) -> Any:
-    """Returns a nest of the same kind with other parts, given in the order of `parts_of`."""
+    """Returns a nest of the same type with other parts, in the order of `parts_of`."""
     if isinstance(nest, dict):
         return type(nest)(zip(nest, parts, strict=True))
     if hasattr(nest, "_fields"):  # a named tuple
@@ -42,7 +42,7 @@ def with_parts(nest: Any, parts: Iterable[Any]) -> Any:
 
 
 def mapped(do: Callable[[Any], Any], nest: Any) -> Any:
-    """Returns the nest with `do` of each leaf in its place, from the first to the last."""
+    """Returns the nest with each leaf replaced by `do(leaf)`, called in order."""
     parts = parts_of(nest)
     return do(nest) if parts is None else with_parts(nest, [mapped(do, part) for part in parts.values()])
 
@@ -61,6 +61,6 @@ def taken_apart(nest: object) -> tuple[object, Tensors]:
 
 
 def put_together(form: object, tensors: Tensors) -> Any:
-    """Returns the nest that `taken_apart` took apart, with these tensors."""
+    """Returns the nest of a form with these tensors: the inverse of `taken_apart`."""
     coming = iter(tensors)
     return mapped(lambda leaf: next(coming) if leaf is _Place.TENSOR else leaf, form)

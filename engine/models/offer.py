@@ -1,8 +1,8 @@
-"""What is built in, by name: models and data, which of them go together, and what is wrong with a job that names them.
+"""The registry of built-in models and data, and the checks of a job that names them.
 
-A model takes data of certain tasks, a data source offers some: the first task of the model that the source offers is
-the one that is trained. Rules: the tables are the only list of names. Nothing here loads torch; a factory is imported
-when it is called, so that a mistake in a job is told before anything starts.
+A model can learn certain tasks, a data source offers some; the job trains the first task of the model that the source
+offers. Rules: the tables are the only list of names. This module does not import torch, and a factory is imported when
+it is called, so that mistakes in a job are reported at once.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A function or a class of this package: its module, its name, its first arguments."""
+    """A factory of this package: its module, its name, its first arguments."""
 
     module: str
     name: str
     first: tuple[object, ...] = ()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Imports it and calls it."""
+        """Imports the factory and calls it."""
         return getattr(import_module(self._module), self.name)(*self.first, *args, **kwargs)
 
     def problems(self, field: str, args: Args) -> list[Problem]:
-        """Returns what is wrong with arguments that a user gave in a field."""
+        """Returns the problems with the arguments that a user gave in a field."""
         return argument_problems(field, self._module, self.name, args)
 
     def arguments(self, args: Args) -> Args:
-        """Returns all arguments that it is called with where a user gave these."""
+        """Returns the user's arguments together with the defaults of the others."""
         return {**builtin_arguments(self._module, self.name), **args}
 
     @property
@@ -51,20 +51,20 @@ class Builtin:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A built-in model: its factory, the tasks it can learn, the data that it gets where the job says "auto"."""
+    """A built-in model: its factory, the tasks it can learn, and the data for ``auto``."""
 
     factory: Builtin
     tasks: tuple[Task, ...]
     data: str
     # Batch norm over a single sample of one pixel has no variance.
     least_microbatch_size: int = 1
-    # So many layers it has, and as many more as this argument says.
+    # The number of layers: `layers` plus the value of the argument `more_layers`.
     layers: int = 0
     more_layers: str = ""
     divisor: tuple[str, str] | None = None  # the first of these arguments divides the second
 
     def num_layers(self, args: Args) -> int:
-        """Returns the number of layers with these arguments, which are good ones."""
+        """Returns the number of layers for valid arguments."""
         return self.layers + (int(self.factory.arguments(args)[self.more_layers]) if self.more_layers else 0)
 
 
@@ -99,7 +99,7 @@ def _text(path: str) -> dict[Task, Builtin]:
     return {task: Builtin("datasets.text", "text", (task, path)) for task in tasks}
 
 
-# Each factory takes the seed, and its keyword-only parameters are the job's data_args.
+# Each factory takes the seed; its keyword-only parameters are the job's data_args.
 DATA: dict[str, dict[Task, Builtin]] = {
     "text": _text(""),
     "digits": {"classify": Builtin("datasets.images", "digits")},
@@ -113,17 +113,17 @@ DATA: dict[str, dict[Task, Builtin]] = {
 
 
 def is_own(name: str) -> bool:
-    """Says whether a model or a data source is the user's own, ``package.module:factory``."""
+    """Returns whether the name of a model or data source is a user's factory, ``package.module:factory``."""
     return FACTORY.fullmatch(name) is not None
 
 
 def problems_of(job: Job) -> list[Problem]:
-    """Returns all that is wrong with what a job names, as far as it is built in."""
+    """Returns the problems with the built-in model and data of a job."""
     return [*model_problems(job), *([] if is_own(job.data) else data_problems(job))]
 
 
 def name_problems(job: Job) -> list[Problem]:
-    """Says so when the model of a job is neither built in nor the user's own."""
+    """Returns a problem if the model of a job is neither built in nor a user's factory."""
     if job.model in MODELS or is_own(job.model):
         return []
     expected = f"one of {', '.join(sorted(MODELS))}, or package.module:factory"
@@ -131,7 +131,7 @@ def name_problems(job: Job) -> list[Problem]:
 
 
 def model_problems(job: Job) -> list[Problem]:
-    """Returns what is wrong with the model of a job; of the user's own, nothing is known here."""
+    """Returns the problems with the built-in model of a job; a user's factory is not checked."""
     entry = MODELS.get(job.model)
     if entry is None:
         return name_problems(job)
@@ -145,7 +145,7 @@ def model_problems(job: Job) -> list[Problem]:
 
 
 def _division_problems(part: str, whole: str, args: Args, given: Args) -> list[Problem]:
-    """Says so, of the argument that the user gave, when one argument does not divide the other."""
+    """Returns a problem if argument `part` does not divide `whole`; it names the one that the user gave."""
     if int(args[whole]) % int(args[part]) == 0:
         return []
     if part not in given:
@@ -154,7 +154,7 @@ def _division_problems(part: str, whole: str, args: Args, given: Args) -> list[P
 
 
 def layer_problems(job: Job) -> list[Problem]:
-    """Returns why the layers of a job's model cannot be cut as it says; of the user's own, nothing is known here."""
+    """Returns the problems of the job's partition with the layers of a built-in model."""
     entry = MODELS.get(job.model)
     if entry is None or entry.factory.problems("model_args", job.model_args):
         return []
@@ -166,9 +166,9 @@ def layer_problems(job: Job) -> list[Problem]:
 
 
 def data_problems(job: Job) -> list[Problem]:
-    """Returns what is wrong with the data of a job, which is not a user's factory; whether a file is good is not asked.
+    """Returns the problems with the built-in data of a job; does not open a file.
 
-    Where nobody knows the model, nobody knows what it learns from, and only the name is looked at.
+    If the model is a user's own or unknown, its tasks are unknown, and only the name of the data is checked.
     """
     entry = MODELS.get(job.model)
     offered = _offered(job)
@@ -186,7 +186,7 @@ def data_problems(job: Job) -> list[Problem]:
 
 
 def unreadable_data(job: Job) -> list[Problem]:
-    """Says so when a job's data is named by a path and cannot be read here; whoever only plans need not ask."""
+    """Returns a problem if the data of a job is a path that cannot be read; a dry run does not need it."""
     if job.data in ("auto", *DATA) or is_own(job.data) or os.access(job.data, os.R_OK):
         return []
     why = os.strerror(errno.EACCES if os.path.exists(job.data) else errno.ENOENT)
@@ -194,14 +194,14 @@ def unreadable_data(job: Job) -> list[Problem]:
 
 
 def data_factory(job: Job) -> Builtin | None:
-    """Returns what makes the data of a job that is not a user's factory; None where the model cannot learn from it."""
+    """Returns the factory of the built-in data of a job, or None if the model cannot learn from that data."""
     entry = MODELS.get(job.model)
     offered = _offered(job)
     return next((offered[task] for task in (entry.tasks if entry else offered) if task in offered), None)
 
 
 def _offered(job: Job) -> Mapping[Task, Builtin]:
-    """Returns what is offered by the data that a job names: built in, or a file (text) or a folder (images) by path."""
+    """Returns task -> factory of the data of a job: built in, or from a file (text) or a folder (images)."""
     entry = MODELS.get(job.model)
     name = job.data if job.data != "auto" else entry.data if entry else "synthetic"
     if name in DATA:

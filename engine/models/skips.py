@@ -1,12 +1,14 @@
-"""Skip connections: tensors that a layer hands to a later layer than the next one, by name.
+"""Skip connections: named tensors that a layer hands to a later layer, past the layers in between.
 
-Such a tensor travels with what the layers in between hand on: each of them is called without it, and returns it as it
-came. So to everything else it is a tensor between two layers like any other: it crosses borders, is kept, sent and
-computed again, and its gradient comes back, by the rules that are there already. The price: it is sent once at every
-border on its way.
+    layer 0  returns (own, skip)
+    layer 1  is called with (own), returns (own); the wrapper passes skip through
+    layer 2  is called with (own, skip)
 
-Rules: a name is handed by one layer, and taken by one or more later ones. What a layer hands are the last tensors that
-it returns, behind its own; what it takes are the last that it is called with.
+The tensor travels with the outputs of the layers in between, so that transfers, recovery and gradients need no rule for
+it. The price is a transfer at every border on its way.
+
+Rules: one layer hands a name, one or more later layers take it. The tensors that a layer hands are the last ones of its
+outputs; those that it takes are its last arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from engine.models.layers import LayerSpec, Model, Tensors, as_tensors
 
 
 def with_skips(model: Model) -> Model:
-    """Returns the model in which each layer passes on what is handed over it; raises UserError where names mismatch."""
+    """Returns the model in which layers pass skip tensors through; raises UserError if names do not match."""
     if problems := list(_mismatches(model.layers)):
         raise UserError(problems)
     last_taker = {name: index for index, layer in enumerate(model.layers) for name in layer.takes}
@@ -38,7 +40,7 @@ def with_skips(model: Model) -> Model:
 
 def _build(layer: LayerSpec, entering: Sequence[str], leaving: Sequence[str]) -> nn.Module:
     module = layer.build()
-    # Not a module around it: the names of its parameters stay, which ties and hashes go by.
+    # Not wrapped in a module: that would change the names of its parameters, which ties and hashes use.
     module.forward = partial(_pass_on, module.forward, layer, entering, leaving)
     return module
 
@@ -46,7 +48,7 @@ def _build(layer: LayerSpec, entering: Sequence[str], leaving: Sequence[str]) ->
 def _pass_on(
     forward: Callable[..., object], layer: LayerSpec, entering: Sequence[str], leaving: Sequence[str], *inputs: Tensor
 ) -> Tensors:
-    """Calls a layer with its own inputs and what it takes; returns its own outputs and all that travels on."""
+    """Calls a layer with its own inputs and its skips; returns its own outputs and all skips that go on."""
     num_own = len(inputs) - len(entering)
     travelling = dict(zip(entering, inputs[num_own:], strict=True))
     made = as_tensors(forward(*inputs[:num_own], *(travelling[name] for name in layer.takes)), layer.name)
@@ -81,7 +83,7 @@ def _mismatches(layers: Sequence[LayerSpec]) -> Iterator[Problem]:
 
 
 def _by_name(layers: Sequence[LayerSpec], names: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
-    """Returns the layers that list each name, as often as they do."""
+    """Returns for each name the layers that list it; a layer that lists it twice appears twice."""
     found: dict[str, list[int]] = {}
     for index, listed in enumerate(names):
         for name in listed:

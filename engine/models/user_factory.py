@@ -1,8 +1,8 @@
-"""Models and data of the user's own, named ``package.module:factory``: trusted code, imported and called.
+"""A user's models and data, named ``package.module:factory``: trusted code that is imported and called.
 
-Rules: the module is found on Python's own path, to which nothing is added. Whatever a factory does wrong comes back
-as one UserError that names the factory and the exception. The layers of a model are built once per process, from one
-key, and handed out as copies: the same weights in every worker and every pipeline.
+Rules: the module is imported from `sys.path` as it is. An error of a factory becomes a UserError with the factory and
+the exception. A process builds the layers of a model once, from one key, and copies them: the weights are the same in
+every worker and every pipeline.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from engine.models.whole_batches import SplitBatches, WholeBatches
 
 
 def user_model(job: Job) -> Model:
-    """Calls the factory that `job.model` names with `job.model_args`.
+    """Returns the model of the factory `job.model`, called with `job.model_args`; raises UserError.
 
-    It returns an nn.Sequential, a list or tuple of modules and plain callables, or a Model. Unless it is a Model, the
-    loss is the default one, and a parameter that several layers share becomes a tie.
+    The factory returns an nn.Sequential, a list or tuple of modules and callables, or a Model. Unless it is a Model, it
+    gets the default loss, and a parameter that several layers share becomes a tie.
     """
     factory = _import_factory("model", job.model)
     check_user_args("model_args", factory, job.model_args)
@@ -44,7 +44,7 @@ def user_model(job: Job) -> Model:
     layers = list(_layers(job.model, made))
     if not layers:
         raise _wrong("model", job.model, "a factory that returns at least one layer")
-    # `partial` defers the copy to the worker that needs the layer.
+    # With `partial`, only a worker that needs a layer copies it.
     specs = [
         LayerSpec(
             name,
@@ -61,7 +61,7 @@ def user_model(job: Job) -> Model:
 
 
 def _copied(model: str, name: str, layer: nn.Module) -> nn.Module:
-    """Returns a copy of a layer; raises UserError where it can have none."""
+    """Returns a copy of a layer; raises UserError if copy.deepcopy fails."""
     try:
         return copy.deepcopy(layer)
     except Exception as error:
@@ -71,7 +71,7 @@ def _copied(model: str, name: str, layer: nn.Module) -> nn.Module:
 
 
 def user_data(job: Job) -> Data:
-    """Calls the factory that `job.data` names with `job.data_args` and, unless they hold one, the job's `seed`."""
+    """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError."""
     factory = _import_factory("data", job.data)
     args: Args = {"seed": job.seed, **job.data_args}
     check_user_args("data_args", factory, args)
@@ -118,7 +118,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _layers(factory_name: str, made: object) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, layer); a Sequential's own names are kept, and a module listed twice comes twice."""
+    """Yields (name, layer) with the names of a Sequential or else the index; a module listed twice comes twice."""
     if isinstance(made, nn.Sequential):
         parts: list[tuple[str, object]] = list(made._modules.items())
     elif isinstance(made, (list, tuple, nn.ModuleList)):
@@ -137,7 +137,7 @@ def _layers(factory_name: str, made: object) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _names(factory_name: str, layer_name: str, layer: nn.Module, attribute: str) -> tuple[str, ...]:
-    """Returns the skip connections that a layer hands or takes."""
+    """Returns the names of the skip connections that a layer hands or takes."""
     names = getattr(layer, attribute, ())
     if not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
         expected = f"a tuple of names as {attribute} of layer {layer_name}"
@@ -146,7 +146,7 @@ def _names(factory_name: str, layer_name: str, layer: nn.Module, attribute: str)
 
 
 def _shared(layers: list[nn.Module]) -> tuple[Tie, ...]:
-    """Finds the parameters that several layers hold: copies would no longer be one parameter."""
+    """Returns a tie for each parameter that several layers share."""
     uses: dict[int, list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():

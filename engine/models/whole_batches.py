@@ -1,10 +1,12 @@
-"""Data that comes as whole batches: all microbatches of one pipeline at once, split here as the source's spec says.
+"""Data sources of whole batches: all microbatches of one pipeline at once, split here by the spec of the source.
 
-The first layer is called with the arguments in the form that the source gave them: by position and by name, nested,
-with values that are no tensors. Rules: that form, and those values, are the same in every microbatch. A batch is a pure
-function of (step, pipeline), so any worker can make it again; the workers of the first and the last stage each make
-the whole, once a step, and keep it until the next. It is as long as it was asked to be wherever it is cut. A microbatch
-is a copy of its part: the same bits as if it had come alone.
+The first layer is called with the arguments in the form that the source returns: positional and named, nested, with
+values other than tensors. Rules:
+- The form and the other values are the same in every microbatch.
+- A batch is a pure function of (step, pipeline), so that any worker can load it again. A worker of the first or the
+  last stage loads the whole batch once per step.
+- A batch has the requested size along every split dimension.
+- A microbatch is a copy of its part, so that its memory layout, and with it the bits, do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from engine.models.data import DataFacts
 from engine.models.layers import Batch, LayerSpec, Model
 from engine.models.nests import mapped, put_together, taken_apart
 
-_VALIDATION = -1  # in the place of a step
+_VALIDATION = -1  # used as the step of validation
 
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch:
-    """What the first layer is called with, and what the loss compares the outputs with: its tensors, in order."""
+    """The arguments of the first layer, and the targets, whose tensors the loss gets in order."""
 
     args: tuple[Any, ...]
     targets: Any
@@ -40,21 +42,21 @@ class WholeBatches(Protocol):
 
     @property
     def facts(self) -> DataFacts:
-        """What a model must know of a microbatch."""
+        """The facts that a model needs about a microbatch."""
 
     @property
     def spec(self) -> Spec:
-        """How a batch is split: None, or a WholeBatch with a spec in the place of each argument."""
+        """The split of a batch: None, or a WholeBatch with a spec in the place of each argument."""
 
     def batch(self, step: int, pipeline: int, size: int) -> WholeBatch:
-        """Returns `size` training samples: those of all microbatches of one pipeline."""
+        """Returns `size` training samples, for all microbatches of one pipeline."""
 
     def validation_batch(self, size: int) -> WholeBatch:
-        """Returns `size` samples that training never sees, the same ones every time."""
+        """Returns `size` samples that training never sees, the same at each call."""
 
 
 class SplitBatches:
-    """The microbatches of whole batches: what the engine calls Data."""
+    """A `Data` source of the microbatches of whole batches."""
 
     def __init__(self, source: WholeBatches, job: Job):
         self._source, self._job = source, job
@@ -86,7 +88,7 @@ class SplitBatches:
         return self._parts[pipeline][index]
 
     def _split(self, step: int, pipeline: int, size: int) -> list[WholeBatch]:
-        """Returns the parts of a whole batch; what is wrong with it is told with the call that made it."""
+        """Returns the parts of a whole batch; an error names the call of the source."""
         source, name = self._source, type(self._source).__name__
         if step == _VALIDATION:
             count = self._job.validation_microbatches
@@ -109,12 +111,12 @@ def _form(part: WholeBatch) -> tuple[object, tuple[Tensor, ...]]:
 
 
 def _own(leaf: Any) -> Any:
-    """Returns a tensor in memory of its own: where a tensor lies in memory can decide bits."""
+    """Returns a contiguous copy of a tensor: its place in memory can decide bits. Returns other leaves as they are."""
     return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf
 
 
 def with_form(model: Model, form: object) -> Model:
-    """Returns the model whose first layer is called with its tensors put into the form that the data has."""
+    """Returns the model with a first layer that puts its input tensors into the form of the data."""
     if form is None:
         return model
     first, *others = model.layers

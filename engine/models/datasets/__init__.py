@@ -1,1 +1,1 @@
-"""The built-in data, as pure functions of their keys."""
+"""The built-in data sources, pure functions of their keys."""

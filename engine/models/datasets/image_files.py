@@ -24,7 +24,7 @@ CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32  # label, then the red, green and blue plan
 
 
 def image_folder(path: str, seed: int) -> ImageData:
-    """Opens the folder at `path`; raises UserError where it holds neither kind of file, or broken ones."""
+    """Opens the folder at `path`; raises UserError if its files are of neither kind, or broken."""
     folder = Path(path)
     cifar_training = sorted(folder.glob("data_batch_*.bin"))
     if cifar_training:
@@ -74,7 +74,7 @@ def _join(sets: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _read_mnist(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    # Some copies of the files write a dot where the original has a hyphen.
+    # Some copies of the files have a dot in place of the hyphen.
     image_file = _only(folder, f"{part}-images-idx3-ubyte*", f"{part}-images.idx3-ubyte*")
     label_file = _only(folder, f"{part}-labels-idx1-ubyte*", f"{part}-labels.idx1-ubyte*")
     images, labels = _read_idx(image_file, 3), _read_idx(label_file, 1)

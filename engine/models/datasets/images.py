@@ -1,4 +1,4 @@
-"""Images with class labels, held as bytes in memory and turned to floats in 0..1 by the microbatch."""
+"""Images with class labels, kept as bytes in memory and converted to floats in 0..1 per microbatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.core.errors import EnvironmentLacksError
 from engine.models.data import DataFacts, keyed_generator, training_generator
 from engine.models.layers import Batch
 
-NUM_CLASSES = 10  # of every source here
+NUM_CLASSES = 10  # of all sources here
 
 
 class ImageData:
@@ -39,7 +39,7 @@ class ImageData:
         return self._samples(self.training_set, torch.randint(len(self.training_set[1]), (size,), generator=generator))
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns the next `size` images of the validation set in its own order, from the start again after the end."""
+        """Returns the next `size` images of the validation set in its order, cyclically."""
         return self._samples(
             self.validation_set, torch.arange(index * size, (index + 1) * size) % len(self.validation_set[1])
         )
@@ -53,7 +53,7 @@ class ImageData:
 
 
 def split(images: Tensor, labels: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns (training, validation): four fifths and one fifth by a permutation that no job's seed changes."""
+    """Returns (training, validation): four fifths and one fifth by a permutation that does not depend on the seed."""
     order = torch.randperm(len(labels), generator=keyed_generator(0, "split"))
     training, validation = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
     return (images[training], labels[training]), (images[validation], labels[validation])
@@ -62,8 +62,8 @@ def split(images: Tensor, labels: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[
 def digits(seed: int, *, size: int = 8) -> ImageData:
     """Opens scikit-learn's handwritten digits: 1797 gray images of 8x8, 16 shades, scaled to size x size.
 
-    Reads the file that scikit-learn ships without importing it: that would take each worker more than a second.
-    Raises EnvironmentLacksError where scikit-learn is not installed.
+    Reads the file that scikit-learn ships, without the import, which takes each worker more than a second. Raises
+    EnvironmentLacksError if scikit-learn is not installed.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

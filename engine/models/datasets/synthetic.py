@@ -1,6 +1,6 @@
-"""Random data that can be learned, for every task: no file is read, and each job's seed makes its own.
+"""Random data that can be learned, for every task, generated from the job's seed.
 
-Vectors are drawn with each microbatch; a text or images once, when the source is opened.
+Vectors are drawn for each microbatch; a text or images once, when the source is opened.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_IMAGES = 1000
 
 
 class VectorData:
-    """Normal vectors, and as targets a fixed linear map of them with outputs of variance 1."""
+    """Normal vectors; their targets are a fixed linear map of them, with outputs of variance 1."""
 
     def __init__(self, seed: int, *, features: int = 32, outputs: int = 1):
         self.facts = DataFacts(task="regress", features=features, outputs=outputs)
@@ -38,14 +38,14 @@ class VectorData:
 
 
 def synthetic_tokens(task: Task, seed: int, *, sequence: int = 32) -> TokenData:
-    """Makes a text in which each byte is the one before plus 1, 2, 3 or 4: 1.39 nats a byte are left to chance."""
+    """Returns a text in which each byte is the previous one plus 1, 2, 3 or 4; its entropy is 1.39 nats per byte."""
     increments = torch.randint(1, 5, (NUM_TOKENS,), generator=keyed_generator(seed, "tokens"))
     content = bytes((increments.cumsum(0) % NUM_BYTES).tolist())
     return TokenData("synthetic", content, task, seed, sequence)
 
 
 def synthetic_images(seed: int, *, channels: int = 3, size: int = 32) -> ImageData:
-    """Makes images that are a pattern of their class and as much noise."""
+    """Returns images of a pattern of their class plus noise of the same variance."""
     generator = keyed_generator(seed, "images")
     labels = torch.randint(NUM_CLASSES, (NUM_IMAGES,), generator=generator)
     shape = (channels, size, size)

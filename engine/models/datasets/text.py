@@ -1,4 +1,4 @@
-"""Text as bytes: the documentation topics that ship with Python, or a file of the user's.
+"""Text as bytes: the documentation topics that ship with Python, or a user's file.
 
 The first nine tenths are for training, the rest for validation. ``causal`` predicts the next byte; ``masked`` hides
 15 % of the positions of each sample and predicts those.
@@ -29,7 +29,7 @@ class TokenData:
 
     def __init__(self, source: str, content: bytes, task: Task, seed: int, sequence: int):
         self.facts = DataFacts(task=task, vocabulary=NUM_BYTES + (task == "masked"), sequence=sequence)
-        shortest = 10 * (sequence + 1)  # then the last tenth holds one sample and the byte that follows it
+        shortest = 10 * (sequence + 1)  # so that the last tenth has one sample and the byte after it
         if len(content) < shortest:
             expected = f"at least {shortest} bytes (10 x (sequence + 1))"
             raise UserError([Problem("data", expected, f"{len(content)} bytes in {source!r}")])
@@ -44,7 +44,7 @@ class TokenData:
         return self._samples(self.training_tokens, size, generator)
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns `size` samples of the validation text; the seed of the job has no part in them."""
+        """Returns `size` samples of the validation text; they do not depend on the job's seed."""
         return self._samples(self.validation_tokens, size, keyed_generator(0, "validation", index))
 
     def _samples(self, tokens: Tensor, size: int, generator: torch.Generator) -> Batch:
@@ -54,7 +54,7 @@ class TokenData:
         inputs, following = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
         if self.facts.task == "causal":
             return Batch((inputs,), (following,))
-        # Every sample hides the same number of positions: then the mean of microbatches is the mean of samples.
+        # Every sample hides the same number of positions, so that the mean over microbatches is that over samples.
         num_masked = max(1, sequence * MASKED_PERCENT // 100)
         positions = torch.rand(size, sequence, generator=generator).argsort(dim=1)[:, :num_masked]
         targets = torch.full_like(inputs, IGNORED).scatter(1, positions, inputs.gather(1, positions))
@@ -62,16 +62,16 @@ class TokenData:
 
 
 def text(task: Task, path: str, seed: int, *, sequence: int = 32) -> TokenData:
-    """Opens the file at `path`, or Python's documentation topics where `path` is empty.
+    """Opens the file at `path`, or Python's documentation topics if `path` is empty.
 
-    Raises UserError where the file cannot be read or is too short.
+    Raises UserError if the file cannot be read or is too short.
     """
     content = _read_file(path) if path else _python_topics()
     return TokenData(path or "text", content, task, seed, sequence)
 
 
 def _read_file(path: str) -> bytes:
-    # Every worker reads it again, which a pipe does not survive.
+    # Every worker reads the file, which a pipe does not allow.
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError([Problem("data", "a regular file", repr(path))])
     try:
@@ -82,6 +82,6 @@ def _read_file(path: str) -> bytes:
 
 
 def _python_topics() -> bytes:
-    from pydoc_data.topics import topics  # half a megabyte: only for those who train on it
+    from pydoc_data.topics import topics  # half a megabyte, imported only if used
 
     return "\n".join(topics[name] for name in sorted(topics)).encode()

@@ -1,7 +1,7 @@
-"""VGG-19 and AlexNet: stacks of convolutions and fully connected layers, each with what goes with it as one layer.
+"""VGG-19 and AlexNet: a layer is a convolution or a fully connected layer with its activation, pooling and dropout.
 
-Images smaller than the network can take are scaled up by its first layer. `width` is the number of channels of the
-first convolution, `hidden` that of the fully connected layers; the published networks have 64 and 4096.
+The first layer scales up images that are too small for the network. `width` is the number of channels of the first
+convolution, `hidden` the width of the fully connected layers; the published networks have 64 and 4096.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import accuracy, default_loss
 
-# One entry a convolution: its channels as a multiple of `width`, and whether a pooling follows.
+# An entry per convolution: its channels as a multiple of `width`, and whether a pooling follows.
 VGG19_CONVS = (
     *((1, False), (1, True), (2, False), (2, True)),
     *((4, False), (4, False), (4, False), (4, True)),
@@ -31,11 +31,11 @@ ALEXNET_CONVS = (
     (4, (3, 1, 1), False),
     (4, (3, 1, 1), True),
 )
-ALEXNET_LEAST_SIDE = 63  # below, the last pooling has nothing to take
+ALEXNET_LEAST_SIDE = 63  # below, the input of the last pooling is empty
 
 
 class Conv(nn.Sequential):
-    """A convolution, a ReLU and perhaps a pooling; `side` > 0 first scales the images to side x side."""
+    """A convolution, a ReLU and an optional pooling; `side` > 0 first scales the images to side x side."""
 
     def __init__(self, num_inputs: int, num_outputs: int, kernel: tuple[int, int, int], pool_kernel: int, side: int):
         size, stride, padding = kernel
@@ -47,7 +47,7 @@ class Conv(nn.Sequential):
 
 
 class Linear(nn.Sequential):
-    """Dropout, a linear map and, but for the last, a ReLU; `area` > 0 first pools feature maps to area x area."""
+    """Dropout, a linear map and, except in the last, a ReLU; `area` > 0 first pools feature maps to area x area."""
 
     def __init__(self, num_inputs: int, num_outputs: int, dropout: float, is_last: bool, area: int):
         parts: list[nn.Module] = [nn.AdaptiveAvgPool2d(area), nn.Flatten()] if area else []
@@ -56,13 +56,13 @@ class Linear(nn.Sequential):
 
 
 def vgg19(facts: DataFacts, *, width: int = 64, hidden: int = 4096, dropout: float = 0.5) -> Model:
-    """Makes the network of 19 weight layers of Simonyan and Zisserman (2014), without batch norm."""
+    """Returns the network of 19 weight layers of Simonyan and Zisserman (2014), without batch norm."""
     convs = [(multiple, (3, 1, 1), 2 if pools else 0) for multiple, pools in VGG19_CONVS]
     return _stack(facts, convs, VGG19_LEAST_SIDE, 7, width, hidden, dropout)
 
 
 def alexnet(facts: DataFacts, *, width: int = 64, hidden: int = 4096, dropout: float = 0.5) -> Model:
-    """Makes the one-column network of Krizhevsky (2014)."""
+    """Returns the one-column network of Krizhevsky (2014)."""
     convs = [(multiple, kernel, 3 if pools else 0) for multiple, kernel, pools in ALEXNET_CONVS]
     return _stack(facts, convs, ALEXNET_LEAST_SIDE, 6, width, hidden, dropout)
 
@@ -76,7 +76,7 @@ def _stack(
     hidden: int,
     dropout: float,
 ) -> Model:
-    """Chains the convolutions and three fully connected layers; dropout stands before the second and the third."""
+    """Returns a chain of the convolutions and three fully connected layers; dropout precedes the second and third."""
     layers: list[LayerSpec] = []
 
     def add(layer: Callable[..., nn.Module], *args: object) -> None:

@@ -19,7 +19,7 @@ class Hidden(nn.Sequential):
 
 
 def mlp(facts: DataFacts, *, width: int = 64, depth: int = 3, dropout: float = 0.0) -> Model:
-    """Makes `depth` hidden layers and a linear head."""
+    """Returns a model of `depth` hidden layers and a linear head."""
     classifies = facts.task == "classify"
     num_inputs = facts.channels * facts.height * facts.width if classifies else facts.features
     num_outputs = facts.num_classes if classifies else facts.outputs

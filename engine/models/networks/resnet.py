@@ -1,7 +1,7 @@
 """ResNet 18 to 152: the stem, one layer per residual block, the head.
 
-Small images (height below 64) get a stem of one 3x3 convolution instead of the 7x7 with pooling, which would leave
-nothing of them. No operation is in place: the input of a layer belongs to the layer before.
+Small images (height below 64) get a stem of one 3x3 convolution in place of the 7x7 one with pooling, which would
+shrink them too much. No operation is in place, because the input of a layer belongs to the previous layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALL_HEIGHT = 64
 
 
 def resnet(blocks: tuple[int, int, int, int], bottleneck: bool, facts: DataFacts, *, width: int = 64) -> Model:
-    """Makes a network of four groups of `blocks`; `width` is the number of channels of the first group."""
+    """Returns a network of four groups of `blocks`; `width` is the number of channels of the first group."""
     layers = [LayerSpec("stem", "Stem", partial(Stem, facts.channels, width, facts.height < SMALL_HEIGHT))]
     block = Bottleneck if bottleneck else BasicBlock
     num_inputs = width
@@ -40,7 +40,7 @@ def _conv(num_inputs: int, num_outputs: int, kernel: int, stride: int = 1) -> nn
 
 
 class Stem(nn.Module):
-    """Images [size, channels, height, width] to feature maps: same size where small, else a quarter of each side."""
+    """Images [size, channels, height, width] to feature maps: of the same sides if small, else a quarter of them."""
 
     def __init__(self, channels: int, width: int, is_small: bool):
         super().__init__()

@@ -1,10 +1,10 @@
-"""`timed` stands for an accelerator where there is none: its layers sleep as long as a device would compute.
+"""`timed` simulates an accelerator: its layers sleep for the time that a device would compute.
 
-The rest is real: activations of [microbatch size, width] floats, parameters, gradients and updates, all small. What
-the layers really took is kept, because an ideal time means little unless it is made of that.
+Activations of [microbatch size, width] floats, parameters, gradients and updates are real, but small. The module keeps
+the measured times of the layers, because an ideal step time must be computed from these.
 
-Half of a backward is for the input and half for the weights, each in a node of its own, so that whoever splits the
-backward has autograd run the half that is due. A first layer, whose input needs no gradient, has all for the weights.
+Half of a backward is for the input and half for the weights. Each is a node of its own in the graph, so that a split
+backward runs one half. In a first layer, whose input needs no gradient, all of it is for the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 
-# What the newest forwards, and parts of backwards, of this process's timed layers took, in nanoseconds.
+# Durations in ns of the newest forwards, and of parts of backwards, of this process's timed layers.
 forwards_ns: deque[int] = deque(maxlen=1024)
 backwards_ns: deque[int] = deque(maxlen=1024)
 
@@ -30,12 +30,12 @@ backwards_ns: deque[int] = deque(maxlen=1024)
 def timed(
     facts: DataFacts, *, layers: int = 4, forward_ms: float = 10.0, backward_ms: float = 20.0, width: int = 256
 ) -> Model:
-    """Makes `layers` layers that sleep; inputs are repeated or cut to `width`, so its size costs no compute."""
+    """Returns a model of `layers` sleeping layers; the input is repeated or cut to `width`, without computation."""
     specs = (
         LayerSpec(f"timed{index}", "Timed", partial(Timed, width, forward_ms / 1e3, backward_ms / 1e3))
         for index in range(layers)
     )
-    return Model(tuple(specs), default_loss, check_pure=False)  # they keep nothing, and a trial would sleep too
+    return Model(tuple(specs), default_loss, check_pure=False)  # they are pure, and a trial would sleep too
 
 
 class Timed(nn.Module):

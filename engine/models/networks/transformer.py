@@ -1,7 +1,7 @@
-"""Transformers over tokens: `gpt` sees the past and predicts the next token, `bert` sees all and predicts the hidden.
+"""Transformers over tokens: `gpt` predicts the next token from the past, `bert` predicts hidden tokens from all others.
 
-Layers: the embedding, `depth` pre-norm blocks, the head. Attention is plain matrix products and a softmax: torch's
-fused kernels are chosen by circumstances (dropout, gradients), and another kernel gives other bits.
+Layers: the embedding, `depth` pre-norm blocks, the head. Attention is matrix products and a softmax. Torch's fused
+kernels are not used: the choice of a kernel depends on dropout and gradients, and another kernel gives other bits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WEIGHT_STD = 0.02
 def gpt(
     facts: DataFacts, *, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.1, tied: bool = False
 ) -> Model:
-    """Makes a decoder; `tied` makes the head use the embedding's weight."""
+    """Returns a decoder; with `tied`, the head uses the weight of the embedding."""
     return _transformer(facts, width, depth, heads, dropout, is_causal=True, tied=tied)
 
 
 def bert(
     facts: DataFacts, *, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.1, tied: bool = False
 ) -> Model:
-    """Makes an encoder; `tied` makes the head use the embedding's weight."""
+    """Returns an encoder; with `tied`, the head uses the weight of the embedding."""
     return _transformer(facts, width, depth, heads, dropout, is_causal=False, tied=tied)
 
 
@@ -71,11 +71,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a feed-forward of four times the width, each added to what it reads."""
+    """Self-attention and a feed-forward of four times the width, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, depth: int, sequence: int, dropout: float, is_causal: bool):
         super().__init__()
-        # Each of 2 x depth additions brings its variance: scaled so that their sum does not grow with depth.
+        # Scaled so that the variance of the sum of 2 x depth residual branches does not grow with depth.
         residual_std = WEIGHT_STD / math.sqrt(2 * depth)
         self.heads = heads
         self.norm_attention = nn.LayerNorm(width)
