@@ -59,7 +59,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS
-    | {"engine.core.analysis", "engine.core.recovery", "engine.core.store", "engine.core.checks", "engine.files"}
+    | {"engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
     | {"engine.models", "engine.models.networks", "engine.runtime.store", "engine.runtime.worker"}
     | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"},
     "engine.bench.figures": _PLANS | {"engine.core.history"},

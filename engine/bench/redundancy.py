@@ -1,31 +1,26 @@
 """The redundancy benchmark: step time and memory of whole runs with each redundancy, and with streams, in turns.
 
 Time is measured on stages that sleep: with more workers than cores real compute would fill the bubbles that redundant
-forwards use. Memory is measured on a real model, and predicted: the memory of the process without redundancy, plus the
-additional bytes of the tensors of the program with redundancy, as the memory model gives them.
+forwards use. Memory is measured on a real model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from engine.bench.figures.rows import Cases, Row, in_turns, overhead_rows, prediction_row
-from engine.bench.runs import run_bamboo, run_python, seconds_between_commits
-from engine.core.analysis.memory_model import StageBytes, peak_bytes
+from engine.bench.figures.rows import Cases, Row, in_turns, overhead_rows, paired_row
+from engine.bench.runs import run_bamboo, seconds_between_commits
 from engine.core.config.job import Job
-from engine.core.ownership import Grid, Redundancy, one_slot_each, with_shadows
-from engine.core.program.build import build_program
+from engine.core.ownership import Redundancy
 from engine.core.program.redundant_forward_pass import overhead_floor
 
 _LAZY_GOAL = 0.01
 _EAGER_GOAL_OVER_FLOOR = 0.02
-_MEMORY_GOAL = 1.05
 MEMORY_CASE = "memory gpt P=4 M=8"
 _GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # fixed: glibc raises it to the size of what it sees freed
 _MODES: tuple[Redundancy, ...] = ("none", "lazy", "eager")
@@ -82,32 +77,32 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
 
 
 def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[Row]:
-    """Measures the peak memory of all workers with each redundancy, and predicts it.
+    """Measures the peak memory of all workers with each redundancy, beside none.
 
     The first measurement is with the usual C allocator, which keeps much of the freed memory in small pieces. The
-    second gives every freed block of at least 128 KiB back, which leaves the tensors that the model counts.
+    second gives every freed block of at least 128 KiB back, which leaves little beside the tensors.
 
     Raises:
         WorkerFailedError: a run failed.
     """
     width, depth = (64, 4) if quick else (512, 8)
     job = Job(model="gpt", model_args={"width": width, "depth": depth}, steps=3)
-    sizes = _stage_sizes(job, folder)
-    tensors = {mode: _predicted_bytes(job, mode, sizes) for mode in _MODES}
     rows = []
     for allocator, variables in (("", {}), (", freed blocks given back", _GIVING_BACK)):
-        rounds = [{mode: _measured_bytes(job, mode, folder, variables) for mode in _MODES} for _ in range(num_rounds)]
-        none = median(each["none"] for each in rounds)
-        for mode in _MODES[1:]:
-            found, predicted = median(each[mode] for each in rounds), none + tensors[mode] - tensors["none"]
-            case, metric = f"{mode} {MEMORY_CASE}{allocator}", "peak memory / none, beside the model"
-            rows.append(prediction_row(case, metric, found / none, predicted / none, _MEMORY_GOAL, num_rounds))
+        sides = {mode: partial(_measured_mib, job, mode, folder, variables) for mode in _MODES}
+        taken = in_turns(sides, num_rounds)
+        rows += [
+            paired_row(
+                f"{mode} {MEMORY_CASE}{allocator}", "peak memory of all MiB, beside none", taken[mode], taken["none"]
+            )
+            for mode in _MODES[1:]
+        ]
     return rows
 
 
-def _measured_bytes(job: Job, mode: Redundancy, folder: Path, variables: Mapping[str, str]) -> int:
+def _measured_mib(job: Job, mode: Redundancy, folder: Path, variables: Mapping[str, str]) -> float:
     run = run_bamboo(folder, *timed_flags(replace(job, redundancy=mode)), **variables)
-    return int(sum(json.loads(run.stdout)["peak_memory_mib"].values()) * 2**20)
+    return float(sum(json.loads(run.stdout)["peak_memory_mib"].values()))
 
 
 def timed_flags(job: Job) -> list[str]:
@@ -119,16 +114,3 @@ def timed_flags(job: Job) -> list[str]:
         for name, value in getattr(job, field).items():
             flags += ["--set", f"{field}.{name}={value}"]
     return flags
-
-
-def _stage_sizes(job: Job, folder: Path) -> list[StageBytes]:
-    run = run_python(folder, ["-m", "engine.bench.stage_bytes", json.dumps(asdict(job))])
-    return [StageBytes(*each) for each in json.loads(run.stdout)]
-
-
-def _predicted_bytes(job: Job, mode: Redundancy, sizes: list[StageBytes]) -> int:
-    """Returns the sum over all workers of the peak bytes of their tensors."""
-    fresh = one_slot_each(Grid(job.stages, job.microbatches))
-    ownership = with_shadows(fresh, mode, 1, fresh.workers())
-    program = build_program(job.schedule, ownership, mode)
-    return sum(peak_bytes(actions, worker, ownership, sizes) for worker, actions in program.items())

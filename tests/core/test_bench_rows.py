@@ -21,7 +21,6 @@ from engine.bench.figures.rows import (
     overhead_rows,
     paired_row,
     pipeline_rows,
-    prediction_row,
     ratio_row,
     row,
     seconds_taken,
@@ -110,12 +109,6 @@ def test_an_overhead_stands_beside_its_floor_and_the_goal_is_for_ours(ours: floa
     assert (beside_floor.peer, beside_floor.goal) == (1.03, 1.05)
     assert beside_floor.ratio == pytest.approx(ours / 1.03)
     assert (beside_floor.met, beside_floor.n) == (met, 3)
-
-
-@pytest.mark.parametrize(("found", "met"), [(1.9, False), (1.91, True), (2.0, True), (2.09, True), (2.11, False)])
-def test_a_prediction_may_miss_by_the_goal_on_either_side(found: float, met: bool) -> None:
-    found_row = prediction_row("case", "ratio", found, 2.0, 1.05, 1)
-    assert (found_row.ours, found_row.peer, found_row.ratio, found_row.met) == (found, 2.0, found / 2, met)
 
 
 def test_a_row_as_plain_values_has_the_columns_in_order() -> None:

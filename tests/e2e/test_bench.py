@@ -87,8 +87,8 @@ def test_redundancy_in_time(launch: Launch) -> None:
 def test_redundancy_in_memory(launch: Launch) -> None:
     rows = rows_of(launch, "redundancy", "--case", "memory")
     for lazy, eager in (rows[:2], rows[2:]):  # as users have it, and with an allocator that gives back
-        assert (lazy["goal"], eager["goal"]) == (1.05, 1.05)
-        assert 1 < lazy["peer"] < eager["peer"]  # what the model says, which the machine does not change
+        assert lazy["peer"] == eager["peer"]  # the same runs without redundancy
+        assert (lazy["goal"], lazy["metric"]) == (None, "peak memory of all MiB, beside none")
 
 
 def test_buffers(launch: Launch) -> None:

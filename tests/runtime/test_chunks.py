@@ -1,4 +1,4 @@
-"""Microbatches of nested arguments, and one output of those of microbatches: against torch, and beyond."""
+"""Microbatches of nested arguments: against torch, and beyond."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import (
     TensorChunkSpec,
     _Replicate,
-    merge_chunks,
     split_args_kwargs_into_chunks,
-    sum_reducer,
 )
 
-from engine.models.chunks import Chunk, Mark, merge, split
+from engine.models.chunks import Chunk, Mark, split
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ def as_torch(spec: Any) -> Any:
         return TensorChunkSpec(spec.dim)
     if spec is Mark.REPLICATE:
         return _Replicate()
-    if spec is Mark.SUM:
-        return sum_reducer
     if isinstance(spec, dict):
         return {key: as_torch(each) for key, each in spec.items()}
     return type(spec)(*map(as_torch, spec)) if isinstance(spec, Pair) else type(spec)(map(as_torch, spec))
@@ -80,28 +76,12 @@ def test_by_default_tensors_are_cut_along_dimension_0_as_by_torch() -> None:
     assert is_same(split((args, named), None, 4), list(zip(torch_args, torch_kwargs, strict=True)))
 
 
-def test_outputs_are_merged_as_by_torch() -> None:
-    outputs = [(arange(2, 3) + n, {"loss": torch.tensor(0.1 * n), "wide": [arange(1, 2) * n, 5]}) for n in range(4)]
-    spec = (D0, {"loss": Mark.SUM, "wide": [D1, Mark.REPLICATE]})
-    assert is_same(merge(outputs, spec), merge_chunks(outputs, as_torch(spec)))
-
-
-def test_what_was_split_is_merged_again() -> None:
-    value = {"samples": [Sample(arange(6, 2), "a"), Sample(arange(3, 6), "b")], "step": 4, "lr": torch.tensor(0.5)}
-    spec = {"samples": [D0, {"image": D1, "name": None}], "step": None, "lr": None}
-    parts = split(value, spec, 3)
+def test_parts_of_a_dataclass_are_cut_by_their_names() -> None:
+    value = {"samples": [Sample(arange(6, 2), "a"), Sample(arange(3, 6), "b")], "lr": torch.tensor(0.5)}
+    parts = split(value, {"samples": [D0, {"image": D1, "name": None}], "lr": None}, 3)
     assert [part["samples"][1].image.shape for part in parts] == [(3, 2)] * 3
     assert [part["samples"][1].name for part in parts] == ["b"] * 3
-    assert is_same(merge(parts, spec), value)
-
-
-def test_losses_are_collected_as_those_of_a_step_are() -> None:
-    losses = [0.1, 0.2, 0.3, 1e16, -1e16]
-    outputs = [(loss, None, torch.tensor([loss])) for loss in losses]
-    mean, nothing, tensor = merge(outputs, Mark.MEAN)
-    assert (mean, nothing) == (0.6 / 5, None)  # exact, in whatever order: as fmean, by which a step's loss is made
-    assert torch.equal(tensor, torch.stack([torch.tensor([loss]) for loss in losses]).sum(0) / 5)
-    assert merge(outputs, Mark.SUM)[0] == 0.6
+    assert is_same([part["lr"] for part in parts], [value["lr"]] * 3)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +93,8 @@ def test_losses_are_collected_as_those_of_a_step_are() -> None:
         ({"a": 1, "b": 2}, {"a": None}, r"batch: expected a spec for a, b, found"),
         ((arange(4),), ([None],), r"batch\.0: expected a mark such as Chunk\(0\), found \[None\]"),
         ((arange(4),), 0, r"batch: expected a spec for 0, found 0"),
-        ((arange(4),), Mark.MEAN, r"batch\.0: Mark\.MEAN merges, it does not split"),
     ],
 )
 def test_what_cannot_be_split_is_told_by_its_place(value: Any, spec: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         split(value, spec, 2)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "told"),
-    [
-        ([(1,), (1, 2)], "output: expected the same form from every microbatch"),
-        ([{"a": "x"}, {"a": "y"}], r"output\.a: expected the same from every microbatch"),
-        ([torch.tensor(1.0), torch.tensor(2.0)], "output: expected the same from every microbatch"),
-    ],
-)
-def test_what_does_not_fit_together_is_told(outputs: list[Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        merge(outputs)

@@ -160,11 +160,5 @@ def overhead_rows(
     ]
 
 
-def prediction_row(case: str, metric: str, found: float, predicted: float, goal: float, n: int) -> Row:
-    """Returns a figure beside its prediction; the goal is for their ratio, whichever of them is the larger."""
-    ratio = found / predicted
-    return Row(case, metric, found, predicted, ratio, goal, max(ratio, 1 / ratio) <= goal, n)
-
-
 def _ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(ours, peer, strict=True)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
-from engine.models.chunks import Mark, merge
 from engine.models.layers import Tensors
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.transfers import Receiver, carrier_key, receives_of
@@ -55,7 +55,10 @@ class Validation:
                 self._tell(inside=True)
                 self._forward(action, made, results)
                 self._tell(inside=False)
-        return merge(results, Mark.MEAN) if results else None
+        if not results:
+            return None
+        metrics = [each.metric for each in results if each.metric is not None]
+        return Validated(fmean(each.loss for each in results), fmean(metrics) if metrics else None)
 
     def _tell(self, *, inside: bool) -> None:
         """Has the next heartbeat say that this worker moves on, as it does after each action of a step."""
