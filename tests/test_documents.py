@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from bamboo_cli.app import COMMANDS, load
+from bamboo_cli.app import COMMANDS, app, load
 from engine.core.errors import ExitCode
 from engine.models.offer import DATA, MODELS
 from engine.runtime.faults.registry import kinds
@@ -170,3 +171,10 @@ def test_pages_name_every_model_every_source_and_every_kind_of_fault() -> None:
     models, faults = DOCUMENTS["docs/training-your-own-model.md"], DOCUMENTS["docs/faults-and-matrices.md"]
     assert [name for name in (*MODELS, *DATA) if f"`{name}`" not in models] == []
     assert [name for name in kinds() if f"`{name}`" not in faults] == []
+
+
+def test_the_shown_program_is_the_one_that_the_command_prints() -> None:
+    (arguments, shown) = re.findall(
+        r"^\$ bamboo (run --dry-run .*)\n(.*?)^```", DOCUMENTS["README.md"], re.DOTALL | re.M
+    )[0]
+    assert CliRunner().invoke(app, arguments.split()).stdout.startswith(shown)
