@@ -1,18 +1,22 @@
-"""Actions, and their text form.
+"""Actions, their text form, and the table of ops: every rule that depends on the op of an action alone.
 
 An action is one thing that a worker does: ``2F0`` is the forward of stage 2 on microbatch 0. Actions of pipeline 0 are
 written as in torch's pipelining; actions of another pipeline carry its number: ``2F0@1``. Actions on a whole stage
 have no microbatch: ``2STEP``. An action does not name its worker. In the list of a worker that shadows stage 3,
 ``3F0`` is a redundant forward, and ``3LOG`` receives the gradients that the owner's ``3LOG`` sends.
+
+A new op is a member of `Op` and a row of `OP_TABLE`. The passes place it, and `runtime/worker/executor.py` runs it.
 """
 
 from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from engine.core.errors import ScheduleError
+from engine.core.op_row import ALL, At, By, Form, OpRow, Shown, Stands, Term, Work
+from engine.core.value import Kind
 
 
 class Op(StrEnum):
@@ -20,31 +24,181 @@ class Op(StrEnum):
 
     __hash__ = str.__hash__  # Enum's hash is written in Python and took a quarter of a dry run
 
-    F = "F"  # forward; updates the buffers
-    REDO_F = "f"  # the same forward again: no buffer update, no loss
-    B = "B"  # backward; adds to the gradient accumulator
-    I = "I"  # backward for the input only  # noqa: E741 - the field's name for it
-    W = "W"  # backward for the weights only; adds to the gradient accumulator
+    F = "F"
+    REDO_F = "f"
+    B = "B"
+    I = "I"  # noqa: E741 - the field's name for it
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    STREAM = "STREAM"  # the owner of a slot sends the gradient accumulator after a backward to the shadows
-    UNSHARD = "UNSHARD"  # all-gather of a stage's weights among the owners of the stage
-    RESHARD = "RESHARD"  # a worker frees the gathered weights and keeps its own shard
-    HEAL = "HEAL"  # the owner of a slot sends its state at the step boundary to a new shadow
+    STREAM = "STREAM"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    HEAL = "HEAL"
     REDUCE_GRAD = "REDUCE_GRAD"
-    LOG = "LOG"  # the owner of a slot sends the inputs of the optimizer step to the shadows
+    LOG = "LOG"
     COMMIT = "COMMIT"
     STEP = "STEP"
 
 
-COMPUTE_OPS = frozenset({Op.F, Op.REDO_F, Op.B, Op.I, Op.W})
-FORWARD_OPS = frozenset({Op.F, Op.REDO_F})
-RECEIVE_OPS = frozenset({Op.RECV_F, Op.RECV_B})
-SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
-SHARD_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # the only ops that a step may repeat on a stage
-STAGE_OPS = SHARD_OPS | {Op.HEAL, Op.REDUCE_GRAD, Op.LOG, Op.COMMIT, Op.STEP}
+_INPUT = Term(Kind.ACTIVATION, stage=-1)
+_OUTPUTS = (Term(Kind.ACTIVATION), Term(Kind.RESIDUAL))
+_FOR_BACKWARD = (Term(Kind.RESIDUAL), Term(Kind.GRADIENT, stage=1))
+_ADDED_BEFORE = Term(Kind.ADDED, microbatch=-1)
+_OWN_SUMS = (Term(Kind.ADDED, by=By.OWNER), Term(Kind.COUNTED, by=By.OWNER))
+_SUMS_TAKEN = (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.COUNTED, by=By.SHADOW))
+
+
+def _transfer(about: str, value: Term, peer: int, *, sends: bool) -> OpRow:
+    here, wire = (value,), (value._replace(at=At.WIRE),)
+    needs, makes = (here, wire) if sends else (wire, here)
+    return OpRow(about, Stands.BORDER, Shown.TRANSFER, needs, makes, peer=peer)
+
+
+OP_TABLE: Final[dict[Op, OpRow]] = {
+    Op.F: OpRow(
+        "forward",
+        Stands.FORWARD,
+        Shown.FORWARD,
+        (_INPUT, Term(Kind.COUNTED, microbatch=-1)),
+        (*_OUTPUTS, Term(Kind.COUNTED)),
+        Work.FORWARD,
+        touches=True,
+        finds=Form.WHOLE,
+    ),
+    Op.REDO_F: OpRow(
+        "forward again: no buffer update, no loss",
+        Stands.AGAIN,
+        Shown.FORWARD,
+        (_INPUT,),
+        _OUTPUTS,
+        Work.FORWARD,
+        redoes=Op.F,
+        finds=Form.WHOLE,
+    ),
+    Op.B: OpRow(
+        "backward",
+        Stands.BACKWARD,
+        Shown.BACKWARD,
+        (*_FOR_BACKWARD, _ADDED_BEFORE),
+        (Term(Kind.GRADIENT), Term(Kind.ADDED)),
+        Work.BACKWARD,
+        closes=-1,
+        finds=Form.WHOLE,
+    ),
+    Op.I: OpRow(
+        "backward for the input",
+        Stands.PART,
+        Shown.PARTS,
+        _FOR_BACKWARD,
+        (Term(Kind.GRADIENT), Term(Kind.PENDING)),
+        Work.FOR_INPUT,
+        redoes=Op.B,
+        finds=Form.WHOLE,
+    ),
+    Op.W: OpRow(
+        "backward for the weights",
+        Stands.PART,
+        Shown.PARTS,
+        (Term(Kind.PENDING), _ADDED_BEFORE),
+        (Term(Kind.ADDED),),
+        Work.FOR_WEIGHTS,
+        closes=-1,
+        finds=Form.WHOLE,
+    ),
+    Op.SEND_F: _transfer("send of an activation", Term(Kind.ACTIVATION), 1, sends=True),
+    Op.RECV_F: _transfer("receipt of an activation", Term(Kind.ACTIVATION, stage=-1), -1, sends=False),
+    Op.SEND_B: _transfer("send of a gradient", Term(Kind.GRADIENT), -1, sends=True),
+    Op.RECV_B: _transfer("receipt of a gradient", Term(Kind.GRADIENT, stage=1), 1, sends=False),
+    Op.STREAM: OpRow(
+        "the owner of a slot sends its gradient accumulator to the shadows",
+        Stands.STREAM,
+        Shown.REDUCE,
+        (*_OWN_SUMS, Term(Kind.STREAMED, At.WIRE, by=By.SHADOW)),
+        (*_SUMS_TAKEN, Term(Kind.STREAMED, At.WIRE, by=By.OWNER)),
+        touches=True,
+        closes=0,
+    ),
+    Op.UNSHARD: OpRow(
+        "all-gather of a stage's weights among the owners of the stage",
+        Stands.ANY_TIMES,
+        Shown.TRANSFER,
+        meets=True,
+        finds=Form.IN_SHARDS,
+        leaves=Form.WHOLE,
+    ),
+    Op.RESHARD: OpRow(
+        "a worker frees the gathered weights and keeps its own shard",
+        Stands.ANY_TIMES,
+        Shown.TRANSFER,
+        finds=Form.WHOLE,
+        leaves=Form.IN_SHARDS,
+    ),
+    Op.HEAL: OpRow(
+        "the owner of a slot sends its state at the step boundary to a new shadow",
+        Stands.HEALING,
+        Shown.HEAL,
+        (Term(Kind.STATE, At.WIRE, by=By.SHADOW),),
+        (Term(Kind.STATE, At.WIRE, by=By.OWNER), Term(Kind.STATE, by=By.SHADOW)),
+        touches=True,
+    ),
+    Op.REDUCE_GRAD: OpRow(
+        "sum of a stage's gradients over the pipelines",
+        Stands.STAGE,
+        Shown.REDUCE,
+        (Term(Kind.ADDED, microbatch=ALL), Term(Kind.COUNTED, microbatch=ALL)),
+        (Term(Kind.REDUCED), Term(Kind.REDUCED, At.WIRE)),
+        meets=True,
+        per_pipeline=True,
+    ),
+    Op.LOG: OpRow(
+        "the owner of a slot sends the inputs of the optimizer step to the shadows",
+        Stands.REPLICA,
+        Shown.REDUCE,
+        (
+            Term(Kind.REDUCED, by=By.OWNER),
+            Term(Kind.REDUCED, At.TIED, by=By.OWNER),
+            Term(Kind.LOGGED, At.WIRE, by=By.SHADOW),
+        ),
+        (Term(Kind.LOGGED), Term(Kind.LOGGED, At.WIRE, by=By.OWNER)),
+        closes=ALL,
+    ),
+    Op.COMMIT: OpRow(
+        "vote of a replica for the commit",
+        Stands.REPLICA,
+        Shown.COMMIT,
+        (Term(Kind.LOGGED),),
+        (Term(Kind.VOTED, At.WIRE),),
+    ),
+    Op.STEP: OpRow(
+        "optimizer step",
+        Stands.REPLICA,
+        Shown.COMMIT,
+        (Term(Kind.VOTED, At.VOTERS),),
+        finds=Form.IN_SHARDS,
+    ),
+}
+
+
+def ops_at(*stands: Stands) -> frozenset[Op]:
+    """Returns the ops that stand in one of these places."""
+    return frozenset(op for op, row in OP_TABLE.items() if row.stands in stands)
+
+
+def ops_that_make(kind: Kind, at: At = At.HERE) -> frozenset[Op]:
+    """Returns the ops that make a kind of value at a place, on some worker."""
+    return frozenset(op for op, row in OP_TABLE.items() if any((kind, at) == term[:2] for term in row.makes))
+
+
+COMPUTE_OPS = frozenset(op for op, row in OP_TABLE.items() if row.work)
+FORWARD_OPS = ops_that_make(Kind.RESIDUAL)
+ADDING_OPS = COMPUTE_OPS & ops_that_make(Kind.ADDED)
+SHARD_OPS = ops_at(Stands.ANY_TIMES)  # the only ops that a step may repeat on a stage
+STAGE_OPS = SHARD_OPS | ops_at(Stands.HEALING, Stands.STAGE, Stands.REPLICA)
+SEND_OPS = frozenset(op for op in ops_at(Stands.BORDER) if OP_TABLE[op].makes[0].at is At.WIRE)
+RECEIVE_OPS = ops_at(Stands.BORDER) - SEND_OPS
 
 WHOLE_STAGE = -1
 

@@ -12,23 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, parse_action
-from engine.core.checks.recovery_log import SAME
+from engine.core.action import COMPUTE_OPS, OP_TABLE, Action, ops_at, parse_action
+from engine.core.op_row import Shown, Stands
+from engine.core.program.replay import work_of
 
 Event = Mapping[str, Any]
 
-# What the colours of a timeline stand for.
-KINDS = ("forward", "backward", "backward in parts", "transfer, waiting", "reduce, log", "commit, step", "heal")
-_KIND_OF = {
-    **dict.fromkeys((Op.F, Op.REDO_F), 0),
-    Op.B: 1,
-    **dict.fromkeys((Op.I, Op.W), 2),
-    **dict.fromkeys(RECEIVE_OPS | SEND_OPS | SHARD_OPS, 3),
-    **dict.fromkeys((Op.STREAM, Op.REDUCE_GRAD, Op.LOG), 4),
-    **dict.fromkeys((Op.COMMIT, Op.STEP), 5),
-    Op.HEAL: 6,
-}
-_NOT_A_REPLICA = RECEIVE_OPS | SEND_OPS | SHARD_OPS | {Op.HEAL, Op.REDUCE_GRAD}
+KINDS = tuple(shown.value for shown in Shown)  # the legend of a timeline
+_KIND_OF = {op: KINDS.index(row.shown) for op, row in OP_TABLE.items()}
+_OF_REPLICAS = COMPUTE_OPS | ops_at(Stands.STREAM, Stands.REPLICA)
 
 
 def actions_table(events: Sequence[Event], stages: int) -> pd.DataFrame:
@@ -67,8 +59,8 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
             "op": pd.array([each.op.value for each in actions], dtype="str"),
             "microbatch": np.array([each.microbatch for each in actions], dtype=np.int64),
             "kind": np.array([_KIND_OF[each.op] for each in actions], dtype=np.int64),
-            "same": pd.array([SAME.get(each.op, each.op).value for each in actions], dtype="str"),
-            "counts_for_replica": np.array([each.op not in _NOT_A_REPLICA for each in actions], dtype=bool),
+            "same": pd.array([work_of(each).op.value for each in actions], dtype="str"),
+            "counts_for_replica": np.array([each.op in _OF_REPLICAS for each in actions], dtype=bool),
         }
     )
 

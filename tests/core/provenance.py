@@ -18,8 +18,8 @@ from itertools import dropwhile, takewhile
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import Program
-from engine.core.program.dependencies import Kind, Value
 from engine.core.recovery.inventory import Inventory
+from engine.core.value import Kind, Value
 
 _OF_NO_CONCERN_TO_OTHERS = COMPUTE_OPS | RECEIVE_OPS
 

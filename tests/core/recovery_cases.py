@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program.build import Program, build_program
+from engine.core.program.verify import verify
 from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.planner import Plan, PlanInput, make_plan
+from engine.core.recovery.planner import Plan, PlanInput, healing_in, held_at_start, make_plan
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.provenance import Machine, State
 
@@ -95,6 +96,7 @@ def fail(machine: Machine, victims: Collection[int], order: random.Random) -> Fa
     given = PlanInput(1, committed, ownership, inventories)
     plan = make_plan(given)
     assert plan.lost_stages == () and plan.step == committed + 1
+    assert verify(plan.program, ownership, healing_in(given), held=held_at_start(given)) == ()
     left.catch_up(committed)
     left.adopt(plan.adopted, ownership)
     return Failure(left, given, plan)

@@ -12,9 +12,9 @@ from engine.core.action import Action, Op
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
 from engine.core.program.build import Program, build_program
-from engine.core.program.dependencies import WIRE, Kind, Value
 from engine.core.program.dry_run import DryRun, Span, dry_run, peak_stash, unit_costs
 from engine.core.schedules.registry import SCHEDULES
+from engine.core.value import WIRE, Kind, Value
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership

@@ -7,12 +7,12 @@ import pytest
 from engine.core.errors import DeadlockError
 from engine.core.ownership import Grid, fresh, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.dependencies import Kind, Value
 from engine.core.program.dry_run import dry_run
 from engine.core.program.early_receive_pass import with_early_receives
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.program.verify import verify
 from engine.core.schedules.registry import SCHEDULES
+from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program, plain, program_of
 from tests.core.machine import drawn_by
 from tests.core.random_programs import random_ownership

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.program.dependencies import Kind, Value
 from engine.core.recovery.inventory import Inventory, from_json, to_json
+from engine.core.value import Kind, Value
 
 _SOME = Inventory(
     3,

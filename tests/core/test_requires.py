@@ -6,7 +6,8 @@ import pytest
 
 from engine.core.action import STAGE_OPS, Op, parse_action
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program.dependencies import WIRE, Held, Kind, Value, makes, needs, rendezvous
+from engine.core.program.dependencies import makes, needs, rendezvous
+from engine.core.value import WIRE, Held, Kind, Value
 
 THREE = one_slot_each(Grid(3, 4))
 TWO_PIPELINES = Ownership(Grid(2, 4, pipelines=2), (5, 4, 7, 6))

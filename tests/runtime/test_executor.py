@@ -12,8 +12,8 @@ import torch
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.program.dependencies import Kind, Value
 from engine.core.recovery.inventory import Inventory
+from engine.core.value import Kind, Value
 from engine.models.catalogue import build_model, open_data
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.replicas import Replicas

@@ -11,9 +11,10 @@ import torch
 from engine.core.action import SEND_OPS
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.build import Program, build_program, build_validation
-from engine.core.program.dependencies import Kind, Value, carried
+from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
 from engine.core.schedules.registry import SCHEDULES
+from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.transport.transfers import Purpose, Receive, Receiver, carrier_key, receives_of, transfer_key

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import Program
-from engine.core.program.dependencies import Kind
+from engine.core.value import Kind
 from tests.simulation.case import Violation
 
 ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING = range(9)

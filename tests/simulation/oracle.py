@@ -10,9 +10,9 @@ from collections import Counter
 
 from engine.core.action import COMPUTE_OPS, Op
 from engine.core.ownership import Slot
-from engine.core.program.dependencies import Kind, Value
 from engine.core.recovery.inventory import Inventory
 from engine.core.recovery.planner import Plan, PlanInput
+from engine.core.value import Kind, Value
 from tests.simulation.case import Violation
 
 Task = tuple[Op, int, int, int]  # op, pipeline, stage, microbatch

@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import Kind, Value
 from engine.core.recovery.inventory import Inventory, to_json
+from engine.core.value import Kind, Value
 from tests.simulation import provenance
 from tests.simulation.case import Violation
 from tests.simulation.compiled import KINDS, parts_of

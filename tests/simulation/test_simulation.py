@@ -18,8 +18,8 @@ import pytest
 from engine.core.membership.state import Phase
 from engine.core.ownership import Grid, Redundancy
 from engine.core.program.build import build_program
-from engine.core.program.dependencies import Value
 from engine.core.program.routes import routes_of
+from engine.core.value import Value
 from tests.simulation import compiled, plans
 from tests.simulation.agent import first_ownership
 from tests.simulation.case import KINDS, Case, Fault, from_text

@@ -1,9 +1,8 @@
-"""What a death leaves to redo, read off the events of a run: the floor of any pause after it.
+"""The work that a death leaves to redo, read off the events of a run: the floor of any pause after it.
 
-Rules: one slot on each worker, one pipeline. What the victim had done of the open step is gone, but for the
-microbatches of which it had streamed the accumulators, and the forwards that an eager shadow had run as well by the
-time at which the last survivor stopped. How many of these there can be, the places of redundant forwards decide
-(`redundant_forward_pass.py`): a shadow has no gaps for all of them.
+One slot on each worker, one pipeline. The work of the victim in the open step is lost, except for the microbatches
+whose accumulators it had streamed, and for the forwards that an eager shadow had run too before the last survivor
+stopped. The places of redundant forwards limit their number (`redundant_forward_pass.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from engine.core.action import Op, parse_action
+from engine.core.action import Action, Op, parse_action
+from engine.core.program.replay import replayed
 
 
 class Redo(NamedTuple):
-    """Which microbatches of the victim's stage are to be redone; `left` are those of `forwards` that nobody had run."""
+    """The microbatches of the victim's stage that are redone; no shadow had run the forwards of those `left`."""
 
     backwards: frozenset[int]
     forwards: frozenset[int]
@@ -23,15 +23,25 @@ class Redo(NamedTuple):
 
 
 def redo_of(events: Iterable[Mapping[str, Any]], step: int, stage: int, fenced_ns: int, log_every: int = 0) -> Redo:
-    """Returns what the death of a stage's worker left to redo in a step; at `fenced_ns` the others had stopped."""
-    done: dict[tuple[bool, Op], set[int]] = {}
+    """Returns the work that the death of a stage's worker left to redo in a step; the others stopped by `fenced_ns`."""
+    lost: set[Action] = set()
+    shadowed: set[Action] = set()
     for event in events:
         if event["event"] == "action" and event["step"] == step and event["end_ns"] <= fenced_ns:
             action = parse_action(event["action"])
             if action.stage == stage:
-                done.setdefault((event["worker"] == stage, action.op), set()).add(action.microbatch)
-    streamed = len(done.get((True, Op.STREAM), ())) * log_every
-    backwards, forwards = (
-        frozenset(each for each in done.get((True, op), ()) if each >= streamed) for op in (Op.B, Op.F)
-    )
-    return Redo(backwards, forwards, forwards - done.get((False, Op.F), set()))
+                (lost if event["worker"] == stage else shadowed).add(action)
+    streamed = sum(action.op is Op.STREAM for action in lost) * log_every
+    first = [Action(stage, op, each) for op in (Op.B, Op.F) for each in range(streamed, _after(lost))]
+    again = replayed(first, lost)
+    backwards, forwards = ([each for each in again if each.op is op] for op in (Op.B, Op.F))
+    left = _microbatches(forwards) - _microbatches(replayed(forwards, shadowed))
+    return Redo(_microbatches(backwards), _microbatches(forwards), left)
+
+
+def _after(actions: Iterable[Action]) -> int:
+    return max((action.microbatch + 1 for action in actions), default=0)
+
+
+def _microbatches(actions: Iterable[Action]) -> frozenset[int]:
+    return frozenset(action.microbatch for action in actions)

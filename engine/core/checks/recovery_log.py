@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
+from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checks.recovery_times import Event, Recovery
 from engine.core.checks.usual_step import Entry, left_ns, usual_ns
 from engine.core.exclusion import verdict_of
 from engine.core.ownership import Slot
+from engine.core.program.replay import replayed
 
-# Made again, a forward leaves no trace; a backward may be made whole, or for the input only.
-SAME = {Op.REDO_F: Op.F, Op.I: Op.B}
 _USUAL = 10  # steps
 
 
@@ -145,12 +144,10 @@ class RecoveryLog:
     def _redone(self, step: int, out: set[int], since_ns: int) -> list[int]:
         """Returns when the survivors had made again what those who are out had finished of their slots."""
         entries = [entry for entry in self.actions.get(step, []) if entry[1].op in COMPUTE_OPS]
-        done = {_what(action) for worker, action, _ in entries if worker in out and self._owned(worker, action)}
-        return [
-            end_ns
-            for worker, action, end_ns in entries
-            if worker not in out and end_ns > since_ns and _what(action) in done
-        ]
+        done = [action for worker, action, _ in entries if worker in out and self._owned(worker, action)]
+        since = [(action, end_ns) for worker, action, end_ns in entries if worker not in out and end_ns > since_ns]
+        again = frozenset(replayed((action for action, _ in since), done))
+        return [end_ns for action, end_ns in since if action in again]
 
     def _owned(self, worker: int, action: Action) -> bool:
         return self.owners.get((action.pipeline, action.stage)) == worker
@@ -159,8 +156,3 @@ class RecoveryLog:
         """Returns (step, action) of what a worker has finished last, or None when that is long ago."""
         mine = [(end_ns, step, str(action)) for step, who, action, end_ns in self._entries() if who == worker]
         return max(mine)[1:] if mine else None
-
-
-def _what(action: Action) -> tuple[Op, int, int, int]:
-    """Returns what an action makes, which others may make again."""
-    return (SAME.get(action.op, action.op), action.pipeline, action.stage, action.microbatch)

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.core.action import Action, Op, parse_action
+from engine.core.action import ADDING_OPS, Action, Op, parse_action
 from engine.core.config.job import Job
 from engine.core.ownership import Slot
 from engine.core.program.stream_pass import is_streamed
 
-_ADDS = frozenset({Op.B, Op.W})
-_COUNTS = _ADDS | {Op.F}
+_COUNTS = ADDING_OPS | {Op.F}
 
 Entry = tuple[int, int, Action]  # end, worker, action
 Count = tuple[bool, int]  # whether it adds, the microbatch
@@ -59,7 +58,7 @@ def _counts(entry: Entry, out_since: Mapping[int, int]) -> bool:
 
 def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
     name = f"stage {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
-    backwards = [each for each in entries if each[2].op in _ADDS]
+    backwards = [each for each in entries if each[2].op in ADDING_OPS]
     if not backwards:
         return [f"nobody ran a backward of {name}"]
     owner = max(backwards, key=lambda each: each[0])[1]
@@ -75,7 +74,7 @@ def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
 
 
 def _counts_of(worker: int, entries: Iterable[Entry]) -> Counter[Count]:
-    return Counter((each[2].op in _ADDS, each[2].microbatch) for each in entries if each[1] == worker)
+    return Counter((each[2].op in ADDING_OPS, each[2].microbatch) for each in entries if each[1] == worker)
 
 
 def _streamed(owner: int, entries: Sequence[Entry], job: Job) -> set[Count]:

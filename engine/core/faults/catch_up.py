@@ -1,9 +1,9 @@
-"""The catch-up point of a recovery, as moments: when what a dead worker had done for a slot has been done again.
+"""The catch-up point of a recovery, as moments: the end of the replay of a dead worker's work on a slot.
 
-Rule: an heir adds up the gradient of a slot that is not done from the first microbatch on. So it has caught up at the
-latest with the backward that the victim had begun last, or with the first one; where accumulators are streamed, that
-one may have come with them, and so when it begins the one behind it; of a slot that is done there is nothing to do
-again but its commit.
+An heir adds up the gradient of a slot that is not done from the first microbatch on. So it has caught up at the latest
+with the backward that the victim had begun last, or with the first one. Where accumulators are streamed, that backward
+may have come in a stream; then the heir has caught up when it begins the next one. In a slot that is done only the
+commit is left.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from engine.core.config.job import Job
 from engine.core.faults.fault import At
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import build_program
+from engine.core.program.replay import replayed
 
 
 def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str], step: int) -> tuple[At, ...]:
-    """Returns the moments, the first of which to come is the catch-up point; none when nothing of `step` was lost.
+    """Returns the moments, of which the first to come is the catch-up point; none if the victim had not begun `step`.
 
     `at` are the step and the action at which the owner of the slot was last, under the ownership `before`.
     """
@@ -25,11 +26,11 @@ def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str]
         return ()
     backwards = [Action(stage, Op.B, microbatch, pipeline) for microbatch in range(job.microbatches)]
     program = build_program(job.schedule, before, job.redundancy, log_every=job.log_every)
-    actions = [str(each) for each in program[before.owner(*slot)]]
-    last = backwards[-1]  # of whoever ran the plan of another recovery: it is past the catch-up point, not long
-    if at[1] in actions:
-        begun = actions[: actions.index(at[1]) + 1]
-        last = next((each for each in reversed(backwards) if str(each) in begun), backwards[0])
+    actions = program[before.owner(*slot)]
+    last = backwards[-1]  # the victim ran the plan of another recovery: this may be a little late
+    was_at = [position for position, action in enumerate(actions) if str(action) == at[1]]
+    if was_at:
+        last = [backwards[0], *replayed(backwards, actions[: was_at[0] + 1])][-1]
     behind = backwards[last.microbatch + 1 : last.microbatch + 2] if job.log_every else []
     return (
         At(step, last, "after"),

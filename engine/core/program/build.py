@@ -33,13 +33,13 @@ def build_program(
     fsdp: int = 0,
     blocking: bool = False,
 ) -> Program:
-    """Returns the whole program of one step, for every worker that owns or shadows something.
+    """Returns the whole program of one step, for every worker that owns or shadows a slot.
 
-    `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages that it would in
-    a fresh job; beyond, a list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of
-    their slot during this step. `log_every` is after how many microbatches accumulators are streamed, 0 for never;
-    `fsdp` is how many stages of a worker may be whole at once, 0 where none are in shards.
-    With `blocking` the program suits a backend on which a send waits for its receive.
+    `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages of a fresh job;
+    otherwise the list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of their slot
+    during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off. `fsdp` stages of
+    a worker may be whole at once; 0 turns shards off. With `blocking` the program suits a backend on which a send waits
+    for its receive.
     """
     lists = _lists(schedule, ownership)
     program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
@@ -57,14 +57,17 @@ def build_program(
 
 
 def overlaps(schedule: str) -> bool:
-    """Says whether a schedule, a name or CSV, asks for forwards and backwards to be run at once."""
+    """Says whether a schedule, a name or CSV, runs forwards and backwards at once."""
     return has_pairs(schedule) if is_text(schedule) else SCHEDULES[schedule].overlaps
 
 
 def build_validation(ownership: Ownership) -> Program:
     """Returns the program of a validation pass: pipeline 0 runs forwards, the others rest.
 
-    Each worker takes its forwards in the order of one wave through the pipeline, so that none waits in a circle.
+    Each worker runs its forwards in the order of one wave through the pipeline, so that workers never wait in a circle.
+
+        worker 0   0F0 0F1 0F2
+        worker 1       1F0 1F1 1F2
     """
     grid = ownership.grid
     forwards: dict[int, list[Action]] = {}
@@ -76,7 +79,7 @@ def build_validation(ownership: Ownership) -> Program:
 
 
 def _lists(schedule: str, ownership: Ownership) -> ComputeLists | None:
-    """Returns the compute lists of each pipeline; None when the stages do not stand on workers as in a fresh job."""
+    """Returns the compute lists of each pipeline; None if a stage is not on its worker of a fresh job."""
     grid, teams = ownership.grid, []
     for pipeline in range(grid.pipelines):
         first = pipeline * grid.stages

@@ -1,75 +1,59 @@
-"""The happens-before rule, written once: what each action needs, what it makes, and where.
+"""The happens-before rule: the values that an action needs and makes, and their places, read off the table of ops.
 
 Verification, the dry run, the passes, the routes of transfers, the recovery planner and the tests all ask `needs` and
-`makes`; nobody states the rule again. Values, not actions, are needed: it does not matter who made a value, or whether
-it was made before a failure. A value is held by a worker or is on its way to whoever takes it (`WIRE`). What is
-updated in place is a counter: `COUNTED` and `ADDED` with index m say that the first m+1 microbatches are in.
+`makes`. No other module states the rule again.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.core.action import WHOLE_STAGE, Action, Op
+from engine.core.action import OP_TABLE, SEND_OPS, Action, Op
+from engine.core.op_row import ALL, At, By, Stands, Term
 from engine.core.ownership import Ownership
+from engine.core.value import WIRE, Held, Kind, Value
+
+_new = tuple.__new__
 
 
-class Kind(StrEnum):
-    """What a value is."""
+class _Terms(NamedTuple):
+    """The terms of one op, by the role of the worker."""
 
-    __hash__ = str.__hash__  # that of Enum is written in Python: a quarter of the time of a dry run
-
-    ACTIVATION = "activation"  # what a forward hands on
-    RESIDUAL = "residual"  # what a forward keeps for its backward; it cannot be sent
-    GRADIENT = "gradient"  # of the loss by the input of a stage: what a backward hands on
-    PENDING = "pending"  # what a backward for the input keeps for the one for the weights
-    COUNTED = "counted"  # forwards that the buffers have seen
-    ADDED = "added"  # backwards that the accumulator has seen
-    STREAMED = "streamed"  # an accumulator with its counters, and the buffers as they were that far
-    STATE = "state"  # weights, optimizer state and buffers as of the step boundary
-    REDUCED = "reduced"  # the gradient of a stage over all pipelines, with their buffers and losses
-    LOGGED = "logged"  # all that the optimizer step of a slot reads
-    VOTED = "voted"  # a replica's word that it holds what is logged; its index is the worker
-
-
-class Value(NamedTuple):
-    """A value of one step; `index` is a microbatch, or nothing."""
-
-    kind: Kind
-    pipeline: int
-    stage: int
-    index: int = WHOLE_STAGE  # type: ignore[assignment] # tuple's method of that name is of no use here
-
-    def __str__(self) -> str:
-        numbered = "worker" if self.kind is Kind.VOTED else "microbatch"
-        index = "" if self.index == WHOLE_STAGE else f" {numbered} {self.index}"
-        pipeline = f" pipeline {self.pipeline}" if self.pipeline else ""
-        return f"{self.kind} of stage {self.stage}{index}{pipeline}"
-
-
-WIRE = -1
-Held = tuple[int, Value]  # (worker, or WIRE, value)
+    of_owner: tuple[Term, ...]
+    of_shadow: tuple[Term, ...]
+    per_pipeline: bool
 
 
 def needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    """Returns what must be there, and where, before `worker` may run `action`."""
-    return _NEEDS[action.op](action, worker, ownership)
+    """Returns the values that must be there before `worker` may run `action`, each with its place."""
+    return _values(_NEEDS[action.op], action, worker, ownership)
 
 
 def makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    """Returns what is there, and where, after `worker` has run `action`."""
-    return _MAKES[action.op](action, worker, ownership)
+    """Returns the values that are there after `worker` has run `action`, each with its place."""
+    return _values(_MAKES[action.op], action, worker, ownership)
+
+
+def needed(action: Action, kind: Kind) -> Value:
+    """Returns the value of a kind that an action needs, or would need if the pipeline went on there."""
+    stage, op, microbatch, pipeline = action
+    further = next(term.stage for term in OP_TABLE[op].needs if term.kind is kind)
+    return Value(kind, pipeline, stage + further, microbatch)
+
+
+def carried(action: Action) -> Value:
+    """Returns the value that a SEND or RECV carries."""
+    kind, further = _CARRIES[action.op]
+    return Value(kind, action.pipeline, action.stage + further, action.microbatch)
 
 
 def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple[int, Action], ...]:
     """Returns the actions of other workers that run together with this one: each waits until the others have begun.
 
-    Only the reduction over pipelines and what puts shards together are of this kind. A worker that owns a stage in
-    several pipelines reduces it once, with the action of the first of them.
+    A worker that owns a stage in several pipelines runs the action once, with the first of these pipelines.
     """
-    if action.op not in (Op.REDUCE_GRAD, Op.UNSHARD):
+    if not OP_TABLE[action.op].meets:
         return ()
     return tuple(
         (other, Action(action.stage, action.op, pipeline=ownership.pipelines_of(other, action.stage)[0]))
@@ -78,162 +62,38 @@ def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple
     )
 
 
-def _none(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ()
-
-
-def _forward_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
+def _values(of: _Terms, action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
     stage, op, microbatch, pipeline = action
-    found = []
-    if stage > 0:
-        found.append((worker, Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch)))
-    if microbatch > 0 and op is Op.F:
-        found.append((worker, Value(Kind.COUNTED, pipeline, stage, microbatch - 1)))
-    return tuple(found)
-
-
-def _forward_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    stage, op, microbatch, pipeline = action
-    made = (
-        (worker, Value(Kind.ACTIVATION, pipeline, stage, microbatch)),
-        (worker, Value(Kind.RESIDUAL, pipeline, stage, microbatch)),
-    )
-    return (*made, (worker, Value(Kind.COUNTED, pipeline, stage, microbatch))) if op is Op.F else made
-
-
-def _backward_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    stage, op, microbatch, pipeline = action
-    found = [(worker, Value(Kind.RESIDUAL, pipeline, stage, microbatch))]
-    if stage < ownership.grid.stages - 1:
-        found.append((worker, Value(Kind.GRADIENT, pipeline, stage + 1, microbatch)))
-    if microbatch > 0 and op is Op.B:
-        found.append((worker, Value(Kind.ADDED, pipeline, stage, microbatch - 1)))
-    return tuple(found)
-
-
-def _backward_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    stage, op, microbatch, pipeline = action
-    left = Kind.ADDED if op is Op.B else Kind.PENDING
-    return (
-        (worker, Value(Kind.GRADIENT, pipeline, stage, microbatch)),
-        (worker, Value(left, pipeline, stage, microbatch)),
-    )
-
-
-def _weights_need(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    stage, _, microbatch, pipeline = action
-    pending = (worker, Value(Kind.PENDING, pipeline, stage, microbatch))
-    return (pending, (worker, Value(Kind.ADDED, pipeline, stage, microbatch - 1))) if microbatch > 0 else (pending,)
-
-
-def _weights_make(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ((worker, Value(Kind.ADDED, action.pipeline, action.stage, action.microbatch)),)
-
-
-def _stream_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    """The owner sends what it has added up; a shadow takes it."""
-    return _streamed(action, worker) if _is_owner(action, worker, ownership) else _on_the_wire(action)
-
-
-def _stream_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    """A shadow that has taken it has every microbatch so far in its accumulator and its buffers, and no other."""
-    return _on_the_wire(action) if _is_owner(action, worker, ownership) else _streamed(action, worker)
-
-
-def _streamed(action: Action, worker: int) -> tuple[Held, ...]:
-    place = (action.pipeline, action.stage, action.microbatch)
-    return ((worker, Value(Kind.ADDED, *place)), (worker, Value(Kind.COUNTED, *place)))
-
-
-def _on_the_wire(action: Action) -> tuple[Held, ...]:
-    return ((WIRE, Value(Kind.STREAMED, action.pipeline, action.stage, action.microbatch)),)
-
-
-# op of a transfer -> what it carries, and whose it is, counted from the stage that the action names
-_CARRIES = {
-    Op.SEND_F: (Kind.ACTIVATION, 0),
-    Op.RECV_F: (Kind.ACTIVATION, -1),
-    Op.SEND_B: (Kind.GRADIENT, 0),
-    Op.RECV_B: (Kind.GRADIENT, 1),
-}
-
-
-def carried(action: Action) -> Value:
-    """Returns what a SEND or RECV carries."""
-    kind, offset = _CARRIES[action.op]
-    return Value(kind, action.pipeline, action.stage + offset, action.microbatch)
-
-
-def _carried_here(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ((worker, carried(action)),)
-
-
-def _carried_on_the_wire(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ((WIRE, carried(action)),)
-
-
-def _reduce_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    last = ownership.grid.microbatches - 1
-    return tuple(
-        (worker, Value(kind, pipeline, action.stage, last))
-        for pipeline in ownership.pipelines_of(worker, action.stage)
-        for kind in (Kind.ADDED, Kind.COUNTED)
-    )
-
-
-def _reduce_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return tuple(
-        (place, Value(Kind.REDUCED, pipeline, action.stage))
-        for pipeline in ownership.pipelines_of(worker, action.stage)
-        for place in (worker, WIRE)
-    )
-
-
-def _whole(kind: Kind, action: Action) -> Value:
-    return Value(kind, action.pipeline, action.stage)
-
-
-def _is_owner(action: Action, worker: int, ownership: Ownership) -> bool:
-    return ownership.owner(action.pipeline, action.stage) == worker
-
-
-def _log_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    """The owner needs the gradients of tied stages too; a shadow what the owner has put together."""
-    if not _is_owner(action, worker, ownership):
-        return ((WIRE, _whole(Kind.LOGGED, action)),)
-    tied = [
-        (
-            worker if ownership.owner(action.pipeline, stage) == worker else WIRE,
-            Value(Kind.REDUCED, action.pipeline, stage),
+    if of.per_pipeline:
+        alone = of._replace(per_pipeline=False)
+        owned = ownership.pipelines_of(worker, stage)
+        return tuple(
+            held for each in owned for held in _values(alone, Action(stage, op, microbatch, each), worker, ownership)
         )
-        for stage in ownership.grid.tied_to(action.stage)
+    terms = of.of_owner
+    if of.of_shadow is not terms and ownership.owner(pipeline, stage) != worker:
+        terms = of.of_shadow
+    found: list[Held] = []
+    for kind, at, further, later, _ in terms:
+        there = stage + further
+        if at is At.TIED:
+            found += _tied(kind, action, worker, ownership)
+        elif at is At.VOTERS:
+            found += _all_votes(ownership)
+        elif 0 <= there < ownership.grid.stages and (microbatch or not later):
+            index = ownership.grid.microbatches - 1 if later == ALL else microbatch + later
+            index = worker if kind is Kind.VOTED else index
+            found.append((worker if at is At.HERE else WIRE, _new(Value, (kind, pipeline, there, index))))
+    return tuple(found)
+
+
+def _tied(kind: Kind, action: Action, worker: int, ownership: Ownership) -> list[Held]:
+    stage, _, _, pipeline = action
+    others = ownership.grid.tied_to(stage)
+    return [
+        (worker if ownership.owner(pipeline, other) == worker else WIRE, Value(kind, pipeline, other))
+        for other in others
     ]
-    return ((worker, _whole(Kind.REDUCED, action)), *tied)
-
-
-def _log_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    here = (worker, _whole(Kind.LOGGED, action))
-    return (here, (WIRE, _whole(Kind.LOGGED, action))) if _is_owner(action, worker, ownership) else (here,)
-
-
-def _heal_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return () if _is_owner(action, worker, ownership) else ((WIRE, _whole(Kind.STATE, action)),)
-
-
-def _heal_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ((WIRE if _is_owner(action, worker, ownership) else worker, _whole(Kind.STATE, action)),)
-
-
-def _commit_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ((worker, _whole(Kind.LOGGED, action)),)
-
-
-def _commit_makes(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return ((WIRE, Value(Kind.VOTED, action.pipeline, action.stage, worker)),)
-
-
-def _step_needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    return _all_votes(ownership)
 
 
 @lru_cache(maxsize=8)  # the same for every STEP
@@ -245,41 +105,15 @@ def _all_votes(ownership: Ownership) -> tuple[Held, ...]:
     )
 
 
-_NEEDS = {
-    Op.F: _forward_needs,
-    Op.REDO_F: _forward_needs,
-    Op.B: _backward_needs,
-    Op.I: _backward_needs,
-    Op.W: _weights_need,
-    Op.SEND_F: _carried_here,
-    Op.SEND_B: _carried_here,
-    Op.RECV_F: _carried_on_the_wire,
-    Op.RECV_B: _carried_on_the_wire,
-    Op.STREAM: _stream_needs,
-    Op.UNSHARD: _none,
-    Op.RESHARD: _none,
-    Op.HEAL: _heal_needs,
-    Op.REDUCE_GRAD: _reduce_needs,
-    Op.LOG: _log_needs,
-    Op.COMMIT: _commit_needs,
-    Op.STEP: _step_needs,
-}
-_MAKES = {
-    Op.F: _forward_makes,
-    Op.REDO_F: _forward_makes,
-    Op.B: _backward_makes,
-    Op.I: _backward_makes,
-    Op.W: _weights_make,
-    Op.SEND_F: _carried_on_the_wire,
-    Op.SEND_B: _carried_on_the_wire,
-    Op.RECV_F: _carried_here,
-    Op.RECV_B: _carried_here,
-    Op.STREAM: _stream_makes,
-    Op.UNSHARD: _none,
-    Op.RESHARD: _none,
-    Op.HEAL: _heal_makes,
-    Op.REDUCE_GRAD: _reduce_makes,
-    Op.LOG: _log_makes,
-    Op.COMMIT: _commit_makes,
-    Op.STEP: _none,
-}
+def _by_role(terms: tuple[Term, ...], per_pipeline: bool) -> _Terms:
+    if all(term.by is By.ALL for term in terms):
+        return _Terms(terms, terms, per_pipeline)
+    owner, shadow = (tuple(term for term in terms if term.by is not other) for other in (By.SHADOW, By.OWNER))
+    return _Terms(owner, shadow, per_pipeline)
+
+
+_NEEDS = {op: _by_role(row.needs, row.per_pipeline) for op, row in OP_TABLE.items()}
+_MAKES = {op: _by_role(row.makes, row.per_pipeline) for op, row in OP_TABLE.items()}
+_CARRIES = {op: (row.needs[0].kind, row.needs[0].stage) for op, row in OP_TABLE.items() if row.stands is Stands.BORDER}
+SENDS: dict[Kind, Op] = {_CARRIES[op][0]: op for op in SEND_OPS}  # by the kind that they carry
+RECEIVES: dict[Kind, Op] = {_CARRIES[op][0]: op for op in _CARRIES.keys() - SEND_OPS}

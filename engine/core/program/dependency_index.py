@@ -1,8 +1,11 @@
 """The happens-before rule in numbers, for walks over programs of a million actions.
 
-Nothing is stated here: the numbers are read off `needs`, `makes` and `rendezvous`. What a worker's actions of one op on
-one slot need and make moves along with the microbatch; of the first the rule may ask less. So the rule is asked twice
-for all of them, and what is left is an addition. The things of one place, kind and slot have numbers side by side.
+The numbers are read off `needs`, `makes` and `rendezvous`. The actions of one op on one slot of one worker need and
+make the same values, further by the microbatch; the first microbatch may need fewer. So the rule is asked twice for all
+of them, and the rest is an addition: the values of one place, kind and slot have successive numbers.
+
+    1F0  needs 40     makes 80 120 160     activation 0 of stage 0 is 40, residual 0 of stage 1 is 120
+    1F3  needs 43 162 makes 83 123 163     1F3 also needs counter 2 of stage 1: 160 + 2
 """
 
 from __future__ import annotations
@@ -14,17 +17,17 @@ from typing import NamedTuple
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
 from engine.core.ownership import Ownership
-from engine.core.program.dependencies import Kind, Value, carried, makes, needs, rendezvous
+from engine.core.program.dependencies import carried, makes, needs, rendezvous
+from engine.core.value import Kind, Value
 
-TAKEN = -2  # the place, beside WIRE, of a value that somebody has begun to receive
+TAKEN = -2  # the place, beside WIRE, of a value whose receive has begun
 Thing = tuple[int, Value | Action]  # a value at a place, or an action that its worker has begun
 
 
 class Line(NamedTuple):
-    """What the actions of one op on one slot need and make: numbers, less the microbatch of the action.
+    """The values that the actions of one op on one slot need and make: numbers, less the microbatch of the action.
 
-    An action has begun when all that it `needs` is there; it then makes what `begins`, and runs when what it `meets` is
-    there too.
+    An action begins when all its `needs` are there. It then makes its `begins`, and runs when its `meets` are there.
     """
 
     needs: tuple[int, ...]
@@ -34,9 +37,9 @@ class Line(NamedTuple):
 
 
 class Numbers:
-    """Gives a number to everything that the actions of a program need and make: below `len`, as far as asked.
+    """Gives a number below `len` to each value that was asked for.
 
-    With `blocking` a SEND meets its receive: it ends only when somebody has begun to take what it sends.
+    With `blocking` a SEND meets its receive: it ends only when the receive has begun.
     """
 
     def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership, blocking: bool = False):
@@ -51,11 +54,11 @@ class Numbers:
 
     def of(self, thing: Thing) -> int:
         """Returns the number of a thing."""
-        place, what = thing
-        if isinstance(what, Value):
-            kind, pipeline, stage, index = what
+        place, content = thing
+        if isinstance(content, Value):
+            kind, pipeline, stage, index = content
             return self._row(place, kind, pipeline, stage) + index
-        stage, op, index, pipeline = what
+        stage, op, index, pipeline = content
         return self._row(place, op, pipeline, stage) + index
 
     def _row(self, place: int, kind: Kind | Op, pipeline: int, stage: int) -> int:
@@ -63,7 +66,7 @@ class Numbers:
         return self._rows.setdefault((place, kind, pipeline, stage), len(self._rows)) * self._width + 1
 
     def thing(self, number: int) -> Thing:
-        """Returns what has a number."""
+        """Returns the thing that has a number."""
         row, above = divmod(number, self._width)
         place, kind, pipeline, stage = list(self._rows)[row]
         if isinstance(kind, Kind):

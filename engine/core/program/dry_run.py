@@ -1,9 +1,12 @@
 """The dry run: walks a program with a virtual clock, without a process.
 
-Each worker runs its actions in order, one at a time; an action starts when its worker is free and every value that it
-needs is there. What it makes is there when it ends, what it sends a latency later; what is held at the start is there
-at once. Sends do not block; a receive holds its worker until the transfer has arrived. What cannot finish comes back as
-the cycle of actions that wait for each other.
+Each worker runs its actions in order, one at a time. An action starts when its worker is free and every value that it
+needs is there. The values that it makes are there when it ends, a sent value a latency later; values that are held at
+the start are there at once. Sends do not block. A receive holds its worker until the transfer has arrived. A program
+that cannot end raises the cycle of actions that wait for each other.
+
+    worker 0   0F0 0F1         0B0     .   0B1           1F1B of 2 stages and 2 microbatches: makespan 9,
+    worker 1       1F0 1B0     1F1 1B1                   idle share 1/3; worker 0 waits 3 between its actions
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op
+from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
-from engine.core.program.dependencies import WIRE, Held, Kind
 from engine.core.program.dependency_index import TAKEN, Line, Numbers
 from engine.core.program.list_scheduler import COSTS
 from engine.core.schedules.overlap_pairs import overlapped_costs
+from engine.core.value import WIRE, Held, Kind
 
-Program = Mapping[int, tuple[Action, ...]]  # whose module is above this one: one of its passes runs programs dry
+Program = Mapping[int, tuple[Action, ...]]  # as in `build`, which imports this module
 Cost = Callable[[Action], float]
 _NEVER = inf
 _PLACES = {WIRE: "on the wire", TAKEN: "to be taken"}
@@ -41,7 +44,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a program would do: its spans in order of start, its length, idle share and stashed residuals.
+    """The run of a program as predicted: its spans in order of start, its length, idle share and stashed residuals.
 
     `waits` is how long each worker waits between its first compute action and its last.
     """
@@ -69,9 +72,9 @@ def dry_run(
 ) -> DryRun:
     """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
 
-    `held` is what is there at the start. With `blocking` a SEND holds its worker until somebody has begun to receive,
-    with `overlapping` a pair takes as long as the longer of its two, not both. What is sent arrives `latency` after the
-    end of its SEND.
+    `held` are the values at the start. With `blocking` a SEND holds its worker until its receive has begun. With
+    `overlapping` a pair takes as long as the longer of its two actions. A sent value arrives `latency` after the end of
+    its SEND.
     """
     costs_of = overlapped_costs if overlapping else map
     costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
@@ -84,7 +87,7 @@ def dry_run(
         ]
         for worker in sorted(program)
     }
-    # By start; of those that start together by worker, and as they stand in its program.
+    # By start, then by worker, then by position.
     spans = tuple(sorted(chain.from_iterable(lines.values()), key=itemgetter(0)))
     makespan = max((line[-1].end for line in lines.values() if line), default=0.0)
     busy = sum(end - start for start, end, _, action in spans if action.op in COMPUTE_OPS)
@@ -95,7 +98,7 @@ def dry_run(
 
 
 def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = (), blocking: bool = False) -> None:
-    """Raises what `dry_run` raises, of a program that does not come to its end; it draws no timeline."""
+    """Raises DeadlockError or ScheduleError as `dry_run` does, without a timeline."""
     _Walk(program, ownership, held, blocking).run(dict.fromkeys(program, repeat(0.0)))
 
 
@@ -112,20 +115,20 @@ def peak_stash(actions: tuple[Action, ...], stashed: int = 0) -> int:
 def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
     """Yields how many residuals a worker holds after each of its actions, of `stashed` at the start.
 
-    A forward makes one, the backward of its slot frees it: the part for the weights where the two are split. Those of
-    redundant forwards have no backward there: they stay to the end.
+    A forward makes one, and the backward of its slot frees it: the part for the weights if the backward is split. The
+    residuals of redundant forwards have no backward on that worker and stay to the end.
     """
     in_parts = {(action.pipeline, action.stage, action.microbatch) for action in actions if action.op is Op.W}
     for stage, op, microbatch, pipeline in actions:
         if op in FORWARD_OPS:
             stashed += 1
-        elif op in (Op.B, Op.W) or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
+        elif op in ADDING_OPS or (op is Op.I and (pipeline, stage, microbatch) not in in_parts):
             stashed -= 1
         yield stashed
 
 
 class _Walk:
-    """The state of one walk over a program: how far each worker is, what is there since when, who waits for what."""
+    """The state of one walk over a program: position of each worker, time of each value, waiting workers by value."""
 
     def __init__(
         self, program: Program, ownership: Ownership, held: Collection[Held], blocking: bool, latency: float = 0.0
@@ -146,7 +149,7 @@ class _Walk:
         self.there += [_NEVER] * (len(self.numbers) - len(self.there))
 
     def run(self, costs: Mapping[int, Iterable[float]]) -> None:
-        """Runs every worker as far as it comes; raises when that is not to its end."""
+        """Runs every worker as far as it comes; raises if a worker does not come to its end."""
         lines = {worker: self._goes(worker, costs[worker]) for worker in self.program}
         while self.ready:
             worker = self.ready.popleft()
@@ -157,7 +160,7 @@ class _Walk:
             self._refuse({worker: number for number, workers in self.waiting.items() for worker in workers})
 
     def _goes(self, worker: int, costs: Iterable[float]) -> Iterator[int]:
-        """Runs one worker to its end; whenever something is missing it yields its number, and goes on when asked."""
+        """Runs one worker to its end; yields the number of a missing value, and goes on when asked."""
         there, starts, waiting = self.there, self.starts[worker], self.waiting
         lines: dict[tuple[int, Op, bool, int], Line] = {}
         free_at, latency = 0.0, self.latency
@@ -181,7 +184,7 @@ class _Walk:
             free_at = start + cost if cost else start  # the same number, not a new one for each of a million
             starts.append(start)
             at = free_at + latency if latency and op in SEND_OPS else free_at
-            for number in made:  # what `_put` does, which is called a million times elsewise
+            for number in made:  # as `_put` does, without a million calls
                 place = number + microbatch
                 if there[place] == _NEVER:
                     there[place] = at
@@ -199,13 +202,13 @@ class _Walk:
         there = self.there
         for number in numbers:
             made = number + microbatch
-            if there[made] == _NEVER:  # what is there already stays as it is
+            if there[made] == _NEVER:  # a value that is there keeps its time
                 there[made] = at
                 if made in self.waiting:
                     self.ready += self.waiting.pop(made)
 
     def _refuse(self, waits_for: Mapping[int, int]) -> None:
-        """Raises ScheduleError if nobody does what a worker waits for, else the cycle."""
+        """Raises ScheduleError if no worker makes a value that another waits for, else the cycle."""
         left = {worker: actions[len(self.starts[worker]) :] for worker, actions in self.program.items()}
         comes_from: dict[int, int] = {}
         for worker, actions in left.items():
@@ -219,10 +222,10 @@ class _Walk:
             path.append(worker)
             missing = waits_for[worker]
             if missing not in comes_from:
-                place, what = self.numbers.thing(missing)
+                place, thing = self.numbers.thing(missing)
                 where = _PLACES.get(place, f"at worker {place}")
                 raise ScheduleError(
-                    f"worker {worker}, position {len(self.starts[worker])}: {left[worker][0]} needs {what} {where}, "
+                    f"worker {worker}, position {len(self.starts[worker])}: {left[worker][0]} needs {thing} {where}, "
                     "which nobody makes"
                 )
             worker = comes_from[missing]

@@ -1,9 +1,12 @@
-"""The pass for backends on which a send blocks: it moves receives ahead of their use, to where the sender sends.
+"""The pass for backends on which a send blocks until its receive begins: it moves receives to the place of the send.
 
-Rules: the program is walked in columns, one compute action of each worker in turn. When a send is met, its receive is
-put where its taker has come to. So all workers' lists are parts of one order in which each receive follows its send at
-once: nobody waits in a circle, even where a send ends only when its receive has begun, and no two transfers cross. A
-program without this pass relies on sends that do not block.
+The pass walks the program in columns, one compute action of each worker in turn. At a send, it puts the receive where
+the taker has come to. So the lists of all workers are parts of one order in which a receive directly follows its send:
+
+    worker 0   0F0 0SEND_F0          0F1 ...
+    worker 1                1RECV_F0     1F0 ...
+
+No worker waits in a circle, and no two transfers cross. Without this pass a program relies on sends that do not block.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Action
-from engine.core.program.dependencies import Value, carried
+from engine.core.program.dependencies import carried
+from engine.core.value import Value
 
 
 def with_early_receives(program: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
     """Returns a program of compute actions and transfers with its receives moved ahead; each value has one taker.
 
-    A program that cannot come to its end comes back as it is.
+    A program that deadlocks comes back unchanged.
     """
     taker = {
         carried(action): (worker, action)

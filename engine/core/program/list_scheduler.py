@@ -1,11 +1,16 @@
-"""List scheduling: from tasks and what each needs to an order on each worker.
+"""List scheduling: from tasks and their predecessors to an order on each worker.
 
-The forwards of a slot, and its backwards, run in microbatch order, and a forward of microbatch m waits for the backward
-of ``m - (P - stage)``: of what tasks make, a slot keeps no more than under 1F1B. This can never stop everything: all
-that a microbatch waits for is of the same or of an earlier one. A worker that is free takes its best ready task:
-forwards first, then by microbatch, then later stages first. With that limit, forwards first *is* 1F1B where a worker
-has one slot. Backwards first would drain the pipeline through a worker with two, which then waits while it fills again.
-Each worker's order is that of one valid run, so no worker waits for another in a circle.
+The forwards of a slot run in microbatch order, and so do its backwards. A forward of microbatch m waits for the
+backward of ``m - (P - stage)``, so a slot keeps no more residuals than under 1F1B. This cannot deadlock: a microbatch
+waits for itself and for earlier ones only. A free worker takes its best ready task: forwards first, then by microbatch,
+then later stages first. With that limit, forwards first *is* 1F1B on a worker with one slot:
+
+    stage 0   F0 F1 F2 .  .  B0 F3 B1 ...
+    stage 1   .  F0 F1 .  B0 F2 B1 ...
+    stage 2   .  .  F0 B0 F1 B1 ...
+
+Backwards first would drain the pipeline through a worker with two slots, which then waits while it fills again. The
+order of each worker is taken from one valid run, so workers never wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -14,31 +19,38 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
-from engine.core.action import FORWARD_OPS, Action, Op
+from engine.core.action import FORWARD_OPS, OP_TABLE, Action, Op
+from engine.core.op_row import Work
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import makes
 from engine.core.program.remaining_tasks import Tasks, tasks_left
 
 
 def op_costs(forward: float = 1, backward: float = 2, weights: float = 1) -> dict[Op, float]:
-    """Returns what each op that computes costs; `weights` is the part of a backward that is for the weights."""
-    return {Op.F: forward, Op.REDO_F: forward, Op.B: backward, Op.I: backward - weights, Op.W: weights}
+    """Returns the cost of each op that computes; `weights` is the part of a backward for the weights."""
+    costs = {
+        Work.FORWARD: forward,
+        Work.BACKWARD: backward,
+        Work.FOR_INPUT: backward - weights,
+        Work.FOR_WEIGHTS: weights,
+    }
+    return {op: costs[row.work] for op, row in OP_TABLE.items() if row.work}
 
 
 COSTS = op_costs()
 
 
 def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:
-    """Returns the compute actions of a whole step in a good order, where some worker owns several slots."""
+    """Returns the compute actions of a whole step in list order; workers may own several slots."""
     return list_schedule(tasks_left(ownership), ownership)
 
 
 def list_schedule(
     tasks: Tasks, ownership: Ownership, first: Collection[Action] = frozenset()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns each owner's tasks in order; `tasks` gives for each what another must make first, if a task makes it.
+    """Returns the tasks of each owner in order; `tasks` gives for each the values that another task must make first.
 
-    Those that are `first` come before others that are ready too.
+    A ready task of `first` comes before a ready task outside it.
     """
     order = sorted(tasks, key=lambda action: (action not in first, _priority(action)))
     workers = [ownership.owner(action.pipeline, action.stage) for action in order]
@@ -55,7 +67,7 @@ def _priority(action: Action) -> tuple[bool, int, int, int, Op]:
 
 
 def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -> list[list[int]]:
-    """Returns for each task the numbers of those that must end before it starts."""
+    """Returns for each task the numbers of the tasks that must end before it starts."""
     maker = {
         value: number
         for number, action in enumerate(order)
@@ -83,9 +95,9 @@ def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -
 def starts(
     workers: Sequence[int], costs: Sequence[float], predecessors: Sequence[Collection[int]]
 ) -> tuple[list[int], float]:
-    """Returns the tasks in the order in which they start, and how long they take.
+    """Returns the tasks in the order of their starts, and the time at which the last one ends.
 
-    Every worker takes its lowest-numbered ready one.
+    A free worker takes its ready task with the lowest number.
     """
     successors: list[list[int]] = [[] for _ in workers]
     missing = [len(each) for each in predecessors]

@@ -1,16 +1,18 @@
 """The pass that adds redundant forwards: the first shadow of a slot runs the slot's forwards while it would wait.
 
-Rules: only a shadow that has the input at hand takes part: it owns the preceding stage of the same pipeline, or the
-slot is of stage 0, whose input is data. So nothing more is sent. A worker's own actions keep their order and come
-first: when the next one may start it starts, else a redundant forward that is ready fills the gap, lowest microbatch
-first; what no gap takes stands behind the last backward. The gaps are those of a run with the costs given.
+Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline, or the slot is of stage
+0, whose input is data. So the pass adds no transfer. A worker's own actions keep their order and come first. A
+redundant forward that is ready fills a gap, lowest microbatch first; without a gap it stands behind the last backward.
+The gaps are those of a run with the given costs. Worker 0 shadows stage 1:
 
-What no gap takes makes the step longer, wherever it stands. So as much of it stands sooner, behind backwards, where a
-kill finds it done: one behind each of the first backwards that a forward follows, at all workers, which then wait for
-each other no longer than for one. That this costs nothing more is looked at; else it is left.
+    worker 0   0F0 0F1 1F0 1F1 0B0      0B1
+    worker 1       1F0 1B0     1F1 1B1
 
-The pass belongs before that of the transfers, where a redundant forward receives nothing and sends nothing: its input
-is made on its own worker, and its output goes out from the owner.
+A redundant forward without a gap makes the step longer wherever it stands. So some of them stand sooner, where a kill
+finds them done: one behind each of the first backwards that a forward follows. All workers do so, and wait for each
+other no longer than one forward. If that makes the step longer than before, the pass undoes it.
+
+The pass comes before that of the transfers, which gives no transfer to a redundant forward.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from itertools import pairwise
 
 from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import Kind, makes, needs
+from engine.core.program.dependencies import makes, needs
 from engine.core.program.list_scheduler import COSTS, starts
+from engine.core.value import Kind
 
 _Task = tuple[int, Action]  # (worker, action)
 
@@ -33,7 +36,7 @@ def with_redundant_forwards(
     cost: Callable[[Action], float] = lambda action: COSTS[action.op],
     healing: Collection[tuple[int, Slot]] = (),
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns a program of compute actions with the redundant forwards; `healing` (worker, slot) are still unfilled."""
+    """Returns a program of compute actions with the redundant forwards; the `healing` (worker, slot) take no part."""
     own = [(worker, action) for worker, actions in program.items() for action in actions]
     tasks = own + sorted(_redundant(ownership, healing), key=lambda task: (task[1].microbatch, task[1].stage, task))
     workers, costs = [worker for worker, _ in tasks], [cost(action) for _, action in tasks]
@@ -54,9 +57,9 @@ def with_redundant_forwards(
 def _sooner(
     order: Sequence[int], tasks: Sequence[_Task], num_own: int, before: Sequence[list[int]], most: int
 ) -> list[list[int]]:
-    """Returns `before` with `most` redundant forwards of each worker behind a backward each, if their input is there.
+    """Returns `before` with `most` redundant forwards of each worker behind one backward each, if their input is there.
 
-    Which ones is read off `order`: those that follow on what runs before the first backward.
+    They are the first ones in `order` behind the first backward.
     """
     found = [list(each) for each in before]
     lines: dict[int, list[int]] = {}
@@ -75,7 +78,7 @@ def _sooner(
 
 
 def redundant_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> dict[Slot, int]:
-    """Returns the slots whose forwards are run twice, and the shadow that runs them the second time."""
+    """Returns the slots whose forwards are run twice, each with the shadow that runs them again."""
     found = {}
     for pipeline, stage in ownership.grid.slots():
         first = ownership.shadows_of(pipeline, stage)[:1]
@@ -87,9 +90,9 @@ def redundant_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] 
 
 
 def overhead_floor(num_stages: int, num_microbatches: int, forward: float, backward: float) -> float:
-    """Returns by which share redundant forwards lengthen 1F1B at least, with equal stages that do one thing at a time.
+    """Returns the least share by which redundant forwards lengthen 1F1B, for equal stages on workers without overlap.
 
-    A worker has M (2F + B) to do, and the last but one cannot begin before (P - 2) F.
+    A worker computes for M (2F + B), and the last but one cannot begin before (P - 2) F.
     """
     excess = (num_microbatches - 1) * forward - (num_stages - 1) * backward
     return max(0.0, excess) / ((num_microbatches + num_stages - 1) * (forward + backward))
@@ -102,16 +105,16 @@ def _redundant(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> I
 
 
 def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) -> list[list[int]]:
-    """Returns for each task the numbers of those that must end before it starts.
+    """Returns for each task the numbers of the tasks that must end before it starts.
 
-    The first `num_own` tasks are the owners', in order on each worker; they alone hand on what they make. The others
-    are redundant, in order for each slot.
+    The first `num_own` tasks are the owners', in order on each worker. Only their outputs are used by other tasks. The
+    other tasks are redundant, in order for each slot.
     """
     maker = {
         value: number
         for number, (worker, action) in enumerate(tasks[:num_own])
         for _, value in makes(action, worker, ownership)
-        if value.kind is not Kind.COUNTED  # a replica counts for itself, which the order sees to
+        if value.kind is not Kind.COUNTED  # each replica has its own counter, and the order sees to it
     }
     last: dict[int | Slot, int] = {}
     found: list[list[int]] = []

@@ -1,33 +1,39 @@
-"""Lineage: from what is held to the tasks that are left of a step, backwards from what is missing.
+"""Lineage: from the values that workers hold to the tasks that are left of a step, backwards from missing values.
 
-Rules: what a worker holds is not made again, what another holds is sent, and the rest is made by the owner of the slot
-that makes it, from what that needs. Only what the goal needs is done: every microbatch counted in the buffers and
-added to the accumulator of each slot that is not done. A backward that has been added is redone for its input gradient
-only. Nothing goes through a set in the set's order, so that every member finds the same.
+The goal is that every microbatch is counted in the buffers and added to the accumulator of each slot that is not done.
+A value that its worker holds is not made again. A value that another worker holds is sent. Any other value is made by
+the owner of its slot, from the values that this needs. Suppose the worker of stage 1 died after 1B0:
 
-A forward reads the buffers that the forwards before it have left. The owner's replica has the buffers before each
-forward that it has counted: such a forward is redone without a trace. Any other forward counts, one after the other
-from the step boundary on, also where the slot is done: its optimizer step takes the logged buffers.
+    wanted   ADDED 1 of stage 1 <- 1B1 <- 1F1 <- activation of 0F1, which is held and sent
+                                <- 1B0 <- 1F0 <- activation of 0F0, which is not held <- 0f0
+
+A backward that has been added is redone for its input gradient only. Loops never follow the order of a set, so that
+every member finds the same tasks in the same order.
+
+A forward reads the buffers that the forward before it has left. The owner's replica keeps the buffers before each
+forward that it has counted, so such a forward is redone without an update. Any other forward counts, one after the
+other from the step boundary on. This holds for a slot that is done too: its optimizer step takes the logged buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from engine.core.action import FORWARD_OPS, Action, Op
+from engine.core.action import Action, Op
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import Held, Kind, Value, needs
+from engine.core.program.dependencies import needs
+from engine.core.value import Held, Kind, Value
 
-SENT_BY_SLOT = frozenset({Kind.ACTIVATION, Kind.GRADIENT})  # what goes from slot to slot; one copy will do for all
+SENT_BY_SLOT = frozenset({Kind.ACTIVATION, Kind.GRADIENT})  # they go from slot to slot; one copy is enough
 
 Tasks = dict[Action, tuple[Held, ...]]
 
 
 def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collection[Slot] = ()) -> Tasks:
-    """Returns the compute actions that are left, and of what each needs that which another of them must make first.
+    """Returns the compute actions that are left, each with the values that another one of them must make first.
 
-    `done` are the slots of which the owner holds all that the optimizer step reads. Of a counter `held` gives the last
-    index. Each action belongs to the owner of its slot.
+    `done` are the slots whose owner holds the inputs of the optimizer step. For a counter `held` has the last index
+    only. Each action belongs to the owner of its slot.
     """
     last = ownership.grid.microbatches - 1
     there = frozenset(held)
@@ -53,48 +59,29 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
     return tasks
 
 
-def done_before(tasks: Tasks, held: Collection[Held]) -> frozenset[Action]:
-    """Returns the tasks that somebody had done before, as far as what is held tells: replay is over when they are.
-
-    A forward has been done if its activation is held, or the next stage has counted the microbatch; a backward if its
-    gradient is held, or the stage before has added the microbatch. Nobody takes what the first stage's backward makes:
-    there the gradient that it needs has to do.
-    """
-    values = frozenset(value for _, value in held)
-    reached: dict[tuple[Kind, int, int], int] = {}
-    for _, (kind, pipeline, stage, index) in held:
-        reached[kind, pipeline, stage] = max(index, reached.get((kind, pipeline, stage), -1))
-
-    def is_done(action: Action) -> bool:
-        stage, op, microbatch, pipeline = action
-        gone_on = microbatch <= reached.get((Kind.ADDED, pipeline, stage - 1), -1)
-        back = gone_on or Value(Kind.GRADIENT, pipeline, max(stage, 1), microbatch) in values
-        if op not in FORWARD_OPS:
-            return back
-        handed_on = Value(Kind.ACTIVATION, pipeline, stage, microbatch) in values
-        return back or handed_on or microbatch <= reached.get((Kind.COUNTED, pipeline, stage + 1), -1)
-
-    return frozenset(action for action in tasks if is_done(action))
+def progress_of(
+    ownership: Ownership, held: Collection[Held], done: Collection[Slot]
+) -> dict[tuple[Kind, int, int], int]:
+    """Returns how many microbatches the owner of a slot has counted and added, by kind, pipeline and stage."""
+    progress = {(Kind.ADDED, *slot): ownership.grid.microbatches for slot in done}
+    for place, (kind, pipeline, stage, index) in held:
+        if kind in (Kind.COUNTED, Kind.ADDED) and place == ownership.owner(pipeline, stage):
+            progress.setdefault((kind, pipeline, stage), index + 1)
+    return progress
 
 
 def _how_to_make(
     ownership: Ownership, held: Collection[Held], there: Collection[Held], done: Collection[Slot]
 ) -> Callable[[Value], Action]:
-    """Returns which action makes a value at the owner of its slot, after what the owner has counted and added."""
-    everything = ownership.grid.microbatches
-    progress: dict[tuple[Kind, int, int], int] = {}
-    for pipeline, stage in done:
-        progress[Kind.ADDED, pipeline, stage] = everything
-    for place, (kind, pipeline, stage, index) in held:
-        if kind in (Kind.COUNTED, Kind.ADDED) and place == ownership.owner(pipeline, stage):
-            progress.setdefault((kind, pipeline, stage), index + 1)
+    """Returns the rule that gives the action by which the owner of a slot makes a value; counters decide it."""
+    progress = progress_of(ownership, held, done)
 
     def how(value: Value) -> Action:
         kind, pipeline, stage, microbatch = value
         if kind in (Kind.ACTIVATION, Kind.RESIDUAL, Kind.COUNTED):
             again = microbatch < progress.get((Kind.COUNTED, pipeline, stage), 0)
             return Action(stage, Op.REDO_F if again else Op.F, microbatch, pipeline)
-        # What a backward for the input has left for the one for the weights is not made again with it.
+        # If the owner has run the backward for the input, it has only the one for the weights left.
         split = (ownership.owner(pipeline, stage), Value(Kind.PENDING, pipeline, stage, microbatch)) in there
         if kind is Kind.ADDED:
             return Action(stage, Op.W if split else Op.B, microbatch, pipeline)

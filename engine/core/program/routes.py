@@ -1,31 +1,36 @@
-"""Routes: who sends what to whom in a program, read off the program itself.
+"""Routes: the sender and the takers of each value of a program, read off the program.
 
-A worker that makes a value on the wire sends it to every other worker that needs it from there. So an action need not
-name its peer, and a plan after a failure may let anybody send what it happens to hold.
+A worker that makes a value on the wire sends it to every other worker that needs it from there. So an action does not
+name its peer, and in a plan after a failure any worker may send a value that it holds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.core.action import Action
+from engine.core.action import OP_TABLE, Action
+from engine.core.op_row import At
 from engine.core.ownership import Ownership
 from engine.core.program.build import Program
-from engine.core.program.dependencies import WIRE, Kind, Value, makes, needs
+from engine.core.program.dependencies import makes, needs
+from engine.core.value import WIRE, Kind, Value
 
-_SENT = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.STREAMED, Kind.STATE, Kind.REDUCED, Kind.LOGGED})
+# Votes go to the agent.
+_SENT = {term.kind for row in OP_TABLE.values() for term in row.makes if term.at is At.WIRE} - {Kind.VOTED}
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """One worker's share of the transfers of a program."""
 
-    targets: dict[Value, tuple[int, ...]] = field(default_factory=dict)  # of what this worker sends, in order
-    sources: dict[Value, int] = field(default_factory=dict)  # of what it takes from the wire
+    targets: dict[Value, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # of the values that this worker sends, in order
+    sources: dict[Value, int] = field(default_factory=dict)  # of the values that it takes from the wire
 
 
 def routes_of(worker: int, program: Program, ownership: Ownership) -> Routes:
-    """Returns to whom `worker` sends, and from whom it receives; every value has one sender."""
+    """Returns the targets of the sends of `worker` and the sources of its receives; every value has one sender."""
     senders: dict[Value, int] = {}
     receivers: dict[Value, list[int]] = {}
     for each, actions in program.items():

@@ -1,21 +1,26 @@
 """The pass that adds the end of a step: reduce, log, commit and step for every replica, and healing of new shadows.
 
-Rules: every worker goes through the same stages in the same order, owners before shadows, so that nobody waits in a
-circle. What is held already is not made again. A new shadow's state is sent before the first wait of the one that has
-it, for what the first stage does before that, the others wait for; so it comes whatever becomes of them. It is received
-behind the last SEND of the one that gets it: from there on nobody waits for that worker but at the end of the step, and
-it may have to wait for others anyhow.
+Every worker goes through the same stages in the same order, owners before shadows, so that workers never wait in a
+circle. A value that is held at the start is not made again.
+
+    owner    ... last backward  REDUCE_GRAD  LOG  COMMIT  STEP
+    shadow   ...                             LOG  COMMIT  STEP
+
+The owner of a slot sends its state to a new shadow before the owner's first wait, so the state arrives even if other
+workers fail later. It cannot be sooner on the first stage: the other workers wait for its first forwards. The shadow
+receives the state behind its last SEND: from there on other workers wait for it at the end of the step only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.action import OP_TABLE, SEND_OPS, Action, Op
+from engine.core.op_row import At
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import Held, Kind, Value
+from engine.core.value import Held, Kind, Value
 
-_MAY_WAIT = RECEIVE_OPS | {Op.STREAM}
+_MAY_WAIT = frozenset(op for op, row in OP_TABLE.items() if any(term.at is At.WIRE for term in row.needs))
 
 
 def with_end_of_step(
@@ -24,9 +29,10 @@ def with_end_of_step(
     held: Collection[Held] = (),
     healing: Collection[tuple[int, Slot]] = (),
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with what follows the backwards; `healing` are shadows that get their slot's state.
+    """Returns the program with the actions behind the backwards; `healing` are shadows that get their slot's state.
 
-    A slot of which the owner holds what is reduced at the start is not reduced again; its LOG is sent to whom lacks it.
+    If the owner of a slot holds the reduced gradient at the start, the slot is not reduced again. The owner sends its
+    LOG to the shadows that lack it.
     """
     there = frozenset(each for each in held if each[1].kind in (Kind.REDUCED, Kind.LOGGED))
     return {
@@ -46,7 +52,7 @@ def _with_heals(
     taken = {slot for taker, slot in healing if taker == worker}
     last = max((position for position, action in enumerate(actions, 1) if action.op in SEND_OPS), default=0)
     waits = (position for position, action in enumerate(actions) if action.op in _MAY_WAIT)
-    first = min(next(waits, 0), last)  # to take a state is to wait, too
+    first = min(next(waits, 0), last)  # the receipt of a state is a wait too
     return [*actions[:first], *_heals(sent), *actions[first:last], *_heals(taken), *actions[last:]]
 
 

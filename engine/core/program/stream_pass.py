@@ -1,18 +1,23 @@
-"""The pass that streams accumulators: every c microbatches a slot's owner sends its shadows what it has added up.
+"""The pass that streams accumulators: every c microbatches the owner of a slot sends its accumulator to the shadows.
 
-Rules: the owner sends behind the backward, or its part for the weights, and behind what that one hands on; not after
-the last one, behind which the log follows. A shadow takes it at the first place at which, in a run with the usual
-costs, it was sent a forward's time ago, and at the latest behind all that it computes: so it seldom waits for it, and
-the order is that of a valid run. Nothing comes between a pair of a forward and a backward (`overlap_pairs.py`). A
-forward that a shadow would run only after it has taken what comes behind that forward is left out. Whole steps stream,
-the plan of a recovery does not; a shadow that is healing takes nothing.
+The owner sends behind the backward, or its part for the weights, and behind the send of the backward's gradient. It
+does not send behind the last backward, where the log follows. A shadow takes a stream at the first place that, in a run
+with the usual costs, is one forward later than the send; at the latest behind all its compute actions. So the shadow
+seldom waits, and the order is that of a valid run.
+
+    owner    1B0 1SEND_B0 1STREAM0 1F3 ...
+    shadow            2B0          2F3 1STREAM0 ...
+
+No stream stands inside a pair of a forward and a backward (`overlap_pairs.py`). A shadow's forward is left out if the
+shadow has already taken a stream of that microbatch or a later one. Only whole steps stream, not the plan of a
+recovery. A shadow that is healing takes no stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from engine.core.action import SEND_OPS, Action, Op
+from engine.core.action import ADDING_OPS, SEND_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dry_run import Span, dry_run
 from engine.core.schedules.overlap_pairs import overlap_of
@@ -23,7 +28,7 @@ _Stream = tuple[float, Action]  # when it is sent, and the action
 
 
 def is_streamed(microbatch: int, log_every: int, num_microbatches: int) -> bool:
-    """Says whether what is added up is streamed after the backward of a microbatch."""
+    """Says whether the accumulator is streamed behind the backward of a microbatch."""
     return log_every > 0 and (microbatch + 1) % log_every == 0 and microbatch < num_microbatches - 1
 
 
@@ -36,7 +41,7 @@ def with_streams(
 ) -> Mapping[int, tuple[Action, ...]]:
     """Returns a program of compute actions and transfers with its streams; as it is where `log_every` is 0.
 
-    `healing` are the shadows, as (worker, slot), that take none; with `blocking` a send waits for its receive.
+    `healing` are the shadows, as (worker, slot), that take no stream; with `blocking` a send waits for its receive.
     """
     if log_every == 0:
         return program
@@ -47,9 +52,9 @@ def with_streams(
     taken: dict[int, list[_Stream]] = {worker: [] for worker in program}
     for worker, mine in spans.items():
         for position, (_, _, _, (stage, op, microbatch, pipeline)) in enumerate(mine):
-            if op not in (Op.B, Op.W) or not is_streamed(microbatch, log_every, ownership.grid.microbatches):
+            if op not in ADDING_OPS or not is_streamed(microbatch, log_every, ownership.grid.microbatches):
                 continue
-            last = position  # of the backward and what it hands on
+            last = position  # of the backward and its send
             while last + 1 < len(mine) and mine[last + 1].action.op in SEND_OPS:
                 last += 1
             stream = (mine[last].end, Action(stage, Op.STREAM, microbatch, pipeline))
@@ -62,10 +67,10 @@ def with_streams(
 
 
 def _joined(spans: Sequence[Span], sent: Sequence[_Stream], taken: Sequence[_Stream]) -> tuple[Action, ...]:
-    """Returns one worker's actions with what it sends and takes; neither stands between a backward and its transfer."""
+    """Returns one worker's actions with its streams; none stands between a backward and its transfer."""
     line: list[Action] = []
     to_send, to_take = list(reversed(sent)), list(reversed(taken))
-    reached: dict[Slot, int] = {}  # the last microbatch of what has been taken
+    reached: dict[Slot, int] = {}  # the last microbatch of the streams taken
     for start, _, _, action in spans:
         is_pair = bool(line) and overlap_of(line[-1], action) == "OVERLAP_F_B"
         if action.op not in SEND_OPS and not is_pair:

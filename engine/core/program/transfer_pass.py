@@ -1,10 +1,14 @@
-"""The pass that adds transfers: who sends what a compute action needs and its worker neither holds nor makes.
+"""The pass that adds transfers of the values that a compute action needs and its worker neither holds nor makes.
 
-Rules: a value has one sender: the lowest worker that holds it at the start, else the owner of its slot, which makes it;
-and one taker, the owner of the slot that needs it. A redundant forward takes nothing and gives nothing: its input is at
-hand. What is held is sent at the front of the program, in the order in which it is needed; what is made, right after it
-is made. A value is received just before the first action that needs it, and after all that the same sender has sent to
-the same worker before it: of each pair of workers, the order of receives is that of sends.
+A value has one sender and one taker. The sender is the lowest worker that holds the value at the start, else the owner
+of its slot, which makes it. The taker is the owner of the slot that needs it. A redundant forward has no transfers: its
+input is on its worker.
+
+    worker 0   0F0 0SEND_F0 0F1 0SEND_F1 ...       a value that is made is sent right behind its maker
+    worker 1            1RECV_F0 1F0 1RECV_F1 1F1  and received just before the first action that needs it
+
+Values that are held at the start are sent at the front of the program, in the order in which they are needed. Each pair
+of workers receives in the order of its sends: a receive stands behind the receives of all earlier sends of that pair.
 """
 
 from __future__ import annotations
@@ -15,18 +19,16 @@ from typing import NamedTuple
 
 from engine.core.action import Action, Op, make_action
 from engine.core.ownership import Ownership
-from engine.core.program.dependencies import WIRE, Held, Kind, Value, makes, needs
+from engine.core.program.dependencies import RECEIVES, SENDS, makes, needs
 from engine.core.program.dependency_index import Numbers
 from engine.core.program.remaining_tasks import SENT_BY_SLOT
-
-_SEND = {Kind.ACTIVATION: Op.SEND_F, Kind.GRADIENT: Op.SEND_B}
-_RECEIVE = {Kind.ACTIVATION: Op.RECV_F, Kind.GRADIENT: Op.RECV_B}
+from engine.core.value import WIRE, Held, Kind, Value
 
 
 def with_transfers(
     program: Mapping[int, tuple[Action, ...]], ownership: Ownership, held: Collection[Held] = ()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the program with its transfers; a value that nobody holds or makes is left to the dry run to refuse."""
+    """Returns the program with its transfers; the dry run refuses a value that no worker holds or makes."""
     exchange = _Exchange(program, ownership)
     values = [(worker, value) for worker, value in held if value.kind in SENT_BY_SLOT]
     exchange.find_takers(values)
@@ -36,7 +38,7 @@ def with_transfers(
 
 
 class _Line(NamedTuple):
-    """What the actions of one op on one slot take and give: number of a value, less the microbatch, and transfer."""
+    """The values that the actions of one op on one slot take and give: number less the microbatch, and transfer."""
 
     takes: tuple[tuple[int, Op], ...]
     gives: tuple[tuple[int, Op], ...]
@@ -53,8 +55,8 @@ class _Lines(dict[tuple[int, Op, int], _Line]):
     def __missing__(self, key: tuple[int, Op, int]) -> _Line:
         stage, op, pipeline = key
         first, here = Action(stage, op, 0, pipeline), (self._worker, self._ownership)
-        takes = self._ends(needs(first, *here), _RECEIVE)
-        gives = self._ends(makes(first, *here), _SEND)
+        takes = self._ends(needs(first, *here), RECEIVES)
+        gives = self._ends(makes(first, *here), SENDS)
         redundant = self._worker != self._ownership.owner(pipeline, stage)
         self[key] = line = _Line((), ()) if redundant else _Line(takes, gives)
         return line
@@ -64,7 +66,7 @@ class _Lines(dict[tuple[int, Op, int], _Line]):
 
 
 class _Exchange:
-    """What goes from worker to worker, by number: who takes it, who sends it, by which actions."""
+    """The values that go from worker to worker, by number: taker, sender, and the actions of both."""
 
     def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership):
         self.program = program
@@ -77,11 +79,11 @@ class _Exchange:
         self.taken_at: dict[int, int] = {}  # a position in its program
         self.receives: dict[int, Action] = {}
         self.sends: dict[int, Action] = {}
-        self.under_way: dict[int, int] = {}  # from whom
-        self.queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # from whom to whom
+        self.under_way: dict[int, int] = {}  # its sender
+        self.queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # by sender and taker
 
     def find_takers(self, held: Iterable[Held]) -> None:
-        """Finds what each worker needs that it neither holds nor has made by then."""
+        """Finds the values that a worker needs and has neither held nor made by then."""
         here: dict[int, set[int]] = defaultdict(set)
         for worker, value in held:
             here[worker].add(self.numbers.of((WIRE, value)))
@@ -103,7 +105,7 @@ class _Exchange:
         self.queues[worker, self.taker[number]].append(number)
 
     def send_held(self, held: Collection[Held]) -> dict[int, list[Action]]:
-        """Sends what is held and wanted, in the order in which it is needed; returns each worker's sends."""
+        """Sends held values in the order in which they are needed; returns the sends of each worker."""
         holder: dict[Value, int] = {}
         for worker, value in held:
             holder[value] = min(worker, holder.get(value, worker))
@@ -115,11 +117,11 @@ class _Exchange:
         front: dict[int, list[Action]] = defaultdict(list)
         for _, _, value, worker, number in sorted(wanted):
             self._send(number, worker)
-            front[worker].append(Action(value.stage, _SEND[value.kind], value.index, value.pipeline))
+            front[worker].append(Action(value.stage, SENDS[value.kind], value.index, value.pipeline))
         return front
 
     def send_made(self) -> None:
-        """Sends what is wanted and not held, when it is made for the first time."""
+        """Sends every other value that has a taker, when it is made for the first time."""
         for worker, actions in self.program.items():
             for (stage, _, microbatch, pipeline), (_, gives) in zip(actions, self.lines[worker], strict=True):
                 for number, send in gives:
@@ -129,7 +131,7 @@ class _Exchange:
                         self.sends[given] = make_action(stage, send, microbatch, pipeline)
 
     def spliced(self, worker: int) -> list[Action]:
-        """Returns a worker's program with receives before what needs them and sends behind what makes them."""
+        """Returns a worker's actions with each receive before its use and each send behind its maker."""
         parts = []
         under_way, queues, receives, sends = self.under_way, self.queues, self.receives, self.sends
         for action, (takes, gives) in zip(self.program[worker], self.lines[worker], strict=True):

@@ -1,8 +1,12 @@
-"""The pass that says when the weights of a stage are whole: they lie in shards over the pipelines in between.
+"""The pass that gathers and frees the weights of stages, which otherwise lie in shards over the pipelines.
 
-Rules: a compute action finds its stage whole, at most `max_active` stages of a worker are whole at once, and at the end
-of the step none is. The next stages that a worker needs are made whole ahead of their use; to make room, the one that
-is needed last goes first. Every pipeline has the same lists, so the owners of a stage meet in the same order.
+At most `max_active` stages of a worker are whole at once, and at the end of the step none is. The next stages that a
+worker needs are gathered ahead of their use. To make room, the stage whose next use is last is freed. With one stage
+whole at once:
+
+    worker 0   0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 0UNSHARD 0B0 0RESHARD
+
+Every pipeline has the same lists, so the owners of a stage meet in the same order.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ def _with_unshards(actions: Sequence[Action], max_active: int) -> Iterator[Actio
 
 
 def _next_slots(actions: Sequence[Action], most: int) -> list[list[Slot]]:
-    """Returns for each action its slot and those of the actions behind it, by their next use, at most so many."""
+    """Returns for each action the next `most` slots, its own first, in the order of their next use."""
     found: list[list[Slot]] = []
     order: list[Slot] = []
     for action in reversed(actions):

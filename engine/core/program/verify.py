@@ -1,9 +1,13 @@
-"""Verification: is the program of a whole step complete, well ordered and free of deadlock, before anything runs.
+"""Verification of a program before it runs: complete, well ordered, and free of deadlock.
 
-The happens-before rule itself stands in `requires`. Here stand only completeness (each action exactly once, on the
-worker that must run it), the order of transfers between two workers, and what may no longer be done to a replica:
-healing is about the step boundary, and what is logged is the last word on the buffers. A shadow may run forwards of its
-slot, as many as it likes from the first on; it need not.
+The happens-before rule stands in the table of ops, and the expected actions in `expected_actions`. This module compares
+a program with both, and adds the order of transfers: each pair of workers receives in the order of its sends. A shadow
+may run forwards of its slot, any number of them from the first on.
+
+The plan of a recovery is verified in the same way. It is the rest of a step and begins with values that workers hold:
+
+    whole step   0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 0LOG 0COMMIT 0STEP
+    plan         0RECV_B0 0B0 0REDUCE_GRAD 0LOG 0COMMIT 0STEP               held: residual 0, counter 0 of stage 0
 """
 
 from __future__ import annotations
@@ -11,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op
+from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op
 from engine.core.errors import DeadlockError, ScheduleError
+from engine.core.op_row import ALL, Form
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.build import Program
-from engine.core.program.dependencies import WIRE, Held, carried, makes, needs
+from engine.core.program.dependencies import carried, makes, needs
 from engine.core.program.dependency_index import Numbers
 from engine.core.program.dry_run import refuse_stuck
-from engine.core.program.expected_actions import Whole, is_inside, whole_step
-
-_AT_THE_OWNER_ALONE = frozenset({Op.F, Op.B, Op.I, Op.W, *SEND_OPS, *RECEIVE_OPS, *SHARD_OPS, Op.REDUCE_GRAD})
+from engine.core.program.expected_actions import NO_PEER, Duties, Whole, expected_actions
+from engine.core.value import WIRE, Held, Value
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule, and where."""
+    """One broken rule, and its place."""
 
     worker: int
     position: int
@@ -38,31 +42,33 @@ class Violation:
 
 
 def verify(
-    program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]] = (), blocking: bool = False
+    program: Program,
+    ownership: Ownership,
+    healing: Collection[tuple[int, Slot]] = (),
+    blocking: bool = False,
+    held: Collection[Held] | None = None,
 ) -> tuple[Violation, ...]:
     """Returns every rule that the program of a step breaks; an empty tuple means that it runs to its end.
 
     `healing` are the shadows, as (worker, slot), that get the state of their slot during the step. With `blocking` a
-    SEND ends only when its receive has begun.
+    SEND ends only when its receive has begun. `held` are the values at the start of a plan, which is the rest of a step
+    (of a counter the last index); it is None for a whole step.
     """
-    whole = whole_step(program, ownership, healing)
-    violations = _wrong_actions(program, ownership, whole, healing)  # ticks off those that are right
+    whole = expected_actions(program, ownership, healing, held)  # the next line ticks off the right ones
+    violations = _wrong_actions(program, ownership, whole, Duties(ownership, healing, held))
+    if not violations and held is not None:
+        violations = _unpaired_sends(program)
     if violations:
         return tuple(violations)
     stuck: ScheduleError | None = None
     try:
-        refuse_stuck(program, ownership, blocking=blocking)
+        refuse_stuck(program, ownership, held or (), blocking)
     except ScheduleError as error:
         stuck = error
     missing = _missing_actions(whole)
     if stuck:
-        violations = missing + _wrong_order(program, ownership, name_gaps=not missing)
-    ops = frozenset(action.op for actions in program.values() for action in actions)
-    violations = violations or missing or _crossed_transfers(program, ownership) + _too_late(program)
-    if not violations and Op.STREAM in ops:
-        violations = _overtaken(program)
-    if not violations and ops & SHARD_OPS:
-        violations = _in_shards(program)
+        violations = missing + _wrong_order(program, ownership, frozenset(held or ()), name_gaps=not missing)
+    violations = violations or missing or _crossed_transfers(program, ownership) + _taken_away(program)
     if stuck and not violations:
         assert isinstance(stuck, DeadlockError), stuck  # every gap is a violation
         violations = [_of_deadlock(program, stuck)]
@@ -75,9 +81,7 @@ def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
     return Violation(worker, position, action, str(error))
 
 
-def _wrong_actions(
-    program: Program, ownership: Ownership, whole: Whole, healing: Collection[tuple[int, Slot]]
-) -> list[Violation]:
+def _wrong_actions(program: Program, ownership: Ownership, whole: Whole, duties: Duties) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
         mine = whole.get(worker, {})
@@ -88,41 +92,28 @@ def _wrong_actions(
             if stands is False:
                 line[microbatch] = True
                 continue
-            rule = "stands twice" if stands else _why_unknown(action, worker, ownership, healing)
+            rule = "stands twice" if stands else duties.why_not(action, worker)
             if rule:
                 violations.append(Violation(worker, position, str(action), rule))
-            elif op not in SHARD_OPS:  # which come again and again
+            elif op not in SHARD_OPS:  # a step may repeat them
                 mine.setdefault((stage, op, pipeline), {})[microbatch] = True
     return violations
 
 
-def _why_unknown(action: Action, worker: int, ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> str:
-    """Returns what is wrong with an action that a step need not have there; nothing for a shadow's forward."""
-    stage, op, _, pipeline = action
-    grid = ownership.grid
-    if not is_inside(action, grid):
-        return f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
-    if op is Op.REDO_F:
-        return "no part of a whole step"
-    owner = ownership.owner(pipeline, stage)
-    shadows = ownership.shadows_of(pipeline, stage)
-    if op in (Op.F, Op.STREAM) and (worker, (pipeline, stage)) in healing:
-        return "has no whole replica of its slot yet"
-    if (op is Op.F and worker in shadows) or (op in SHARD_OPS and worker == owner):
-        return ""
-    if worker != owner and (worker not in shadows or op in _AT_THE_OWNER_ALONE):
-        return f"belongs to worker {owner}, the owner of its slot"
-    return _WHY_NOT_AT_THE_OWNER.get(op, "there is no other worker at the other end")
-
-
-_IN_ANOTHER_FORM = "stands beside a backward of this microbatch in another form"
-_WHY_NOT_AT_THE_OWNER = {
-    Op.B: _IN_ANOTHER_FORM,
-    Op.I: _IN_ANOTHER_FORM,
-    Op.W: _IN_ANOTHER_FORM,
-    Op.REDUCE_GRAD: "the worker reduces this stage with the first of its pipelines",
-    Op.HEAL: "heals nobody",
-}
+def _unpaired_sends(program: Program) -> list[Violation]:
+    """In a plan, each value that is sent has one sender and a taker."""
+    taken = {carried(action) for actions in program.values() for action in actions if action.op in RECEIVE_OPS}
+    sender: dict[Value, int] = {}
+    violations = []
+    for worker, actions in program.items():
+        for position, action in enumerate(actions):
+            if action.op in SEND_OPS:
+                value = carried(action)
+                first = sender.setdefault(value, worker)
+                rule = f"is sent by worker {first} too" if first != worker else "" if value in taken else NO_PEER
+                if rule:
+                    violations.append(Violation(worker, position, str(action), rule))
+    return violations
 
 
 def _missing_actions(whole: Whole) -> list[Violation]:
@@ -135,8 +126,8 @@ def _missing_actions(whole: Whole) -> list[Violation]:
     ]
 
 
-def _wrong_order(program: Program, ownership: Ownership, name_gaps: bool) -> list[Violation]:
-    """An action stands behind what it needs at its own worker; with `name_gaps`, somebody makes what it needs."""
+def _wrong_order(program: Program, ownership: Ownership, held: Collection[Held], name_gaps: bool) -> list[Violation]:
+    """An action stands behind the maker of a value that it needs; with `name_gaps`, every value has a maker."""
     first: dict[Held, tuple[int, int, Action]] = {}  # (position, worker, action) that makes it
     for worker, actions in program.items():
         for position, action in enumerate(actions):
@@ -146,6 +137,8 @@ def _wrong_order(program: Program, ownership: Ownership, name_gaps: bool) -> lis
     for worker, actions in program.items():
         for position, action in enumerate(actions):
             for need in needs(action, worker, ownership):
+                if need in held:
+                    continue
                 made_at, maker, made_by = first.get(need, (-1, worker, action))
                 rule = ""
                 if made_at >= position and maker == worker:
@@ -158,14 +151,13 @@ def _wrong_order(program: Program, ownership: Ownership, name_gaps: bool) -> lis
 
 
 def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation]:
-    """A worker takes what another sent it in the order of sending: two transfers of one pair must not cross."""
+    """A worker receives from another in the order of the sends: two transfers of one pair must not cross."""
     numbers = Numbers(program, ownership)
     longest = max(map(len, program.values()))
-    sent: dict[int, int] = {}  # number of what is carried -> sender and position, in one
+    sent: dict[int, int] = {}  # number of the value -> sender and position, in one
     received: dict[int, dict[int, int]] = {worker: {} for worker in program}  # worker -> the same number -> position
     for worker, actions in program.items():
-        ends = {Op.SEND_F: (sent, worker * longest), Op.SEND_B: (sent, worker * longest)}
-        ends |= {Op.RECV_F: (received[worker], 0), Op.RECV_B: (received[worker], 0)}
+        ends = dict.fromkeys(SEND_OPS, (sent, worker * longest)) | dict.fromkeys(RECEIVE_OPS, (received[worker], 0))
         lines: dict[tuple[int, Op, int], tuple[dict[int, int], int, int]] = {}
         for position, (stage, op, microbatch, pipeline) in enumerate(actions):
             if op in ends:
@@ -188,54 +180,38 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
     return violations
 
 
-# A worker does this with a replica before what is logged of it.
-_BEFORE_LOG = (Op.HEAL, Op.F, Op.STREAM)
+# op -> the columns of the table about the place of an action in its worker's list
+_PLACES = {
+    op: (row.touches, row.closes, row.finds, row.leaves)
+    for op, row in OP_TABLE.items()
+    if row.touches or row.closes is not None or row.finds
+}
+_AS_READ = {Form.WHOLE: "whole", Form.IN_SHARDS: "in shards"}
 
 
-def _too_late(program: Program) -> list[Violation]:
+def _taken_away(program: Program) -> list[Violation]:
+    """An action comes before its replica is closed for it, and finds the weights of its stage in the right form."""
+    ops = {action.op for actions in program.values() for action in actions}
+    first = Form.IN_SHARDS if ops & SHARD_OPS else None
     violations = []
     for worker, actions in program.items():
-        logged: dict[Slot, Action] = {}
+        closed: dict[Slot, tuple[int, Action]] = {}  # up to which microbatch, and by which action
+        forms: dict[Slot, Form] = {}
         for position, action in enumerate(actions):
-            slot = (action.pipeline, action.stage)
-            if action.op is Op.LOG:
-                logged[slot] = action
-            elif slot in logged and action.op in _BEFORE_LOG:
-                violations.append(Violation(worker, position, str(action), f"comes too late behind {logged[slot]}"))
-    return violations
-
-
-def _overtaken(program: Program) -> list[Violation]:
-    """What is streamed holds just the microbatches so far, and brings a replica to where it then is."""
-    violations = []
-    for worker, actions in program.items():
-        past: dict[Slot, tuple[int, Action]] = {}  # the last microbatch that has gone by, and what took it along
-        for position, action in enumerate(actions):
-            slot = (action.pipeline, action.stage)
-            reached, by = past.get(slot, (-1, action))
-            if action.op in (Op.F, Op.STREAM) and action.microbatch <= reached:
-                violations.append(Violation(worker, position, str(action), f"comes too late behind {by}"))
-            if action.op is Op.STREAM:
-                past[slot] = (action.microbatch, action)
-            elif action.op in (Op.B, Op.W):
-                past[slot] = (max(reached, action.microbatch - 1), action)
-    return violations
-
-
-def _in_shards(program: Program) -> list[Violation]:
-    """Where stages are in shards, a compute action finds its own whole, and an optimizer step finds it in shards."""
-    violations = []
-    for worker, actions in program.items():
-        whole: set[Slot] = set()
-        for position, action in enumerate(actions):
-            slot = (action.pipeline, action.stage)
-            rule = ""
-            if action.op in (Op.UNSHARD, Op.STEP) and slot in whole:
-                rule = "finds its stage whole"
-            elif action.op in COMPUTE_OPS | {Op.RESHARD} and slot not in whole:
-                rule = "finds its stage in shards"
-            if rule:
+            stage, op, microbatch, pipeline = action
+            if op not in _PLACES:
+                continue
+            touches, closes, finds, leaves = _PLACES[op]
+            slot = (pipeline, stage)
+            reached = closed[slot][0] if slot in closed else -1
+            if touches and reached >= (ALL if microbatch < 0 else microbatch):
+                rule = f"comes too late behind {closed[slot][1]}"
                 violations.append(Violation(worker, position, str(action), rule))
-            if action.op in SHARD_OPS:
-                (whole.add if action.op is Op.UNSHARD else whole.discard)(slot)
+            if closes is not None and (limit := closes if closes == ALL else microbatch + closes) > reached:
+                closed[slot] = (limit, action)
+            if first and finds and forms.get(slot, first) is not finds:
+                rule = f"finds its stage {_AS_READ[forms.get(slot, first)]}"
+                violations.append(Violation(worker, position, str(action), rule))
+            if leaves:
+                forms[slot] = leaves
     return violations

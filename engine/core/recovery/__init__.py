@@ -1,1 +1,1 @@
-"""Recovery: inventories of workers, the plan made from them, and the commit of a step."""
+"""Recovery: inventories of workers, the plan that is made from them, and the commit of a step."""

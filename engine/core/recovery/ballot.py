@@ -1,8 +1,11 @@
-"""The commit of a step: when every replica has voted, and what everybody learns with it.
+"""The commit of a step: it comes when every replica has voted, and carries the loss and the clip factor.
 
-A vote says that one replica of a slot, its owner's or a shadow's, holds all that its optimizer step will read; so the
-step can be finished whoever dies next. Owners vote with norms and loss. Norms are summed in layer order and losses in
-pipeline order, so that the outcome does not depend on who voted first.
+A vote says that one replica of a slot holds the inputs of its optimizer step. So the step can be finished after any
+later death. Owners vote with norms and loss. Norms are summed in layer order and losses in pipeline order, so that the
+result does not depend on the order of the votes.
+
+    owner    LOG  --------->  COMMIT (vote, norms, loss)  -> commit: loss, clip factor  ->  STEP
+    shadow        -> LOG  ->  COMMIT (vote)               ->                            ->  STEP
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What everybody learns: mean loss over pipelines, global gradient norm, and the factor that clips it."""
+    """The mean loss over pipelines, the global gradient norm, and the factor that clips it."""
 
     step: int
     loss: float
@@ -49,16 +52,16 @@ class Ballot:
     ownership: Ownership
     clip_norm: float
     votes: dict[tuple[int, Slot], Vote] = field(default_factory=dict)
-    missing: set[tuple[int, Slot]] = field(init=False)  # whose votes, as (worker, slot)
+    missing: set[tuple[int, Slot]] = field(init=False)  # votes, as (worker, slot)
 
     def __post_init__(self) -> None:
         slots = self.ownership.grid.slots()
         self.missing = {(worker, slot) for slot in slots for worker in self.ownership.replicas(*slot)}
 
     def add(self, vote: Vote) -> Commit | None:
-        """Takes a vote; returns the commit when it was the last one missing.
+        """Takes a vote; returns the commit if it was the last one missing.
 
-        A vote of another epoch means nothing: its voter has been frozen since, or soon will be.
+        A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
         """
         slot = (vote.pipeline, vote.stage)
         if vote.epoch != self.epoch:
@@ -89,7 +92,7 @@ class Ballot:
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """Returns what gradients are multiplied with so that their global norm is at most `clip_norm` (0 = no limit)."""
+    """Returns the factor of the gradients that keeps their global norm to at most `clip_norm` (0 = no limit)."""
     if clip_norm == 0 or not norm > clip_norm:
         return 1.0
     return clip_norm / norm

@@ -1,12 +1,13 @@
-"""Inventories: what a worker says it holds when it has been frozen, as plain values that round-trip to JSON.
+"""Inventories: the values that a frozen worker holds, as plain data that round-trips to JSON.
 
-Rules: an inventory is one worker's, of one epoch; it lists values of the open step only. A counter says how many
+An inventory belongs to one worker and one epoch, and lists values of the open step only. A counter says how many
 microbatches the worker's replica of a slot has taken in. `whole` are the slots whose state (weights, optimizer state,
-buffers) the worker holds as of the last step boundary; such a replica can also stand for the same stage of another
-pipeline, because the reduction brings every pipeline's buffers to all of them.
+buffers) the worker holds as of the last step boundary. Such a replica can also replace the same stage of another
+pipeline, because the reduction brings the buffers of every pipeline to all of them.
 
-As text, the values of one kind and slot are runs of microbatches, first and last: a step of 512 microbatches is as
-long as one of two. There is one text for an inventory, and no other is read.
+As text, the values of one kind and slot are runs of microbatches, first and last: ``["residual",0,1,[0,3],[5,5]]`` are
+microbatches 0 to 3 and 5. So a step of 512 microbatches is as long as a step of two. Each inventory has exactly one
+text; any other text is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from itertools import groupby
 
 from engine.core.errors import InvariantError
 from engine.core.ownership import Slot
-from engine.core.program.dependencies import Kind, Value
+from engine.core.value import Kind, Value
 
 _LISTED = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.RESIDUAL, Kind.PENDING})
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one worker holds. `step` is the step that is open at it: its replicas have taken `step` optimizer steps."""
+    """The values that one worker holds. `step` is its open step: its replicas have taken `step` optimizer steps."""
 
     worker: int
     step: int
@@ -37,7 +38,7 @@ class Inventory:
 
 
 def to_json(inventory: Inventory) -> str:
-    """Returns the inventory's one text; equal inventories have the same."""
+    """Returns the text of the inventory; equal inventories have the same text."""
     held = {
         "worker": inventory.worker,
         "step": inventory.step,
@@ -54,7 +55,7 @@ def to_json(inventory: Inventory) -> str:
 
 
 def from_json(text: str) -> Inventory:
-    """Returns the inventory that `text` holds; raises InvariantError when `to_json` would not have written it."""
+    """Returns the inventory that `text` holds; raises InvariantError if `to_json` would not have written `text`."""
     try:
         held = json.loads(text)
         inventory = Inventory(
@@ -83,7 +84,7 @@ def _runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def _values_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> Iterator[Value]:
     if kind not in _LISTED:
-        raise ValueError(f"{kind!r} is not what an inventory lists")
+        raise ValueError(f"{kind!r} is not a kind that an inventory lists")
     for first, last in runs:
         yield from (Value(Kind(kind), pipeline, stage, index) for index in range(first, last + 1))
 

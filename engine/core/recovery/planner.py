@@ -1,13 +1,15 @@
 """The recovery planner: from what the survivors hold to a program for the rest of the step.
 
-It walks backwards from what is still missing (every slot's gradient at its owner): a value that a live worker holds is
-transferred, one that nobody holds is recomputed, recursively. A backward that has counted already is redone for its
-input gradient only, a forward that its owner has counted already without a trace, so that nothing counts twice. There
-is no case for the first or the last stage, nor for a failure during recovery: that is the same function of new
-inventories.
+It walks backwards from the values that are missing: the gradient of every slot at its owner. A value that a live worker
+holds is sent; any other value is recomputed, recursively. A backward that has been added is redone for its input
+gradient only, and a forward that its owner has counted is redone without an update. So no microbatch counts twice. The
+planner has no special case for the first or the last stage. A failure during recovery needs none either: the planner
+runs again, on new inventories.
 
-Inventories decide, never the ownership: a replica counts when it is whole. What is logged of a group of tied stages
-counts when the owners of all its slots hold it; else none of it does, and the accumulators go on from where they are.
+    inventories -> tasks that are left -> order on each worker, replay first -> transfers -> end of the step
+
+Inventories decide, not the ownership: a replica counts if it is whole. The LOGGED values of a group of tied stages
+count only if the owners of all slots of the group hold them; else the accumulators go on from their counters.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ from dataclasses import dataclass
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import Program
-from engine.core.program.dependencies import WIRE, Held, Kind, Value
 from engine.core.program.dry_run import refuse_stuck
 from engine.core.program.list_scheduler import list_schedule
-from engine.core.program.remaining_tasks import done_before, tasks_left
+from engine.core.program.remaining_tasks import tasks_left
+from engine.core.program.replay import replayed, shown_by
 from engine.core.program.step_end_pass import with_end_of_step
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.recovery.inventory import Inventory
+from engine.core.value import WIRE, Held, Kind, Value
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """The one document that every member makes the plan from. Step ``committed + 1`` is to be finished."""
+    """The document from which every member makes the plan of step ``committed + 1``."""
 
     epoch: int
     committed: int
-    ownership: Ownership  # as the verdict left it: heirs are owners, surviving replicas are shadows
+    ownership: Ownership  # after the verdict: heirs are owners, surviving replicas are shadows
     inventories: tuple[Inventory, ...]  # of every member, by worker
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the members do to finish the step. An owner builds `adopted` slots from another pipeline's replica."""
+    """The work of all members to finish the step. Owners build `adopted` slots from a replica of another pipeline."""
 
     step: int
     program: Program
     adopted: tuple[Slot, ...]
-    lost_stages: tuple[int, ...]  # of which no owner has a whole replica: nothing can be run
+    lost_stages: tuple[int, ...]  # stages without a whole replica at an owner: the step cannot be finished
     digest: str  # SHA-256 over all of it, the same on every member
 
 
 def make_plan(given: PlanInput) -> Plan:
-    """Returns the plan; its program has passed its own dry run. Raises InvariantError when the input cannot be."""
+    """Returns the plan; its program has passed a dry run. Raises InvariantError if the input is impossible."""
     _refuse_nonsense(given)
     ownership, step = given.ownership, given.committed + 1
     whole = {inventory.worker: frozenset(inventory.whole) for inventory in given.inventories}
@@ -59,16 +62,10 @@ def make_plan(given: PlanInput) -> Plan:
     if lost:
         return _digested(Plan(step, {}, (), lost, ""))
     done, held = _done(given), held_at_start(given)
-    healing = frozenset(
-        (worker, slot)
-        for slot in ownership.grid.slots()
-        for worker in ownership.shadows_of(*slot)
-        if slot not in whole[worker]
-    )
     tasks = tasks_left(ownership, held, done)
-    compute = list_schedule(tasks, ownership, first=done_before(tasks, held))
+    compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(held))))
     members = {worker: compute.get(worker, ()) for worker in whole}
-    program = with_end_of_step(with_transfers(members, ownership, held), ownership, held, healing)
+    program = with_end_of_step(with_transfers(members, ownership, held), ownership, held, healing_in(given))
     refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
 
@@ -95,7 +92,7 @@ def _stands_for(slot: Slot, whole: Collection[Slot]) -> bool:
 
 
 def _done(given: PlanInput) -> frozenset[Slot]:
-    """Returns the slots whose owner holds all that the optimizer step reads; groups of tied stages in whole only."""
+    """Returns the slots whose owner holds the inputs of the optimizer step; of tied stages all slots or none."""
     ownership, grid = given.ownership, given.ownership.grid
     logged = {each.worker: frozenset(each.logged) for each in given.inventories if each.step == given.committed + 1}
     whole_stages = {
@@ -107,15 +104,22 @@ def _done(given: PlanInput) -> frozenset[Slot]:
 
 
 def _group(stage: int, grid: Grid) -> list[int]:
-    """Returns the stages that `stage` shares a parameter with, directly or over others, and itself."""
+    """Returns `stage` and the stages that share a parameter with it, directly or over other stages."""
     group = [stage]
     for each in group:  # it grows while it is walked
         group += [other for other in grid.tied_to(each) if other not in group]
     return group
 
 
+def healing_in(given: PlanInput) -> frozenset[tuple[int, Slot]]:
+    """Returns the shadows, as (worker, slot), that get the state of their slot during the plan."""
+    whole = {inventory.worker: inventory.whole for inventory in given.inventories}
+    shadows = [(worker, slot) for slot in given.ownership.grid.slots() for worker in given.ownership.shadows_of(*slot)]
+    return frozenset((worker, slot) for worker, slot in shadows if slot not in whole[worker])
+
+
 def held_at_start(given: PlanInput) -> tuple[Held, ...]:
-    """Returns what the plan begins with; of a counter the last index, which is all that anything needs."""
+    """Returns the values that workers hold when the plan begins; of a counter the last index only."""
     return tuple(_held(given, _done(given)))
 
 
@@ -123,7 +127,7 @@ def _held(given: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
     ownership = given.ownership
     for inventory in given.inventories:
         if inventory.step == given.committed:
-            continue  # it takes its optimizer steps first, and drops all that was of the step before
+            continue  # it first takes the committed optimizer step, which drops all its values
         worker = inventory.worker
         yield from ((worker, value) for value in inventory.values)
         for slot in ownership.slots_of(worker):

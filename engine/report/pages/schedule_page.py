@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from engine.core.action import COMPUTE_OPS, Op
+from engine.core.action import COMPUTE_OPS, OP_TABLE
 from engine.core.analysis.schedule_comparison import over_none
 from engine.core.analysis.utilization import bubbles, stash_curves
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
+from engine.core.op_row import Stands
 from engine.core.ownership import Ownership
 from engine.core.program.dry_run import DryRun, dry_run
 from engine.core.schedules.csv_text import name_of
@@ -24,12 +25,8 @@ from engine.report.pages.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, V
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.timeline import REDUNDANT, packed
 
-_KINDS = {
-    Op.F: ("forward", SKY),
-    Op.B: ("backward", ORANGE),
-    Op.I: ("backward for the input", YELLOW),
-    Op.W: ("backward for the weights", GREEN),
-}
+_OPS = [op for op, row in OP_TABLE.items() if row.work and row.stands is not Stands.AGAIN]
+_COLOURS = (SKY, ORANGE, YELLOW, GREEN)
 _LINES = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, GREY)
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -60,7 +57,7 @@ def schedule_page(job: Job) -> str:
     data = {
         "timeline": _timeline(run, ownership, slots, idle),
         "charts": {"stash": _stash(run).update_layout(template=None).to_plotly_json()},
-        "colours": [colour for _, colour in _KINDS.values()],
+        "colours": _COLOURS,
         "phase_colours": {},
     }
     sections = asset("schedule.html").replace("$workers", html_table(table))
@@ -70,7 +67,6 @@ def schedule_page(job: Job) -> str:
 def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: dict[int, float]) -> dict[str, Any]:
     """Returns what the page's script draws, in the form that `engine.report.pages.timeline` has."""
     spans = [span for span in run.spans if span.action.op in COMPUTE_OPS]
-    ops = list(_KINDS)
     redundant = [ownership.owner(each.action.pipeline, each.action.stage) != each.worker for each in spans]
     nothing, all_bars = np.zeros(len(spans)), np.zeros(len(idle))
     return {
@@ -79,7 +75,7 @@ def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: di
         "all": "Whole step",
         "told": "worker %{customdata[1]}",
         "follower": "stash",
-        "kinds": [name for name, _ in _KINDS.values()],
+        "kinds": [OP_TABLE[op].about for op in _OPS],
         "texts": [str(span.action) for span in spans],
         "workers": [{"worker": each, "slots": slots[each], "state": "", "end": None} for each in idle],
         "actions": {
@@ -89,7 +85,7 @@ def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: di
             "step": packed(nothing, "<i4"),
             "epoch": packed(nothing, "<i4"),
             "text": packed(range(len(spans)), "<i4"),
-            "kind": packed([ops.index(span.action.op) for span in spans], "<u1"),
+            "kind": packed([_OPS.index(span.action.op) for span in spans], "<u1"),
             "mark": packed(np.array(redundant) * REDUNDANT, "<u1"),
         },
         "bars": {

@@ -23,8 +23,8 @@ from torch import Tensor
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import Kind, Value
 from engine.core.program.routes import Routes
+from engine.core.value import Kind, Value
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.buffers import Snapshot, overwrite
 from engine.runtime.stage.stage import Stage

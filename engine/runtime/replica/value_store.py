@@ -6,7 +6,7 @@ received value stays until its use. Values are never changed in place.
 
 from __future__ import annotations
 
-from engine.core.program.dependencies import Value
+from engine.core.value import Value
 from engine.models.layers import Tensors
 from engine.runtime.stage.segment import cut_off
 

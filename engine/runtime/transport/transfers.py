@@ -8,8 +8,9 @@ from enum import IntEnum
 
 from engine.core.action import RECEIVE_OPS, Action, Op
 from engine.core.ownership import Grid
-from engine.core.program.dependencies import Value, carried
+from engine.core.program.dependencies import carried
 from engine.core.program.routes import Routes
+from engine.core.value import Value
 from engine.models.layers import Tensors
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.tensor_spec import Border

@@ -15,8 +15,9 @@ from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.program.dependencies import Kind, Value, carried
+from engine.core.program.dependencies import carried
 from engine.core.recovery.inventory import Inventory
+from engine.core.value import Kind, Value
 from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
 from engine.runtime.ipc.control import Control, Fenced

@@ -15,8 +15,8 @@ from engine.core.action import Action
 from engine.core.config.job import Job
 from engine.core.config.lr_schedule import learning_rate
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import Kind, Value
 from engine.core.program.routes import Routes
+from engine.core.value import Kind, Value
 from engine.runtime.ipc.control import Control
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, losses_of, send_entry, take_entry, take_step
 from engine.runtime.replica.replicas import Replicas
