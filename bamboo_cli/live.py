@@ -35,7 +35,7 @@ class LivePicture:
 
     def __init__(self, job: Job, events: Path):
         self.job = job
-        self._recoveries = LiveRecoveries(job.stages, job.steps, events)
+        self._recoveries = LiveRecoveries(job, events)
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal

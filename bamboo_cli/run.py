@@ -117,7 +117,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     if summary["exit_code"] == ExitCode.STATE_LOST:
         from engine.harness.state_lost import state_lost_lines
 
-        for line in state_lost_lines(resolved.job, result.seen.events, summary["steps"]):
+        for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"]):
             typer.echo(f"  {line}", err=True)
     for line in result.recovery_lines():
         typer.echo(line, err=as_json)

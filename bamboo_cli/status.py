@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from engine.core.history.process_records import StoreRecord
+    from engine.core.history.run_history import RunHistory
     from engine.core.membership.run_status import RunStatus
     from engine.files.run_folder import RunFolder
 
@@ -42,7 +43,7 @@ def status(
     Exits with 69 when the launcher of the run is gone, and has not said how the run ended.
     """
     from engine.core.errors import CoordinatorUnavailableError
-    from engine.core.membership.run_status import STARTING, without_word
+    from engine.core.history.recorded_status import STARTING, without_word
 
     while True:
         found, live, has_launcher = _find(results, run, plain_http)
@@ -58,33 +59,31 @@ def status(
 
 def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool, bool]:
     """Returns the status of a run, whether its store told it, and whether its launcher is there or has had its word."""
-    from engine.core.membership.run_status import status_of_events
+    from engine.core.history.process_records import StoreRecord
+    from engine.core.history.recorded_status import status_of_history
     from engine.files.run_folder import find_run
 
     folder = find_run(results, run)
-    events = _events(folder)
-    store: dict[str, Any] = next((event for event in events if event["event"] == "store"), {})
-    if store and not _has_ended(events):
+    history = _history(folder)
+    store = history.first(StoreRecord)
+    if store and not history.ended:
         if (told := _from_store(store, plain_http)) is not None:
             return told, True, True
-        events = _events(folder)  # a run says that it has ended before its store goes away
-    found = status_of_events(folder.path.name, events)
+        history = _history(folder)  # a run says that it has ended before its store goes away
+    found = status_of_history(folder.path.name, history)
     is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
-    return found, False, is_new or _has_ended(events)
+    return found, False, is_new or history.ended is not None
 
 
-def _events(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns the events of a run so far; none of one that has only made its folder."""
-    from engine.files.events_file import read_events
+def _history(folder: RunFolder) -> RunHistory:
+    """Returns the history of a run so far; an empty one where only the folder is made."""
+    from engine.core.history.run_history import RunHistory
+    from engine.files.events_file import read_history
 
-    return list(read_events(folder.events)) if folder.events.exists() else []
-
-
-def _has_ended(events: Sequence[dict[str, Any]]) -> bool:
-    return any(event["event"] == "ended" for event in events)
+    return read_history(folder.events) if folder.events.exists() else RunHistory()
 
 
-def _from_store(store: dict[str, Any], plain_http: bool) -> RunStatus | None:
+def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
     """Asks the store of a run; None when the store is gone, or nobody holds the run any more."""
     from bamboo_cli.options.etcd import etcd_settings
     from engine.core.errors import CoordinatorUnavailableError
@@ -93,12 +92,12 @@ def _from_store(store: dict[str, Any], plain_http: bool) -> RunStatus | None:
     from engine.runtime.store.etcd_kv import EtcdKV
 
     # What the environment says is about a kept cluster, not about a run's own etcd.
-    settings = etcd_settings(",".join(store["endpoints"]), plain_http, {} if store["private"] else os.environ)
+    settings = etcd_settings(",".join(store.endpoints), plain_http, {} if store.private else os.environ)
     assert settings is not None
-    kv = EtcdKV(settings, f"/bamboo/{store['run_id']}/", deadline_s=2.0)
+    kv = EtcdKV(settings, f"/bamboo/{store.run_id}/", deadline_s=2.0)
     try:
         keys = {item.key: item.value for item in kv.read_prefix("").items}
-        return status_of_keys(store["run_id"], keys) if ROLE in keys else None
+        return status_of_keys(store.run_id, keys) if ROLE in keys else None
     except CoordinatorUnavailableError:
         return None
     finally:

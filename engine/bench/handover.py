@@ -27,6 +27,8 @@ from engine.bench.runs import run_bamboo, run_scenario
 from engine.core.action import COMPUTE_OPS, parse_action
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRecord
 
 CASE = "timed P=4 M=8"
 _WARM = 2  # from this step on they are usual ones
@@ -65,15 +67,15 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
     notices, calm_ms = [], []
     for number in range(num_notices):
         stage = number % job.stages
-        events = _noticed(job, stage, _an_action(chosen, stage, job), folder)
-        _refuse_work_done_twice(events)
-        notices.append(_change(events))
+        history = _noticed(job, stage, _an_action(chosen, stage, job), folder)
+        _refuse_work_done_twice(history)
+        notices.append(_change(history))
         if number % _NOTICES_PER_CALM == 0:
             calm_ms.append(_calm_ms(job, folder))
     kills = []
     for number in range(num_kills):
         kill = f"{_STEP}:{number % job.stages}"
-        kills.append(_change(run_bamboo(folder, *timed_flags(job), "--kill", kill, "--no-twin").events))
+        kills.append(_change(run_bamboo(folder, *timed_flags(job), "--kill", kill, "--no-twin").history))
     return [
         *_stall_rows(notices, calm_ms),
         *_steady_rows(job, "handed over", notices),
@@ -89,7 +91,7 @@ def _an_action(chosen: random.Random, stage: int, job: Job) -> Mapping[str, Any]
     return at if op in _WHOLE_STAGE else at | {"microbatch": chosen.randrange(job.microbatches)}
 
 
-def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> RunHistory:
     fields = ("model", "model_args", "data_args", "stages", "microbatches", "steps", "warmup_steps")
     scenario = {
         "version": 1,
@@ -106,37 +108,39 @@ def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> list[
 
 def _calm_ms(job: Job, folder: Path) -> float:
     """Returns the stall of a run without a notice, in milliseconds."""
-    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).events)
+    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).history)
     usual_ms = fmean(each for step, each in took_ms.items() if step >= _WARM and step not in _BETWEEN)
     return sum(took_ms[step] - usual_ms for step in _BETWEEN)
 
 
-def _refuse_work_done_twice(events: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_work_done_twice(history: RunHistory) -> None:
     seen = set()
-    for event in events:
-        if event["event"] == "action" and parse_action(event["action"]).op in COMPUTE_OPS:
-            key = (event["step"], event["action"])
+    for done in history.of(ActionRecord):
+        if parse_action(done.action).op in COMPUTE_OPS:
+            key = (done.step, done.action)
             if key in seen:
-                raise WorkerFailedError(f"{event['action']} of step {event['step']} ran twice, after a notice in time")
+                raise WorkerFailedError(f"{done.action} of step {done.step} ran twice, after a notice in time")
             seen.add(key)
 
 
-def _commits_ns(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    return {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
+def _commits_ns(history: RunHistory) -> dict[int, int]:
+    return {each.step: each.at_ns for each in history.of(CommitRecord)}
 
 
-def _took_ms(events: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def _took_ms(history: RunHistory) -> dict[int, float]:
     """Returns the time of each step but the first, from one commit to the next."""
-    return {later[0]: (later[1] - earlier[1]) / 1e6 for earlier, later in pairwise(sorted(_commits_ns(events).items()))}
+    return {
+        later[0]: (later[1] - earlier[1]) / 1e6 for earlier, later in pairwise(sorted(_commits_ns(history).items()))
+    }
 
 
-def _change(events: Sequence[Mapping[str, Any]]) -> Change:
+def _change(history: RunHistory) -> Change:
     """Returns the times of the steps before, during and after the change of ownership of one run, from its commits."""
-    commits_ns, took_ms = _commits_ns(events), _took_ms(events)
-    epochs = [event for event in events if event["event"] == "epoch"]
-    handed = next(each for each in epochs if each["owners"] != epochs[0]["owners"])
-    old = max(step for step, at_ns in commits_ns.items() if at_ns <= handed["at_ns"])  # the last of the old ownership
-    settled = 1 + next(step for step, at_ns in sorted(commits_ns.items()) if at_ns > epochs[-1]["at_ns"])
+    commits_ns, took_ms = _commits_ns(history), _took_ms(history)
+    epochs = history.of(EpochRecord)
+    handed = next(each for each in epochs if each.owners != epochs[0].owners)
+    old = max(step for step, at_ns in commits_ns.items() if at_ns <= handed.at_ns)  # the last of the old ownership
+    settled = 1 + next(step for step, at_ns in sorted(commits_ns.items()) if at_ns > epochs[-1].at_ns)
     last = max(commits_ns)
     before_ms = fmean(took_ms[step] for step in range(_WARM, _STEP))
     after_ms = fmean(took_ms[step] for step in range(settled + 1, last + 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,8 @@ from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import PHASES, Recovery
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ActionRecord, CommitRecord
 
 _POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
 STEP = 6  # in which the victim dies
@@ -104,10 +106,10 @@ def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Ta
         file = Path(name) / "job.yaml"
         file.write_text(json.dumps(_fields(case.job) | dict(mode)))
         kill = f"{STEP}:{case.stage}:B:{num_back - 1}:after"
-        events = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").events
-    found = only(recoveries(events))
-    times_ms = {op: _usual_ms(events, case.stage, op) for op in (Op.F, Op.B)}
-    redo = redo_of(events, STEP, case.stage, found.points_ns["fence"], mode.get("log_every", 0))
+        history = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").history
+    found = only(recoveries(history.records))
+    times_ms = {op: _usual_ms(history, case.stage, op) for op in (Op.F, Op.B)}
+    redo = redo_of(history.of(ActionRecord), STEP, case.stage, found.points_ns["fence"], mode.get("log_every", 0))
     back_ms = len(redo.backwards) * times_ms[Op.B]
     redone_ms = back_ms + len(redo.left) * times_ms[Op.F]
     floor_ms = back_ms + len(redo.forwards) * times_ms[Op.F] if mode["redundancy"] == "lazy" else back_ms
@@ -115,7 +117,7 @@ def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Ta
     running_ms = (found.points_ns["fence"] - found.points_ns["agree"]) / 1e6
     known_ms = (found.points_ns["agree"] - found.begin_ns) / 1e6
     phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
-    commits_ns = [event["at_ns"] for event in events if event["event"] == "commit" and event["step"] < STEP]
+    commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
     return Taken(found.pause_ns / 1e6, floor_ms, redone_ms, running_ms, known_ms, phases_ms, iteration_ms)
 
@@ -132,13 +134,12 @@ def only(found: Sequence[Recovery]) -> Recovery:
     return found[0]
 
 
-def _usual_ms(events: Iterable[Mapping[str, Any]], stage: int, op: Op) -> float:
+def _usual_ms(history: RunHistory, stage: int, op: Op) -> float:
     """Returns the median time of an action of a stage before the step of the fault."""
-    own = (event for event in events if event["event"] == "action" and event["worker"] == stage)
     return median(
-        (event["end_ns"] - event["start_ns"]) / 1e6
-        for event in own
-        if event["step"] < STEP and parse_action(event["action"])[:2] == (stage, op)
+        (each.end_ns - each.start_ns) / 1e6
+        for each in history.of(ActionRecord)
+        if each.worker == stage and each.step < STEP and parse_action(each.action)[:2] == (stage, op)
     )
 
 

@@ -70,7 +70,7 @@ def bench_torchft(num_pairs: int, folder: Path) -> list[Row]:
 def _killed_bamboo(job: Job, folder: Path) -> tuple[float, float]:
     """Returns the seconds that the kill added to its step, and those of the pause."""
     flags = ("--steps", str(job.steps), "--validate-every", "0", "--kill", f"{STEP}:2", "--no-twin")
-    found = only(recoveries(run_bamboo(folder, *flags).events))
+    found = only(recoveries(run_bamboo(folder, *flags).history.records))
     assert found.gap_ns is not None and found.pause_ns is not None
     return found.gap_ns / 1e9, found.pause_ns / 1e9
 

@@ -17,11 +17,13 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from engine.bench.figures.rows import Cases, Row, in_turns, paired_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.files.events_file import read_history
 
 _LAUNCH_GOAL = 1 / 3
 _AUDIT_GOAL = 1.02
@@ -57,16 +59,16 @@ def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One child that has ended: the time of its start, its stdout, and its events if it was a run of bamboo."""
+    """One child that has ended: the time of its start, its stdout, and its history if it was a run of bamboo."""
 
     started_ns: int
     stdout: str
-    events: list[dict[str, Any]]
+    history: RunHistory
 
 
 def _launch_ours(folder: Path) -> float:
     run = run_bamboo(folder, "--steps", "1")
-    ends_ns = [each["end_ns"] for each in run.events if each["event"] == "action" and each["action"].endswith("STEP")]
+    ends_ns = [each.end_ns for each in run.history.of(ActionRecord) if each.action.endswith("STEP")]
     return (max(ends_ns) - run.started_ns) / 1e9
 
 
@@ -84,7 +86,7 @@ def _launch_torchrun(folder: Path) -> float:
 
 def seconds_between_commits(run: Run) -> float:
     """Returns the median time of a step, from one commit to the next."""
-    commits_ns = [each["at_ns"] for each in run.events if each["event"] == "commit"]
+    commits_ns = [each.at_ns for each in run.history.of(CommitRecord)]
     return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
 
 
@@ -98,11 +100,11 @@ def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
         run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags], **variables)
-        return Run(run.started_ns, run.stdout, _events_of(json.loads(run.stdout)["run_dir"]))
+        return Run(run.started_ns, run.stdout, _history_of(json.loads(run.stdout)["run_dir"]))
 
 
-def run_scenario(folder: Path, file: Path) -> list[dict[str, Any]]:
-    """Runs the faults of a scenario file that expects nothing, in `folder`; returns the events of its run.
+def run_scenario(folder: Path, file: Path) -> RunHistory:
+    """Runs the faults of a scenario file that expects nothing, in `folder`; returns the history of its run.
 
     Raises:
         WorkerFailedError: it failed, or a fault did not strike.
@@ -110,11 +112,11 @@ def run_scenario(folder: Path, file: Path) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=folder) as results:
         arguments = ["-m", "bamboo_cli", "inject", "--scenario", str(file), "--json", "--results", results]
         (run,) = json.loads(run_python(folder, arguments).stdout)["runs"]
-        return _events_of(run["run_dir"])
+        return _history_of(run["run_dir"])
 
 
-def _events_of(run_dir: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run_dir) / "events.jsonl").read_text().splitlines()]
+def _history_of(run_dir: str) -> RunHistory:
+    return read_history(Path(run_dir) / "events.jsonl")
 
 
 def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
@@ -139,4 +141,4 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
             raise
     if child.returncode != 0:
         raise WorkerFailedError(f"{' '.join(arguments[:3])} exited with code {child.returncode}:\n{stderr}")
-    return Run(started_ns, stdout, [])
+    return Run(started_ns, stdout, RunHistory())

@@ -82,6 +82,11 @@ class Ownership:
         return tuple(sorted({*self.owners, *(worker for line in self.shadows for worker in line)}))
 
 
+def by_slot(owners: Iterable[int], stages: int) -> dict[Slot, int]:
+    """Returns the owner of each slot, from the owners by place."""
+    return {divmod(place, stages): owner for place, owner in enumerate(owners)}
+
+
 def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop") -> Ownership:
     """Returns the ownership at the start of a job: P / V workers per pipeline, numbered pipeline by pipeline."""
     num_workers = grid.stages // stages_per_worker

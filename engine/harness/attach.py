@@ -11,17 +11,18 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.core.checks.expectations import Observed
-from engine.core.checks.recovery_log import recoveries
-from engine.core.config.job import Job
+from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, JobRecord, RefusedRecord, RequestRecord
 from engine.files.events_file import events_of
 from engine.harness.case_result import CaseResult, judged
 
@@ -57,9 +58,8 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
         _wait(events, loaded.faults, request.name)
     finally:
         request.unlink(missing_ok=True)  # whoever has given up wants nobody struck
-    ended = events.last("ended") or {"exit_code": 0}
-    error = events.last("failed") or {"error": ""}
-    seen = Observed(ended["exit_code"], error["error"], events.known, since_ns=since_ns)
+    ended = events.history.ended
+    seen = Observed(ended.exit_code if ended else 0, events.history.error, events.history, since_ns=since_ns)
     return judged(loaded.scenario, loaded.faults, folder.path, seen)
 
 
@@ -81,11 +81,11 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
     from engine.core.faults.scenario_rules import check_scenario
     from engine.runtime.faults.registry import kinds
 
-    job = events.job()
+    job = events.history.job
     expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None)
     # Until the launcher has taken the request, a quick job commits many steps.
     meanwhile = events.steps_a_second()  # while it waits, more are committed
-    first_step = events.committed + 2 + meanwhile
+    first_step = events.history.committed + 2 + meanwhile
     left = replace(job, steps=max(1, job.steps - first_step))
     scenario = replace(loaded.scenario, job=left, expect=expect)
     problems = check_scenario(scenario, {kind.name for kind in kinds().values() if kind.ends})
@@ -123,24 +123,25 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
     """
     heard_s = time.monotonic() + _HEARD_WITHIN_S
     while not events.is_over():
-        answer = next((event for event in events.known if event.get("request") == request), None)
-        if answer is not None and answer["event"] == "refused":
-            raise UserError([Problem("--run", "faults that the run can take", "", answer["reason"])])
-        if answer is None and time.monotonic() > heard_s:
+        history = events.history
+        refused = next((each for each in history.of(RefusedRecord) if each.request == request), None)
+        if refused is not None:
+            raise UserError([Problem("--run", "faults that the run can take", "", refused.reason)])
+        taken = any(each.request == request for each in history.of(RequestRecord))
+        if not taken and time.monotonic() > heard_s:
             error = BambooError(f"{events.folder.path}: nobody takes the faults; its launcher does not answer")
             error.exit_code = ExitCode.NOT_RECOVERED
             raise error
-        late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.committed]
-        struck = {event["fault"] for event in events.known if event["event"] == "fault"}
-        if missed := skipped(faults, {each.id for each in late} - struck):
+        late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.history.committed]
+        if missed := skipped(faults, {each.id for each in late} - history.struck):
             lines = [
-                f"step {events.committed} is committed, and these did not strike; try again",
+                f"step {events.history.committed} is committed, and these did not strike; try again",
                 *(f"{each.id}: {each}" for each in missed),
             ]
             error = BambooError("\n".join(lines))
             error.exit_code = ExitCode.INVALID_CASE
             raise error
-        if have_shown(faults, events.known) and not any(each.resume_ns is None for each in recoveries(events.known)):
+        if have_shown(faults, history) and not events.is_recovering:
             return
         time.sleep(_POLL_S)
 
@@ -158,7 +159,7 @@ class _Events:
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
-        self.known: list[dict[str, Any]] = []
+        self._log = RecoveryLog()
         self._read = 0
         self._wait_for_the_first()
         if self.is_over():
@@ -179,24 +180,26 @@ class _Events:
             file.seek(self._read)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
+        for record in events_of(whole, self.folder.events, self._read):
+            list(self._log.read(record))
         self._read += len(whole)
-        self.known += events_of(whole, self.folder.events)
-        return bool(self.known)
+        return bool(self.history.records)
 
     def is_over(self) -> bool:
         """Reads on; says whether the run has ended, with a word or without."""
         self._update()
-        return self.last("ended") is not None or not Path(f"/proc/{self.known[0]['pid']}").exists()
-
-    def last(self, kind: str) -> dict[str, Any] | None:
-        """Returns the newest event of a kind."""
-        return next((event for event in reversed(self.known) if event["event"] == kind), None)
+        (job,) = self.history.of(JobRecord)
+        return self.history.ended is not None or not Path(f"/proc/{job.pid}").exists()
 
     @property
-    def committed(self) -> int:
-        """The last committed step, -1 before the first."""
-        commit = self.last("commit")
-        return -1 if commit is None else int(commit["step"])
+    def history(self) -> RunHistory:
+        """The history of the run so far."""
+        return self._log.history
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether no step is committed since the last epoch."""
+        return bool(self._log.epochs)
 
     def steps_a_second(self) -> int:
         """Returns how many steps are committed in the time that it takes to be heard, one second.
@@ -209,12 +212,7 @@ class _Events:
         return pace(self._commits_ns())
 
     def _commits_ns(self) -> list[int]:
-        return [each["at_ns"] for each in self.known if each["event"] == "commit"]
-
-    def job(self) -> Job:
-        """Returns the job that runs."""
-        fields = Job.__dataclass_fields__.keys()
-        return Job(**{name: value for name, value in self.known[0].items() if name in fields})
+        return [each.at_ns for each in self.history.of(CommitRecord)]
 
 
 def pace(times_ns: Sequence[int]) -> int:
@@ -223,17 +221,16 @@ def pace(times_ns: Sequence[int]) -> int:
     return (len(lately_ns) - 1) * 10**9 // max(1, lately_ns[-1] - lately_ns[0]) if lately_ns else 0
 
 
-def have_shown(faults: Sequence[Fault], events: Sequence[Mapping[str, Any]]) -> bool:
+def have_shown(faults: Sequence[Fault], history: RunHistory) -> bool:
     """Says whether all faults have been confirmed, or can no longer strike, and steps have been committed since.
 
     Whoever is to be struck in a recovery may not be there: once that recovery is over nobody waits for it.
     """
-    struck = {each["fault"] for each in events if each["event"] == "fault"}
-    confirmed = {each["fault"]: each["at_ns"] for each in events if each["event"] == "confirmed"}
+    confirmed = history.confirmed_ns
     waiting = [each for each in faults if each.id not in confirmed]
-    if any(each.id in struck or isinstance(each.moment, At) for each in waiting):
+    if any(each.id in history.struck or isinstance(each.moment, At) for each in waiting):
         return False
     delays_ns = sum(each.moment.delay_ns for each in waiting if isinstance(each.moment, After))
     since_ns = max(at_ns for name, at_ns in confirmed.items() if name in {each.id for each in faults}) + delays_ns
-    commits = [each for each in events if each["event"] == "commit" and each["at_ns"] > since_ns]
+    commits = [each for each in history.of(CommitRecord) if each.at_ns > since_ns]
     return len(commits) >= _STEPS_AFTER

@@ -91,7 +91,7 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
     from engine.runtime.faults.registry import kinds
 
     checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
-    checks = (*checks, precision(scenario.job, faults, seen.events))
+    checks = (*checks, precision(scenario.job, faults, seen.history))
     return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries()))
 
 

@@ -19,6 +19,7 @@ from engine.core.checks.twin import Comparison, compare
 from engine.core.errors import BambooError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
+from engine.core.history.run_records import ScenarioRecord
 from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
         BambooError: it could not be started.
     """
     from engine.files.atomic_write import write_atomically
-    from engine.files.events_file import add_event, read_events
+    from engine.files.events_file import add_event, read_history
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
     from engine.harness.run_driver import drive, summary_of
@@ -78,11 +79,11 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     if case.file is not None:
-        add_event(folder.events, "scenario", **scenario_facts(case.file, folder.path / "scenario.yaml"))
+        add_event(folder.events, scenario_record(case.file, folder.path / "scenario.yaml"))
     rows = ending.view.account.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
-    seen = Observed(ending.exit_code, error, list(read_events(folder.events)), leftovers=left)
+    seen = Observed(ending.exit_code, error, read_history(folder.events), leftovers=left)
     if needs_twin(expect, faults, seen):
         seen = replace(seen, twin=_compared(case, rows, folder, etcd, screen, server))
     result = judged(case.scenario, faults, folder.path, seen)
@@ -108,7 +109,7 @@ def _compared(
         return error
 
 
-def scenario_facts(loaded: Loaded, copy: Path) -> dict[str, Any]:
+def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
     """Returns what it takes to run the scenario again: its text, and the settings beside it.
 
     The text is that of the `copy` that the run began with: the file itself may have changed meanwhile, or be gone.
@@ -116,12 +117,12 @@ def scenario_facts(loaded: Loaded, copy: Path) -> dict[str, Any]:
     from engine.files.scenarios.scenario_file import library
 
     name = loaded.scenario.name
-    return {
-        "scenario": name if loaded.path == library() / f"{name}.yaml" else "scenario.yaml",
-        "text": copy.read_text(encoding="utf-8"),
-        "seed": loaded.seed,
-        "settings": [each for each in loaded.settings if not each.startswith("results=")],
-    }
+    return ScenarioRecord(
+        scenario=name if loaded.path == library() / f"{name}.yaml" else "scenario.yaml",
+        text=copy.read_text(encoding="utf-8"),
+        seed=loaded.seed,
+        settings=tuple(each for each in loaded.settings if not each.startswith("results=")),
+    )
 
 
 def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:

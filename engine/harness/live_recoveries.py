@@ -10,7 +10,9 @@ from collections import deque
 from pathlib import Path
 
 from engine.core.checks.recovery_log import RecoveryLog
+from engine.core.config.job import Job
 from engine.core.errors import StorageError
+from engine.core.history.run_history import RunHistory
 from engine.core.ownership import Slot
 from engine.files.events_file import read_events
 from engine.runtime.agent.session import View
@@ -22,10 +24,9 @@ _MAX_LOOKS = 8  # at the events, for a recovery that the picture expects; there 
 class LiveRecoveries:
     """Follows the views of one run, whose events go to `events`."""
 
-    def __init__(self, num_stages: int, num_steps: int, events: Path):
+    def __init__(self, job: Job, events: Path):
         self.owners: dict[Slot, int] = {}  # as the last recovery left them
-        self._num_stages = num_stages
-        self._num_steps = num_steps
+        self._job = job
         self._events = events
         self._marks: deque[tuple[int, int]] = deque()  # (steps committed, size of the file), the last few
         self._slots: dict[int, tuple[Slot, ...]] = {}  # of each worker, while it was there
@@ -46,7 +47,7 @@ class LiveRecoveries:
         for each in view.workers:
             if each.worker not in gone:
                 self._slots[each.worker] = tuple(slot for slot, owner in self.owners.items() if owner == each.worker)
-        if gone - self._known_gone and num_steps < self._num_steps:
+        if gone - self._known_gone and num_steps < self._job.steps:
             self._looks_left, self._looked_at = _MAX_LOOKS, num_steps
         self._known_gone |= gone
         if self._looks_left and num_steps > self._looked_at:
@@ -66,14 +67,14 @@ class LiveRecoveries:
     def _read(self) -> list[str]:
         # A mark before the first commit may lie before the first epoch, which is no recovery: all is read then.
         num_steps, start = self._marks[0] if self._marks else (0, 0)
-        log = RecoveryLog(self._num_stages, True, dict(self.owners)) if num_steps else RecoveryLog()
+        log = RecoveryLog(RunHistory(self._job, True, self.owners) if num_steps else RunHistory())
         try:
             read = read_events(self._events, start if num_steps else 0)
-            found = [each for event in read for each in log.read(event) if each.epoch > self._told]
+            found = [each for record in read for each in log.read(record) if each.epoch > self._told]
         except StorageError:
             return []  # the picture is no reason to end a run
         if found and not log.epochs:
             self._looks_left, self._told = 0, found[-1].epoch
-            self.owners = log.owners
+            self.owners = log.history.owners
             self._marks.clear()
         return [str(recovery) for recovery in found] if not self._looks_left else []

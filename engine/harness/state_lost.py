@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
-from engine.core.exclusion import Cause, verdict_of
+from engine.core.exclusion import Cause
+from engine.core.history.process_records import ExitRecord
+from engine.core.history.record import Record
+from engine.core.history.run_records import CommitRecord, EpochRecord
 from engine.core.ownership import Slot
 
 
@@ -76,33 +78,29 @@ def fewest_holders(job: Job) -> int:
     )
 
 
-def loss_of(job: Job, events: Iterable[Mapping[str, Any]]) -> Loss:
-    """Returns how the state was lost, by the events of the run."""
+def loss_of(job: Job, records: Iterable[Record]) -> Loss:
+    """Returns how the state was lost, by the records of the run."""
     log = RecoveryLog()
     loss = Loss(job, job.stages // job.stages_per_worker * job.pipelines)
-    owners: dict[Slot, int] = {}
     members, is_quiet = loss.workers, True
-    for event in events:
-        list(log.read(event))
-        match event["event"]:
-            case "started":
-                owners |= dict.fromkeys(map(tuple, event["slots"]), event["of"])
-            case "exit" if not event["expected"]:
+    for record in records:
+        owners = log.history.owners  # before
+        list(log.read(record))
+        match record:
+            case ExitRecord() if not record.expected:
                 is_quiet = False
-                loss.gone[event["of"]] = _how(event["of"], owners, log)
-            case "epoch":
+                loss.gone[record.of] = _how(record.of, owners, log)
+            case EpochRecord():
                 is_quiet = False
-                for out in verdict_of(event):
+                for out in record.verdict:
                     if out.cause is not Cause.LEFT:
                         loss.gone.setdefault(out.worker, _how(out.worker, owners, log))
-                members = len(event["members"])
-            case "commit":
+                members = len(record.members)
+            case CommitRecord():
                 # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.
                 if is_quiet and job.redundancy != "none":
                     loss.workers, loss.gone = members, {}
                 is_quiet = True
-        if "owners" in event:  # of an epoch, or of heirs that were known only later
-            owners = {divmod(place, job.stages): owner for place, owner in enumerate(event["owners"])}
     return loss
 
 
@@ -118,9 +116,9 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
     return f"worker {worker} ({named}): {where}"
 
 
-def state_lost_lines(job: Job, events: Iterable[Mapping[str, Any]], num_committed: int) -> list[str]:
+def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int) -> list[str]:
     """Returns the screen that says all of this; `num_committed` steps are."""
-    loss = loss_of(job, events)
+    loss = loss_of(job, records)
     kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
     return [
         *(f"died   {how}" for how in loss.gone.values()),

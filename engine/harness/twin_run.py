@@ -27,6 +27,7 @@ def twin_rows(
         BambooError: the twin did not finish.
     """
     from engine.core.checks.twin import fingerprint
+    from engine.core.history.run_records import TwinRecord
     from engine.files.events_file import add_event
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
@@ -40,7 +41,7 @@ def twin_rows(
         if name:
             keep_twin(Path(job.results), name, twin)
     losses = {row.step: row.loss for row in twin if row.loss is not None}
-    add_event(folder.events, "twin", losses=sorted(losses.items()))
+    add_event(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
     return twin
 
 

@@ -6,32 +6,32 @@ one owns, *replayed* when an owner of the slot had finished the same in the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, Action, ops_at, parse_action
+from engine.core.history.process_records import StartedRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ActionRecord
 from engine.core.op_row import Shown, Stands
 from engine.core.program.replay import work_of
-
-Event = Mapping[str, Any]
 
 KINDS = tuple(shown.value for shown in Shown)  # the legend of a timeline
 _KIND_OF = {op: KINDS.index(row.shown) for op, row in OP_TABLE.items()}
 _OF_REPLICAS = COMPUTE_OPS | ops_at(Stands.STREAM, Stands.REPLICA)
 
 
-def actions_table(events: Sequence[Event], stages: int) -> pd.DataFrame:
+def actions_table(history: RunHistory) -> pd.DataFrame:
     """Returns one row per action: who, what (text and parts), when in nanoseconds, its epoch, what it was done for."""
-    done = [event for event in events if event["event"] == "action"]
+    done = history.of(ActionRecord)
     table = pd.DataFrame(
         {
             "worker": _column(done, "worker"),
             "pid": _column(done, "pid"),
             "step": _column(done, "step"),
-            "action": pd.array([event["action"] for event in done], dtype="str"),
+            "action": pd.array([each.action for each in done], dtype="str"),
             "start_ns": _column(done, "start_ns"),
             "end_ns": _column(done, "end_ns"),
         }
@@ -40,15 +40,15 @@ def actions_table(events: Sequence[Event], stages: int) -> pd.DataFrame:
     parsed = [parse_action(text) for text in texts]
     parts = _parts(parsed).take(codes).reset_index(drop=True)
     table = pd.concat([table, parts], axis=1)
-    epoch, owner = _epochs_and_owners(events, table, stages)
+    epoch, owner = _epochs_and_owners(history, table)
     table["epoch"] = epoch
     table["redundant"] = (owner >= 0) & (owner != table["worker"].to_numpy()) & table["counts_for_replica"]
     table["replayed"] = _replayed(table)
     return table.drop(columns=["counts_for_replica", "same"])
 
 
-def _column(events: Sequence[Event], name: str) -> np.ndarray:
-    return np.fromiter((event.get(name, 0) for event in events), dtype=np.int64, count=len(events))
+def _column(done: Sequence[ActionRecord], name: str) -> np.ndarray:
+    return np.fromiter((getattr(each, name) for each in done), dtype=np.int64, count=len(done))
 
 
 def _parts(actions: Sequence[Action]) -> pd.DataFrame:
@@ -65,22 +65,20 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
     )
 
 
-def _epochs_and_owners(events: Sequence[Event], table: pd.DataFrame, stages: int) -> tuple[np.ndarray, np.ndarray]:
+def _epochs_and_owners(history: RunHistory, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Returns for each action the epoch in which it began, and who owned its slot then (-1: not known)."""
-    epochs = [event for event in events if event["event"] == "epoch"]
-    index = np.searchsorted([event["at_ns"] for event in epochs], table["start_ns"], side="right")
-    numbers = np.array([0, *(event["epoch"] for event in epochs)], dtype=np.int64)
+    epochs, stages = history.epochs, history.job.stages
+    index = np.searchsorted([each.at_ns for each in epochs], table["start_ns"], side="right")
+    numbers = np.array([0, *(each.epoch for each in epochs)], dtype=np.int64)
     places = (table["pipeline"] * stages + table["stage"]).to_numpy()
-    width = max([1, *(len(event["owners"]) for event in epochs), *(places + 1)])
+    width = max([1, *(len(each.owners) for each in epochs), *(places + 1)])
     owners = np.full((len(epochs) + 1, width), -1, dtype=np.int64)
-    for event in events:
-        if event["event"] == "started":
-            for pipeline, stage in event["slots"]:
-                if pipeline * stages + stage < width:
-                    owners[0, pipeline * stages + stage] = event["of"]
-    heirs = {event["epoch"]: event["owners"] for event in events if event["event"] == "heirs"}
-    for row, event in enumerate(epochs, start=1):
-        owners[row, : len(event["owners"])] = heirs.get(event["epoch"], event["owners"])
+    for started in history.of(StartedRecord):
+        for pipeline, stage in started.slots:
+            if pipeline * stages + stage < width:
+                owners[0, pipeline * stages + stage] = started.of
+    for row, each in enumerate(epochs, start=1):
+        owners[row, : len(each.owners)] = each.owners
     return numbers[index], owners[index, places]
 
 

@@ -7,21 +7,18 @@ began.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pandas as pd
 
+from engine.core.config.job import Job
 from engine.report.recovery import NOBODY_LOST
 
 COLUMNS = ["from_ms", "to_ms"]
 
 
-def exposure_table(job: Mapping[str, Any], recovery: pd.DataFrame, end_ms: float) -> pd.DataFrame:
+def exposure_table(job: Job, recovery: pd.DataFrame, end_ms: float) -> pd.DataFrame:
     """Returns the intervals of exposure, none touching another."""
-    pipelines = int(job.get("pipelines", 1))
-    shadowed = job.get("redundancy", "none") != "none" and pipelines * int(job.get("stages", 1)) > 1
-    if not shadowed and pipelines == 1:
+    shadowed = job.redundancy != "none" and job.pipelines * job.stages > 1
+    if not shadowed and job.pipelines == 1:
         return pd.DataFrame([(0.0, end_ms)], columns=COLUMNS)
     intervals: list[tuple[float, float]] = []
     for row in recovery[(recovery["who"] != "") & ~recovery["outcome"].isin(NOBODY_LOST)].itertuples():

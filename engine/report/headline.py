@@ -17,7 +17,7 @@ Mood = Literal["good", "bad", "open"]
 
 def headline(run: RunTables) -> tuple[Mood, str]:
     """Returns whether it went well, and the sentence."""
-    num_steps = int(run.job.get("steps", 0))
+    num_steps = run.job.steps
     committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
     if run.outcome == "finished":
         everything = (
@@ -71,15 +71,15 @@ def _milliseconds(value: float) -> str:
 def command(run: RunTables) -> str:
     """Returns the command line that runs the same job with the same faults; below it what it reads or leaves out."""
     if run.scenario:
-        name, text = run.scenario["scenario"], run.scenario["text"]
-        words = ["bamboo", "inject", "--scenario", name, "--seed", str(run.scenario["seed"])]
-        words += [word for each in run.scenario["settings"] for word in ("--set", each)]
+        name, text = run.scenario.scenario, run.scenario.text
+        words = ["bamboo", "inject", "--scenario", name, "--seed", str(run.scenario.seed)]
+        words += [word for each in run.scenario.settings for word in ("--set", each)]
         return f"{shlex.join(words)}\n\n# {name}{'' if name.endswith('.yaml') else '.yaml'}\n{text}"
     words = ["bamboo", "run"]
     for each in fields(Job):
-        value = run.job.get(each.name)
+        value = getattr(run.job, each.name)
         default = each.default if each.name not in _MAPPINGS else {}
-        if each.name in run.job and each.name not in _PLACES and value != default:
+        if each.name not in _PLACES and value != default:
             words += _flags(each.name, value)
     kills = [fault for fault in run.faults if ":" in fault]  # no other id has one
     words += [word for fault in kills for word in ("--kill", fault)]

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
+from engine.core.config.job import Job
+from engine.core.history.record import Record, StampedRecord
+from engine.core.history.run_history import history_of
+from engine.core.history.run_records import ActionRecord, FaultRecord, ScenarioRecord, TwinRecord
 from engine.report.actions import actions_table
 from engine.report.exposure import exposure_table
 from engine.report.history import history_table
 from engine.report.recovery import recovery_table
-from engine.report.steps import begin_ns, steps_table
+from engine.report.steps import steps_table
 from engine.report.workers import workers_table
 
 TABLES = ("recovery", "steps", "workers", "actions")
@@ -31,13 +34,13 @@ TABLES = ("recovery", "steps", "workers", "actions")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunTables:
-    """One run as tables; `job` are the fields of its job, `outcome` is empty while it goes on.
+    """One run as tables; `outcome` is empty while it goes on.
 
     Times that end with ``_ms`` count from `origin_ns`, when training began; those with ``_ns`` are the host's clock.
     """
 
     name: str
-    job: Mapping[str, Any]
+    job: Job
     outcome: str
     error: str
     origin_ns: int
@@ -50,7 +53,7 @@ class RunTables:
     history: pd.DataFrame
     exposure: pd.DataFrame
     twin_loss: Mapping[int, float]  # by step; empty where no twin was looked at
-    scenario: Mapping[str, Any]  # what `bamboo inject` ran, or nothing
+    scenario: ScenarioRecord | None  # what `bamboo inject` ran
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of that name, one of `TABLES`, with the name of the run in front."""
@@ -59,37 +62,34 @@ class RunTables:
         return table
 
 
-def load(events: Iterable[Mapping[str, Any]], name: str = "") -> RunTables:
-    """Returns the tables of a run, from its events in the order of the file."""
-    events = list(events)
-    job, ended, failed = (_first(events, kind) for kind in ("job", "ended", "failed"))
-    origin_ns = begin_ns(events)
-    steps = steps_table(events, job)
-    actions = actions_table(events, int(job.get("stages", 1)))
-    recovery = recovery_table(events, job, actions, steps, origin_ns)
-    stamps = [event.get("at_ns", event.get("end_ns", origin_ns)) for event in events]
+def load(records: Iterable[Record], name: str = "") -> RunTables:
+    """Returns the tables of a run, from its records in the order of the file."""
+    history = history_of(records)
+    origin_ns = history.begin_ns
+    steps = steps_table(history)
+    actions = actions_table(history)
+    recovery = recovery_table(history, actions, steps)
+    stamps = [each.at_ns for each in history.records if isinstance(each, StampedRecord)]
+    stamps += [each.end_ns for each in history.of(ActionRecord)]
+    twin = history.first(TwinRecord)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
     return RunTables(
         name,
-        job,
-        str(ended.get("outcome", "")),
-        str(failed.get("error", "")),
+        history.job,
+        history.ended.outcome if history.ended else "",
+        history.error,
         origin_ns,
         end_ms,
-        tuple(dict.fromkeys(str(event["fault"]) for event in events if event["event"] == "fault")),
+        tuple(dict.fromkeys(each.fault for each in history.of(FaultRecord))),
         recovery,
         steps,
-        workers_table(events, actions, origin_ns),
+        workers_table(history, actions, origin_ns),
         actions,
-        history_table(events, origin_ns),
-        exposure_table(job, recovery, end_ms),
-        dict(_first(events, "twin").get("losses", ())),
-        _first(events, "scenario"),
+        history_table(history),
+        exposure_table(history.job, recovery, end_ms),
+        dict(twin.losses) if twin else {},
+        history.first(ScenarioRecord),
     )
-
-
-def _first(events: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
-    return next((event for event in events if event["event"] == kind), {})
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

@@ -8,7 +8,6 @@ milliseconds, those of `begin_ms` and the like since training began.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,10 +15,12 @@ import pandas as pd
 from engine.core.action import COMPUTE_OPS
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import PHASES, Recovery
+from engine.core.config.job import Job
+from engine.core.history.process_records import ExitRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord
 from engine.report.steps import samples_per_step
 from engine.report.workers import how_it_ended
-
-Event = Mapping[str, Any]
 
 ALL_PHASES = (*PHASES, "merged", "heal")
 PHASE_COLUMNS = [f"{phase}_ms" for phase in ALL_PHASES]
@@ -37,22 +38,20 @@ NOBODY_LOST = ("harmless", "noticed", "left", AFTER_END)
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 
-def recovery_table(
-    events: Sequence[Event], job: Mapping[str, Any], actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int
-) -> pd.DataFrame:
+def recovery_table(history: RunHistory, actions: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the recoveries of a run, in order; times that did not come about are missing."""
-    ended = any(event["event"] == "ended" for event in events)
-    found = recoveries(events)
+    ended, origin_ns = history.ended is not None, history.begin_ns
+    found = recoveries(history.records)
     rows = []
     for recovery, following in zip(found, [*found[1:], None], strict=False):
         until_ns = following.begin_ns if following else None
-        rows.append(_row(recovery, job, actions, steps, origin_ns, until_ns) | _outcome(recovery, ended))
-        rows[-1] |= _moved(recovery, events)
+        rows.append(_row(recovery, history.job, actions, steps, origin_ns, until_ns) | _outcome(recovery, ended))
+        rows[-1] |= _moved(recovery, history)
     recovered = {each.worker for recovery in found for each in recovery.verdict}
-    rows += _without_recovery(events, recovered, actions, origin_ns)
+    rows += _without_recovery(history, recovered, actions)
     if ended:
         told = {name for recovery in found for name in recovery.faults}
-        rows += _without_death(events, told, steps, origin_ns)
+        rows += _without_death(history, told, steps)
     table = pd.DataFrame(rows, columns=COLUMNS).sort_values("begin_ms", kind="stable", ignore_index=True)
     return table.astype(dict.fromkeys(_FLOATS, "float64") | dict.fromkeys([*_COSTS, "step", "epoch"], "Int64"))
 
@@ -67,7 +66,7 @@ def _outcome(recovery: Recovery, ended: bool) -> dict[str, str]:
 
 def _row(
     recovery: Recovery,
-    job: Mapping[str, Any],
+    job: Job,
     actions: pd.DataFrame,
     steps: pd.DataFrame,
     origin_ns: int,
@@ -131,21 +130,21 @@ def _healed_ns(
     return None if later.empty else round(later.iloc[0])
 
 
-def _redone(recovery: Recovery, job: Mapping[str, Any], actions: pd.DataFrame) -> dict[str, int]:
+def _redone(recovery: Recovery, job: Job, actions: pd.DataFrame) -> dict[str, int]:
     """Returns the forwards and backwards that were made again, and the samples that any of it was for."""
     compute = actions["op"].isin([op.value for op in COMPUTE_OPS]) & actions["replayed"]
     until_ns = recovery.resume_ns or actions["end_ns"].max()
     again = actions[compute & (actions["start_ns"] >= recovery.begin_ns) & (actions["end_ns"] <= until_ns)]
     num_microbatches = len(again.drop_duplicates(["step", "pipeline", "microbatch"]))
-    samples = num_microbatches * int(job.get("microbatch_size", 1)) + recovery.lost_steps * samples_per_step(job)
+    samples = num_microbatches * job.microbatch_size + recovery.lost_steps * samples_per_step(job)
     return {"redone_actions": len(again), "samples_redone": samples}
 
 
-def _moved(recovery: Recovery, events: Sequence[Event]) -> dict[str, int]:
+def _moved(recovery: Recovery, history: RunHistory) -> dict[str, int]:
     """Returns the bytes that workers sent: for every plan of the step, and to new shadows since the last of them."""
-    moved = [event for event in events if event["event"] == "moved"]
-    plan = [each["bytes"] for each in moved if (each["program"], each["step"]) == ("plan", recovery.step)]
-    heal = [each["bytes"] for each in moved if (each["program"], each["epoch"]) == ("heal", recovery.epoch)]
+    moved = history.of(MovedRecord)
+    plan = [each.bytes for each in moved if (each.program, each.step) == ("plan", recovery.step)]
+    heal = [each.bytes for each in moved if (each.program, each.epoch) == ("heal", recovery.epoch)]
     return {"plan_bytes": sum(plan), "heal_bytes": sum(heal)}
 
 
@@ -162,62 +161,56 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
     }
 
 
-def _without_recovery(
-    events: Sequence[Event], recovered: set[int], actions: pd.DataFrame, origin_ns: int
-) -> list[dict[str, Any]]:
+def _without_recovery(history: RunHistory, recovered: set[int], actions: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a row for each worker that ended unexpectedly and that no epoch was made for."""
     rows = []
-    reason = next((event["error"] for event in events if event["event"] == "failed"), "")
-    for event in events:
-        if event["event"] == "exit" and not event["expected"] and event["of"] not in recovered:
-            mine = actions[actions["worker"] == event["of"]]
+    for end in history.of(ExitRecord):
+        if not end.expected and end.of not in recovered:
+            mine = actions[actions["worker"] == end.of]
             last = mine.loc[mine["end_ns"].idxmax()] if len(mine) else None
             rows.append(
                 {
                     "outcome": "not recovered",
-                    "what": f"worker {event['of']} was ended by {how_it_ended(event)}",
+                    "what": f"worker {end.of} was ended by {how_it_ended(end)}",
                     "verdict": "",
-                    "who": str(event["of"]),
+                    "who": str(end.of),
                     "slots": "",
                     "step": None if last is None else last["step"],
                     "last_action": "" if last is None else last["action"],
                     "rung": "none",
                     "heirs": "",
-                    "reason": reason,
-                    "begin_ms": _since(event["seen_ns"], origin_ns),
+                    "reason": history.error,
+                    "begin_ms": _since(end.seen_ns, history.begin_ns),
                 }
             )
     return rows
 
 
-def _without_death(
-    events: Sequence[Event], told: set[str], steps: pd.DataFrame, origin_ns: int
-) -> list[dict[str, Any]]:
+def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a row for each fault of a run that has ended which no recovery and no death tells of."""
-    dead = {event["of"] for event in events if event["event"] == "exit" and not event["expected"]}
-    warned = {event["of"] for event in events if event["event"] == "notice"}
-    reason = next((event["error"] for event in events if event["event"] == "failed"), "")
-    struck: dict[str, list[Event]] = {}
-    for event in events:
-        if event["event"] == "fault" and event["fault"] not in told and event["of"] not in dead:
-            struck.setdefault(event["fault"], []).append(event)
+    dead = {each.of for each in history.of(ExitRecord) if not each.expected}
+    warned = {each.of for each in history.of(NoticeRecord)}
+    struck: dict[str, list[FaultRecord]] = {}
+    for each in history.of(FaultRecord):
+        if each.fault not in told and each.of not in dead:
+            struck.setdefault(each.fault, []).append(each)
     rows = []
     for fault, victims in struck.items():
-        first, who = victims[0], ", ".join(str(event["of"]) for event in victims)
-        begin_ms = (first["at_ns"] - origin_ns) / 1e6
+        first, who = victims[0], ", ".join(str(each.of) for each in victims)
+        begin_ms = (first.at_ns - history.begin_ns) / 1e6
         commits = steps["commit_ms"][steps["commit_ms"] > begin_ms]
         rows.append(
             {
-                "outcome": "left" if first["of"] in warned else "noticed" if reason else "harmless",
-                "what": f"{fault}: {first['do']} of worker {who}",
+                "outcome": "left" if first.of in warned else "noticed" if history.error else "harmless",
+                "what": f"{fault}: {first.do} of worker {who}",
                 "verdict": "",
                 "who": who,
-                "slots": " ".join(".".join(map(str, event["slot"])) for event in victims if event.get("slot")),
-                "step": first["step"],
+                "slots": " ".join(".".join(map(str, each.slot)) for each in victims if each.slot),
+                "step": first.step,
                 "last_action": "",
                 "rung": "",
                 "heirs": "",
-                "reason": reason,
+                "reason": history.error,
                 "begin_ms": begin_ms,
                 **_throughput(steps, begin_ms, None if commits.empty else float(commits.iloc[0])),
             }

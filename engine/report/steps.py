@@ -6,40 +6,27 @@ milliseconds since training began, throughput is samples per second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
-Event = Mapping[str, Any]
+from engine.core.config.job import Job
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, ValidationRecord
 
 
-def begin_ns(events: Sequence[Event]) -> int:
-    """Returns when training began; where it never did, the time of the first event; 0 without any."""
-    gos = (event["at_ns"] for event in events if event["event"] == "go")
-    stamps = (event["at_ns"] for event in events if "at_ns" in event)
-    return next(gos, None) or next(stamps, 0)
-
-
-def samples_per_step(job: Mapping[str, Any]) -> int:
+def samples_per_step(job: Job) -> int:
     """Returns the samples of one optimizer step, over all pipelines."""
-    return int(job.get("pipelines", 1) * job.get("microbatches", 1) * job.get("microbatch_size", 1))
+    return job.pipelines * job.microbatches * job.microbatch_size
 
 
-def steps_table(events: Sequence[Event], job: Mapping[str, Any]) -> pd.DataFrame:
+def steps_table(history: RunHistory) -> pd.DataFrame:
     """Returns step, epoch, time of commit, duration, losses, gradient norm and throughput of each commit."""
-    rows: list[tuple[Any, ...]] = []
-    validation: dict[int, float] = {}
-    epoch, origin_ns = 0, begin_ns(events)
-    for event in events:
-        match event["event"]:
-            case "epoch":
-                epoch = event["epoch"]
-            case "commit":
-                rows.append((event["step"], epoch, event["at_ns"], event.get("loss"), event.get("grad_norm")))
-            case "validation":
-                validation[event["step"]] = event["loss"]
+    rows = [
+        (commit.step, epoch, commit.at_ns, commit.loss, commit.grad_norm)
+        for epoch, commit in history.in_epochs(CommitRecord)
+    ]
+    validation = {each.step: each.loss for each in history.of(ValidationRecord)}
+    origin_ns = history.begin_ns
     table = pd.DataFrame(rows, columns=["step", "epoch", "at_ns", "loss", "grad_norm"])
     table = table.astype(
         {"step": "int64", "epoch": "int64", "at_ns": "int64", "loss": "float64", "grad_norm": "float64"}
@@ -49,5 +36,5 @@ def steps_table(events: Sequence[Event], job: Mapping[str, Any]) -> pd.DataFrame
     table.insert(2, "commit_ms", (table["at_ns"] - origin_ns) / 1e6)
     table.insert(3, "duration_ms", duration_ms)
     table["validation_loss"] = table["step"].map(validation).astype("float64")
-    table["samples_per_s"] = samples_per_step(job) / (duration_ms.where(duration_ms > 0, np.nan) / 1e3)
+    table["samples_per_s"] = samples_per_step(history.job) / (duration_ms.where(duration_ms > 0, np.nan) / 1e3)
     return table.drop(columns="at_ns")

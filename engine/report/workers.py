@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from engine.core.history.process_records import ExitRecord, StartedRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import FinishedRecord
 from engine.report.actions import KINDS
-
-Event = Mapping[str, Any]
 
 TRANSFER = KINDS.index("transfer, waiting")
 _COLUMNS = ["worker", "pid", "slots", "state", "code", "seen_ns", "peak_memory_mib", "peak_stash"]
 
 
-def workers_table(events: Sequence[Event], actions: pd.DataFrame, origin_ns: int) -> pd.DataFrame:
+def workers_table(history: RunHistory, actions: pd.DataFrame, origin_ns: int) -> pd.DataFrame:
     """Returns one row per worker; times in milliseconds since training began, memory in MiB."""
     rows: dict[int, dict[str, Any]] = {}
-    for event in events:
-        match event["event"]:
-            case "started":
-                slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in event["slots"])
-                rows[event["of"]] = {"worker": event["of"], "pid": event["child"], "slots": slots, "state": "running"}
-            case "finished" if event["of"] in rows:
-                rows[event["of"]]["state"] = "finished"
-                rows[event["of"]]["peak_memory_mib"] = event["peak_memory_kib"] / 1024
-                rows[event["of"]]["peak_stash"] = max((peak for *_, peak in event["peak_stash"]), default=0)
-            case "exit" if event["of"] in rows:
-                told = rows[event["of"]]["state"] == "finished" and event["expected"]
-                state = "finished" if told else how_it_ended(event)
-                rows[event["of"]] |= {"state": state, "code": event["code"], "seen_ns": event["seen_ns"]}
+    for each in history.of(StartedRecord):
+        slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in each.slots)
+        rows[each.of] = {"worker": each.of, "pid": each.child, "slots": slots, "state": "running"}
+    for done in history.of(FinishedRecord):
+        peak_stash = max((peak for *_, peak in done.peak_stash), default=0)
+        rows[done.of] |= {"peak_memory_mib": done.peak_memory_kib / 1024, "peak_stash": peak_stash, "state": "finished"}
+    for end in history.of(ExitRecord):
+        told = rows[end.of]["state"] == "finished" and end.expected
+        state = "finished" if told else how_it_ended(end)
+        rows[end.of] |= {"state": state, "code": end.code, "seen_ns": end.seen_ns}
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)
     table = table.astype({"code": "Int64", "peak_memory_mib": "float64", "peak_stash": "Int64"})
@@ -43,10 +40,10 @@ def workers_table(events: Sequence[Event], actions: pd.DataFrame, origin_ns: int
     return table
 
 
-def how_it_ended(exit_event: Event) -> str:
+def how_it_ended(end: ExitRecord) -> str:
     """Returns ``stopped`` for an end that was expected, else ``SIGKILL`` or ``exit code 3``."""
-    code = exit_event["code"]
-    if exit_event["expected"]:
+    code = end.code
+    if end.expected:
         return "stopped"
     try:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"

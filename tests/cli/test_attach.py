@@ -22,6 +22,7 @@ from engine.core.faults.fault import After, At, Fault, When, Worker
 from engine.files.run_folder import RunFolder
 from engine.harness import attach
 from engine.harness.attach import have_shown, pace, skipped
+from tests.core.made_records import lines_of, made_history
 
 
 def at(name: str, step: int, when: When = "before") -> Fault:
@@ -42,20 +43,24 @@ def event(kind: str, at_ns: int, fault: str = "") -> dict[str, Any]:
     return {"event": kind, "at_ns": at_ns} | ({"fault": fault} if fault else {})
 
 
+def shown(faults: list[Fault], events: list[dict[str, Any]]) -> bool:
+    return have_shown(faults, made_history(events))
+
+
 SHOWN = [event("fault", 1, "a"), event("confirmed", 2, "a"), event("commit", 3), event("commit", 4)]
 
 
 def test_nobody_waits_for_one_that_was_not_there_when_the_other_was_recovered_from() -> None:
-    assert have_shown([at("a", 1)], SHOWN)
-    assert not have_shown([at("a", 1)], SHOWN[:3])
-    assert not have_shown([at("a", 1)], SHOWN[2:])
-    assert not have_shown([at("a", 1), at("b", 2)], SHOWN)
+    assert shown([at("a", 1)], SHOWN)
+    assert not shown([at("a", 1)], SHOWN[:3])
+    assert not shown([at("a", 1)], SHOWN[2:])
+    assert not shown([at("a", 1), at("b", 2)], SHOWN)
     both = [at("a", 1), after("c", "a")]
-    assert have_shown(both, SHOWN)
-    assert not have_shown(both, [*SHOWN, event("fault", 5, "c")])
+    assert shown(both, SHOWN)
+    assert not shown(both, [*SHOWN, event("fault", 5, "c")])
     late = Fault("d", After("a", None, delay_ns=2), (Worker(2),))
-    assert not have_shown([at("a", 1), late], SHOWN)
-    assert have_shown([at("a", 1), late], [*SHOWN, event("commit", 5), event("commit", 6)])
+    assert not shown([at("a", 1), late], SHOWN)
+    assert shown([at("a", 1), late], [*SHOWN, event("commit", 5), event("commit", 6)])
 
 
 def test_the_pace_is_that_of_the_last_steps() -> None:
@@ -113,7 +118,7 @@ def _run(tmp_path: Path) -> RunFolder:
 
 def write(folder: RunFolder, *events: dict[str, Any]) -> None:
     with folder.events.open("a") as file:
-        file.writelines(json.dumps(each) + "\n" for each in events)
+        file.write(lines_of(events))
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Sequence[Fault]], list[dict[str, Any]]]) -> None:

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.core.history.run_records import ScenarioRecord
 from engine.files.scenarios.scenario_file import find_scenario, load_scenario
-from engine.harness.case_runner import scenario_facts
+from engine.harness.case_runner import scenario_record
 from engine.runtime.faults.registry import kinds
 
 
@@ -18,8 +19,8 @@ def test_a_scenario_whose_file_is_gone_meanwhile_is_told_as_it_was(tmp_path: Pat
     text = path.read_text()
     loaded = load_scenario(str(path), kinds(), 7, [f"results={tmp_path}", "steps=9"])
     copy = path.rename(tmp_path / "scenario.yaml")
-    facts = scenario_facts(loaded, copy)
-    assert facts == {"scenario": "scenario.yaml", "text": text, "seed": 7, "settings": ["steps=9"]}
+    record = scenario_record(loaded, copy)
+    assert record == ScenarioRecord(scenario="scenario.yaml", text=text, seed=7, settings=("steps=9",))
 
 
 def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.exclusion import Cause, excluded
 from engine.core.faults.scenario import Expect, Scenario
 from engine.harness.case_result import CaseResult, judged
+from tests.core.made_records import made_history
 from tests.kills import parse_kill
 
 JOB = Job(stages=3, steps=9)
@@ -50,7 +51,7 @@ STRUCK: list[dict[str, Any]] = [
 def result_of(
     twin: Comparison | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
 ) -> CaseResult:
-    seen = Observed(0, "", STRUCK if fired else STRUCK[:6], twin)
+    seen = Observed(0, "", made_history(STRUCK if fired else STRUCK[:6]), twin)
     result = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
     return replace(result, recoveries=(RECOVERY,), summary=SUMMARY)
 
@@ -145,7 +146,7 @@ def test_of_shards_nobody_is_called_the_heir() -> None:
     verdict = {"epoch": 1, "owners": [0, 1, 1], "verdict": [[2, "died"]], "reason": "", "at_ns": 6}
     events: list[dict[str, Any]] = [*STRUCK[1:], {"event": "epoch", **verdict}]
     for job, heirs in ((JOB, "; worker 1 was to take over stage 2"), (replace(JOB, pipelines=2, fsdp=1), "")):
-        seen = Observed(80, "", [{"event": "job", "stages": 3, "fsdp": job.fsdp}, *events])
+        seen = Observed(80, "", made_history([{"event": "job", "stages": 3, "fsdp": job.fsdp}, *events]))
         found = judged(replace(SCENARIO, job=job), (FAULT,), Path("x"), seen)
         found = replace(found, summary={"steps": 1})
         assert found.recovery_lines() == [f"worker 2 died after 2RECV_B3 of step 5{heirs}; not recovered"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from engine.harness.live_recoveries import LiveRecoveries
 from engine.runtime.agent.run_state import Account
 from engine.runtime.agent.session import View, WorkerView
 from engine.runtime.ipc.progress_board import Progress
+from tests.core.made_records import lines_of
 
 JOB = Job(stages=2, steps=9)
 
@@ -25,7 +25,7 @@ def view(num_steps: int, *states: str) -> View:
 
 def append(path: Path, *events: dict[str, Any]) -> None:
     with path.open("a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
+        file.write(lines_of(events))
 
 
 def commit(step: int, at_ms: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def failure(worker: int, heir: int, at_ms: int, number: int = 1) -> list[dict[st
 
 def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    live = LiveRecoveries(JOB.stages, JOB.steps, path)
+    live = LiveRecoveries(JOB, path)
     assert live.look(view(0, "starting", "starting")) == []
     for step in range(4):
         append(path, commit(step, step))
@@ -67,7 +67,7 @@ def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -
     path = tmp_path / "events.jsonl"
     started = [{"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(2)]
     append(path, {"event": "job", "stages": 2, "steps": 9}, *started)
-    live = LiveRecoveries(JOB.stages, JOB.steps, path)
+    live = LiveRecoveries(JOB, path)
     live.look(view(0, "starting", "starting"))
     joined = {"event": "epoch", "epoch": 1, "owners": [0, 1], "verdict": [], "reason": "all have joined"}
     append(path, joined | {"at_ns": 0}, {"event": "go", "epoch": 1, "at_ns": 1})
@@ -85,7 +85,7 @@ def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -
 def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text("no event\n")
-    live = LiveRecoveries(JOB.stages, JOB.steps, path)
+    live = LiveRecoveries(JOB, path)
     for num_steps in range(4):
         live.look(view(num_steps, "running", "running"))
     append(path, commit(3, 3))
@@ -96,7 +96,7 @@ def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_is_no_failure(tmp_path: Path) -> None:
-    live = LiveRecoveries(JOB.stages, JOB.steps, tmp_path / "events.jsonl")
+    live = LiveRecoveries(JOB, tmp_path / "events.jsonl")
     live.look(view(0, "running", "running"))
     assert live.look(view(9, "left", "left")) == []
     assert live.look(view(9, "left", "left")) == []
@@ -105,7 +105,7 @@ def test_the_end_of_a_run_is_no_failure(tmp_path: Path) -> None:
 def test_one_that_left_without_a_recovery_is_not_looked_for_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     append(path, commit(0, 1))
-    live = LiveRecoveries(2, 1000, path)
+    live = LiveRecoveries(Job(stages=2, steps=1000), path)
     live.look(view(1, "running", "running"))
     for num_steps in range(1, 20):
         assert live.look(view(num_steps, "running", "left")) == []

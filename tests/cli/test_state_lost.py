@@ -10,7 +10,9 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
-from engine.harness.state_lost import Loss, fewest_holders, loss_of, state_lost_lines
+from engine.harness import state_lost
+from engine.harness.state_lost import Loss, fewest_holders, state_lost_lines
+from tests.core.made_records import records_of
 
 LAZY = Job(stages=3, steps=9)
 SHARDED = replace(LAZY, redundancy="none", pipelines=2, fsdp=1)
@@ -103,6 +105,10 @@ def test_all_that_is_advised_survives_as_many(redundancy: Any) -> None:
             assert all(survives(with_options(job, each), gone) for each in found), (job, gone, found)
 
 
+def loss_of(job: Job, events: list[dict[str, Any]]) -> Loss:
+    return state_lost.loss_of(job, records_of(events))
+
+
 def exit_of(worker: int) -> dict[str, Any]:
     return {"event": "exit", "of": worker, "code": -9, "expected": False, "seen_ns": 4, "at_ns": 5}
 
@@ -129,7 +135,7 @@ FIRST = [exit_of(1), epoch(1, [0, 0, 2], [[1, "was ended by SIGKILL"]]), commit(
 
 def test_who_died_is_told_with_what_was_theirs() -> None:
     done = {"event": "action", "worker": 2, "step": 1, "action": "2B0", "start_ns": 2, "end_ns": 3}
-    lines = state_lost_lines(LAZY, [*BEGIN, done, exit_of(1), exit_of(2)], 1)
+    lines = state_lost_lines(LAZY, records_of([*BEGIN, done, exit_of(1), exit_of(2)]), 1)
     assert lines.pop(3).startswith(
         "why    lazy redundancy of level 1 keeps each stage on at least 2 of 3 workers; 2 were "
     )

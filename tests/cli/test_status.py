@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from bamboo_cli.status import status
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
 from engine.files.run_folder import create_run_folder
+from tests.core.made_records import lines_of
 
 APP = typer.Typer()
 APP.command()(status)
@@ -41,7 +42,7 @@ STORE = {"event": "store", "endpoints": ["127.0.0.1:1"], "run_id": "x", "private
 def make_run(results: Path, name: str, events: list[dict[str, Any]], hour: int = 1) -> str:
     """Makes a run folder with events and returns its name."""
     folder = create_run_folder(results, name, datetime(2026, 1, 1, hour), "abcd")
-    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    folder.events.write_text(lines_of(events))
     return folder.path.name
 
 
@@ -73,7 +74,7 @@ def test_who_cannot_leave_is_told(tmp_path: Path) -> None:
         "  epoch 1: every worker has joined",
         f"  epoch 1: worker 1 {text}",
     ]
-    make_run(tmp_path, "mlp", [STORE, *STARTED, stays], hour=2)
+    make_run(tmp_path, "mlp", [STARTED[0], STORE, *STARTED[1:], stays], hour=2)
     assert lament(tmp_path, "last committed step 1")[2].endswith("  gone")
 
 
@@ -103,14 +104,16 @@ def lament(results: Path, last: str) -> list[str]:
 def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the environment says is about a kept etcd, and is asked for with one only."""
     monkeypatch.setenv("BAMBOO_ETCD_CA", "no such file")
-    name = make_run(tmp_path, "mlp", [STORE, *STARTED, {"event": "exit", "of": 1, "code": -9, "expected": False}])
+    name = make_run(
+        tmp_path, "mlp", [STARTED[0], STORE, *STARTED[1:], {"event": "exit", "of": 1, "code": -9, "expected": False}]
+    )
     assert lament(tmp_path, "last committed step 1") == [
         f"{name}: launcher gone, epoch 1, step 2 of 9 (from events)",
         "  worker 0  pid 11  stage 0.0 1.0  gone",
         "  worker 1  pid 12  stage 0.1 1.1  dead",
         "  epoch 1: every worker has joined",
     ]
-    make_run(tmp_path, "mlp", [STORE | {"private": False}, *STARTED], hour=2)
+    make_run(tmp_path, "mlp", [STARTED[0], STORE | {"private": False}, *STARTED[1:]], hour=2)
     with pytest.raises(UserError, match="BAMBOO_ETCD_CA"):
         say("--results", tmp_path)
 
@@ -124,7 +127,7 @@ def test_watching_waits_for_a_run_to_start_its_workers(tmp_path: Path, monkeypat
 
     def say_more(event: dict[str, Any]) -> None:
         with events.open("a") as file:
-            file.write(json.dumps(event) + "\n")
+            file.write(lines_of([event]))
 
     turns = iter([lambda: say_more(STARTED[0]), lambda: say_more(STORE), lambda: os.utime(folder, (1, 1))])
     sleep = time.sleep  # the client of the store needs it too

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.core.config.job import Job
@@ -26,6 +27,8 @@ from engine.core.history.process_records import (
     StoreSilentRecord,
 )
 from engine.core.history.record import VERSION, Record, kind_of
+from engine.core.history.record_lines import _NEEDED, decoded, encoded
+from engine.core.history.run_history import RunHistory, history_of
 from engine.core.history.run_records import (
     ActionRecord,
     AuditRecord,
@@ -113,12 +116,32 @@ SAMPLES: tuple[Record, ...] = (
     FailedRecord(**AGENT, error='a "quoted"\nline \u00e9'),
     EndedRecord(**AGENT, outcome="finished", exit_code=0),
 )
-_BY_KIND: dict[str, Any] = {kind_of(type(each)): each for each in SAMPLES}
+_NEUTRAL: dict[str, dict[str, Any]] = {"epoch": {"verdict": []}}
+# What is not said of a record is as in its sample.
+_BASE: dict[str, dict[str, Any]] = {
+    kind_of(type(each)): {
+        name: value for name, value in json.loads(encoded(each)).items() if name in _NEEDED[type(each)]
+    }
+    | _NEUTRAL.get(kind_of(type(each)), {})
+    for each in SAMPLES
+}
 
 
-def made(kind: str, **fields: Any) -> Any:
-    """Returns a record of a kind with some fields; of a job, its fields. What is not said is as in the sample."""
-    if kind == "job":
-        stamps = {name: fields.pop(name) for name in AGENT if name in fields}
-        return replace(_BY_KIND[kind], **stamps, job=Job(**fields))
-    return replace(_BY_KIND[kind], **fields)
+def made(event: str, **fields: Any) -> Any:
+    """Returns the record of a kind with some fields, as its line has them."""
+    return decoded(json.dumps({"event": event, **_BASE[event], **fields}))
+
+
+def records_of(events: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """Returns the records that some events tell of, each as far as its line would."""
+    return [made(**event) for event in events]
+
+
+def made_history(events: Iterable[Mapping[str, Any]]) -> RunHistory:
+    """Returns what the events add up to."""
+    return history_of(records_of(events))
+
+
+def lines_of(events: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the lines of the events, as a file has them."""
+    return "".join(f"{encoded(each)}\n" for each in records_of(events))

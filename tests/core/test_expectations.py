@@ -14,6 +14,8 @@ from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
 from engine.core.faults.fault import Fault, Owner
 from engine.core.faults.scenario import Expect, Limits
+from engine.core.history.run_history import RunHistory
+from tests.core.made_records import made_history
 from tests.core.scenario_cases import KINDS, at
 
 JOB = Job(stages=2, microbatches=1, steps=2)
@@ -62,7 +64,7 @@ EVENTS: list[Event] = [
     of_agent("commit", 9_000_000, step=1),
 ]
 SAME = compare(ROWS, ROWS)
-SEEN = Observed(0, "", EVENTS, SAME, ())
+SEEN = Observed(0, "", made_history(EVENTS), SAME, ())
 ALL = Expect("recovered", "identical", 0, "exactly-once", "exact", "none", Limits(10**9, 10**9, {"detect": 10**8}))
 
 
@@ -72,6 +74,10 @@ def checked(expect: Expect = ALL, seen: Observed = SEEN, faults: tuple[Fault, ..
 
 def without(*events: Event) -> list[Event]:
     return [event for event in EVENTS if event not in events]
+
+
+def history_without(*events: Event) -> RunHistory:
+    return made_history(without(*events))
 
 
 def test_a_case_in_which_everything_is_as_expected() -> None:
@@ -100,7 +106,7 @@ def test_of_a_run_that_was_struck_before_only_what_came_since_is_judged() -> Non
     ]
     events = sorted([*EVENTS, *before], key=lambda each: int(each.get("at_ns", each.get("end_ns", 0))))
     expect = Expect(samples="exactly-once", culprit="exact", steps_lost=0)
-    whole = replace(SEEN, events=events)
+    whole = replace(SEEN, history=made_history(events))
     found = {name: each.result for name, each in checked(expect, whole).items()}
     assert found == dict.fromkeys(found, "passed") | dict.fromkeys(("samples", "culprit", "steps_lost"), "failed")
     seen = replace(whole, since_ns=since_ns)
@@ -119,11 +125,16 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
     [
         (
             "faults",
-            {"events": without(STRUCK, CONFIRMED)},
+            {"history": history_without(STRUCK, CONFIRMED)},
             "invalid",
             "first did not strike (kill before 1B0 of step 1)",
         ),
-        ("faults", {"events": without(CONFIRMED)}, "invalid", "first struck, but nobody saw what it does (kill)"),
+        (
+            "faults",
+            {"history": history_without(CONFIRMED)},
+            "invalid",
+            "first struck, but nobody saw what it does (kill)",
+        ),
         ("outcome", {"exit_code": 3, "error": "why\nmore"}, "failed", "not recovered, but recovered was expected: why"),
         ("outcome", {"exit_code": 80}, "failed", "state-lost, but recovered was expected"),
         ("outcome", {"exit_code": 130}, "invalid", "the run ended with exit code 130"),
@@ -136,14 +147,24 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
             "failed",
             "the weights are not those of the fault-free twin: step 1, layer 1: state differs, other in this run",
         ),
-        ("samples", {"events": [*did(0, 1, 7, "1B0"), *EVENTS]}, "failed", "step 1: worker 0 counted the backward"),
+        (
+            "samples",
+            {"history": made_history([*did(0, 1, 7, "1B0"), *EVENTS])},
+            "failed",
+            "step 1: worker 0 counted the backward",
+        ),
         (
             "culprit",
-            {"events": [*EVENTS, epoch(3, 9_900_000, [0, 0], [0, "was silent"])]},
+            {"history": made_history([*EVENTS, epoch(3, 9_900_000, [0, 0], [0, "was silent"])])},
             "failed",
             "worker 0 was put out, and should not have been",
         ),
-        ("culprit", {"events": without(EXIT, VERDICT)}, "failed", "worker 1 was struck, and no verdict names it"),
+        (
+            "culprit",
+            {"history": history_without(EXIT, VERDICT)},
+            "failed",
+            "worker 1 was struck, and no verdict names it",
+        ),
         ("leftovers", {"leftovers": None}, "invalid", "nobody looked"),
         ("leftovers", {"leftovers": ["pid 7", "port 8"]}, "failed", "pid 7, and 1 more"),
     ],
@@ -169,9 +190,9 @@ def test_a_twin_that_did_not_finish_gives_its_exit_code_unless_a_check_is_worse(
     seen = replace(SEEN, twin=error)
     checks = check(ALL, JOB, (FAULT,), KINDS, seen)
     assert (checks[2].result, checks[2].text, exit_code(checks, seen)) == ("invalid", "the twin", 130)
-    missed = replace(seen, events=without(STRUCK, CONFIRMED))
+    missed = replace(seen, history=history_without(STRUCK, CONFIRMED))
     assert exit_code(check(Expect(trajectory="identical"), JOB, (FAULT,), KINDS, missed), missed) == 6
-    miscounted = replace(seen, events=[*did(0, 1, 7, "1B0"), *EVENTS])
+    miscounted = replace(seen, history=made_history([*did(0, 1, 7, "1B0"), *EVENTS]))
     assert exit_code(check(ALL, JOB, (FAULT,), KINDS, miscounted), miscounted) == 1
 
 
@@ -183,14 +204,14 @@ def test_a_twin_is_run_only_where_it_can_prove_something() -> None:
     assert not needs_twin(Expect(), (FAULT,), SEEN)
     assert not needs_twin(wanted, (FAULT,), replace(SEEN, exit_code=80))
     assert not needs_twin(wanted, (FAULT,), replace(SEEN, exit_code=130))
-    assert not needs_twin(wanted, (FAULT,), replace(SEEN, events=without(STRUCK, CONFIRMED)))
+    assert not needs_twin(wanted, (FAULT,), replace(SEEN, history=history_without(STRUCK, CONFIRMED)))
 
 
 def test_half_a_backward_that_did_not_strike_after_a_failure_says_why() -> None:
     half = Fault("second", at(1, "0I0"), (Owner(0, 0),))
     text = checked(faults=(FAULT, half))["faults"].text
     assert text.endswith("of step 1) (once a worker is lost, backwards are whole: B instead of I and W)")
-    text = checked(faults=(FAULT, half), seen=replace(SEEN, events=without(STRUCK, CONFIRMED)))["faults"].text
+    text = checked(faults=(FAULT, half), seen=replace(SEEN, history=history_without(STRUCK, CONFIRMED)))["faults"].text
     assert text.endswith("of step 1)")
 
 
@@ -199,7 +220,7 @@ def test_limits_of_time() -> None:
     assert found["recovery.p95"].result == "failed"
     assert found["recovery.p95"].text.startswith("5.0 ms, 0.001us at most")
     assert (found["recovery.max"].result, found["recovery.phases.detect"].result) == ("passed", "failed")
-    none = checked(Expect(recovery=Limits(1)), replace(SEEN, events=EVENTS[:8]))
+    none = checked(Expect(recovery=Limits(1)), replace(SEEN, history=made_history(EVENTS[:8])))
     assert none["recovery"].result == "invalid"
 
 
@@ -215,16 +236,16 @@ def test_all_victims_must_be_struck() -> None:
 def test_whoever_left_with_notice_or_ended_when_the_run_halted_has_been_named() -> None:
     expect = Expect(culprit="exact")
     left = [*without(EXIT, VERDICT), of_agent("notice", 2_000_000, of=1, grace_s=60.0)]
-    assert checked(expect, replace(SEEN, events=left))["culprit"].result == "passed"
+    assert checked(expect, replace(SEEN, history=made_history(left)))["culprit"].result == "passed"
     halted = [*without(VERDICT, EXIT), {**EXIT, "expected": True}]
-    assert checked(expect, replace(SEEN, events=halted, exit_code=80))["culprit"].result == "passed"
-    assert checked(expect, replace(SEEN, events=halted))["culprit"].result == "failed"
+    assert checked(expect, replace(SEEN, history=made_history(halted), exit_code=80))["culprit"].result == "passed"
+    assert checked(expect, replace(SEEN, history=made_history(halted)))["culprit"].result == "failed"
 
 
 def test_whoever_is_struck_with_what_ends_nobody_may_stay_or_go() -> None:
     stop = replace(FAULT, do="stop")
     assert checked(Expect(culprit="exact"), faults=(stop,))["culprit"].result == "passed"
-    stays = replace(SEEN, events=without(EXIT, VERDICT))
+    stays = replace(SEEN, history=history_without(EXIT, VERDICT))
     assert checked(Expect(culprit="exact"), stays, (stop,))["culprit"].text == "put out: nobody"
     assert checked(Expect(culprit="nobody"), stays, (stop,))["culprit"].result == "passed"
     assert checked(Expect(culprit="nobody"), faults=(stop,))["culprit"].result == "failed"
@@ -254,7 +275,7 @@ def test_the_exit_code_of_a_case(expected: Any, code: int, result: str, exits: i
 
 
 def test_failed_counts_more_than_invalid_and_invalid_is_never_passed() -> None:
-    missed = replace(SEEN, events=without(CONFIRMED))
+    missed = replace(SEEN, history=history_without(CONFIRMED))
     checks = check(Expect(), JOB, (FAULT,), KINDS, missed)
     assert (verdict(checks), exit_code(checks, missed)) == ("invalid", ExitCode.INVALID_CASE)
     failed = replace(missed, exit_code=80)

@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.strike_accuracy import precision
+from engine.core.checks import strike_accuracy
+from engine.core.checks.expectations import Check
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, Owner, Role, When
+from tests.core.made_records import made_history
 from tests.core.scenario_cases import at
 
 JOB = Job(stages=3, microbatches=2, steps=3)
 PROGRAM = [str(action) for action in planned(JOB)[0][1]]  # of worker 1
 NAMED = PROGRAM.index("1B0")
+
+
+def precision(job: Job, faults: list[Fault], events: list[dict[str, Any]]) -> Check:
+    return strike_accuracy.precision(job, faults, made_history(events))
 
 
 def run(num_done: int, num_later: int = 0, when: When = "before", do: str = "kill", step: int = 1) -> Any:

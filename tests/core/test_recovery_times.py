@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.checks.recovery_log import RecoveryLog, recoveries
+from engine.core.checks import recovery_log
+from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.checks.recovery_times import PHASES, Recovery
+from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded, in_words
+from engine.core.history.run_history import RunHistory
+from tests.core.made_records import records_of
 
 Event = dict[str, Any]
 
 MS = 1_000_000
+
+
+def recoveries(events: Iterable[Event]) -> list[Recovery]:
+    return recovery_log.recoveries(records_of(events))
 
 
 def agent(event: str, at: int, **fields: Any) -> Event:
@@ -342,8 +351,8 @@ def test_a_run_without_failures_has_none() -> None:
 
 
 def test_who_begins_in_the_middle_of_a_run_says_what_came_before() -> None:
-    log = RecoveryLog(3, True, {(0, worker): worker for worker in range(3)})
+    log = RecoveryLog(RunHistory(Job(stages=3), True, {(0, worker): worker for worker in range(3)}))
     events = [*COMMITS[-1:], *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
-    (found,) = [recovery for event in events for recovery in log.read(event)]
+    (found,) = [recovery for record in records_of(events) for recovery in log.read(record)]
     assert (found.pause_ns, found.heirs) == (50 * MS, (((0, 2), 2, 1),))
     assert (found.extra_ns, found.gap_ns) == (None, None)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.bench.figures.redo import Redo, redo_of
+from engine.bench.figures import redo
+from engine.bench.figures.redo import Redo
+from engine.core.history.run_records import ActionRecord
+from tests.core.made_records import made_history
 
 STEP = 6
+
+
+def redo_of(events: list[dict[str, Any]], step: int, stage: int, fenced_ns: int, log_every: int = 0) -> Redo:
+    return redo.redo_of(made_history(events).of(ActionRecord), step, stage, fenced_ns, log_every)
 
 
 def ran(worker: int, *actions: str, step: int = STEP, at_ns: int = 10) -> list[dict[str, Any]]:

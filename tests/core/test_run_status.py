@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from engine.core.errors import InvariantError
+from engine.core.history.recorded_status import status_of_history
 from engine.core.membership.events import ExitSeen, Notice
-from engine.core.membership.run_status import RunStatus, WorkerStatus, status_of_events, status_of_keys
+from engine.core.membership.run_status import RunStatus, WorkerStatus, status_of_keys
 from engine.core.membership.state import to_json
+from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
 
 MEMBER = {"pid": 7, "node": "host", "now": [[0, 2]], "before": []}
@@ -82,7 +84,7 @@ def test_garbage_is_refused_by_the_name_of_the_run(others: Mapping[str, bytes]) 
 
 
 def event(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"event": kind, "worker": -1, "pid": 1, "at_ns": 0, **fields}
+    return {"event": kind, "worker": -1, "pid": 1, "at_ns": 1, **fields}
 
 
 STARTED = [
@@ -93,17 +95,17 @@ STARTED = [
 TRAINED = [
     *STARTED,
     event("epoch", epoch=1, reason="every worker has joined", members=[0, 1], owners=[0, 1]),
-    event("action", step=0, action="0F0"),
+    {"event": "action", "worker": 0, "step": 0, "action": "0F0"},
     *(event("commit", step=step) for step in range(3)),
 ]
 
 
 def test_events_are_followed_to_the_last() -> None:
-    assert status_of_events("mine", []) == RunStatus("mine", "starting")
-    begun = status_of_events("mine", STARTED)
+    assert status_of_history("mine", made_history([])) == RunStatus("mine", "starting")
+    begun = status_of_history("mine", made_history(STARTED))
     assert (begun.phase, begun.num_steps, begun.epoch, begun.committed) == ("starting", 9, 0, -1)
     assert [(each.worker, each.pid, each.now) for each in begun.workers] == [(0, 11, ((0, 0),)), (1, 12, ((0, 1),))]
-    going = status_of_events("mine", TRAINED)
+    going = status_of_history("mine", made_history(TRAINED))
     assert (going.phase, going.epoch, going.committed) == ("running", 1, 2)
     assert going.verdicts == ((1, "every worker has joined"),)
     ends = [
@@ -112,7 +114,7 @@ def test_events_are_followed_to_the_last() -> None:
         event("exit", of=0, code=0, expected=True),
         event("ended", outcome="failed", exit_code=3),
     ]
-    ended = status_of_events("mine", TRAINED + ends)
+    ended = status_of_history("mine", made_history(TRAINED + ends))
     assert (ended.phase, ended.committed) == ("failed", 2)
     assert {each.worker: each.state for each in ended.workers} == {0: "left", 1: "dead"}
     assert ended.verdicts[1:] == ((1, "worker 1 was ended by SIGKILL"),)
@@ -120,7 +122,8 @@ def test_events_are_followed_to_the_last() -> None:
 
 def test_events_say_who_owns_what_after_a_failure() -> None:
     out = event("epoch", epoch=2, reason="an exit was seen", members=[0], owners=[0, 0])
-    found = status_of_events("mine", [*TRAINED, event("exit", of=1, code=-9, expected=False), out])
+    died = event("exit", of=1, code=-9, expected=False)
+    found = status_of_history("mine", made_history([*TRAINED, died, out]))
     assert [(each.now, each.before, each.state) for each in found.workers] == [
         (((0, 0), (0, 1)), ((0, 0),), "in"),
         ((), ((0, 1),), "dead"),

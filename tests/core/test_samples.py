@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.core.checks.samples import miscounted
+from engine.core.checks import samples
 from engine.core.config.job import Job
+from tests.core.made_records import made_history
 
 JOB = Job(stages=2, pipelines=1, microbatches=2, steps=2)
 Event = dict[str, Any]
+
+
+def miscounted(events: Iterable[Event], job: Job) -> list[str]:
+    return samples.miscounted(made_history(events), job)
 
 
 def did(worker: int, step: int, *actions: str, from_ns: int = 0) -> list[Event]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +11,9 @@ import pytest
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
 from engine.core.config.job import Job
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord
+from engine.files.events_file import read_history
 from engine.report.load import RunTables, load
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.children import ForkServer
@@ -22,8 +24,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 AGREE_NS = 5_000_000
 
 
-def run(server: ForkServer, folder: Path, kills: list[str], **fields: Any) -> list[dict[str, Any]]:
-    """Runs a job whose stages sleep, with kills, and returns its events."""
+def run(server: ForkServer, folder: Path, kills: list[str], **fields: Any) -> RunHistory:
+    """Runs a job whose stages sleep, with kills, and returns its history."""
     job = Job(
         model="timed",
         model_args={"layers": fields["stages"], "forward_ms": 3, "backward_ms": 6, "width": 16},
@@ -34,7 +36,7 @@ def run(server: ForkServer, folder: Path, kills: list[str], **fields: Any) -> li
     )
     ending = run_session(job, folder / "events.jsonl", folder, faults=parse_kills(kills, job), server=server)
     assert ending.error is None, ending.error
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return read_history(folder / "events.jsonl")
 
 
 def disagreement_ns(found: Recovery, commits_ns: dict[int, int]) -> int:
@@ -49,23 +51,23 @@ def test_phases_and_commits_agree_on_what_a_recovery_cost(tmp_path: Path, server
 
     The kills come early in their steps: what slows a step before its kill is in the gap between commits only.
     """
-    events = run(server, tmp_path, ["5:1:F:1", "10:2:F:1", "15:3:F:1"], stages=5, steps=17)
-    found = recoveries(events)
+    history = run(server, tmp_path, ["5:1:F:1", "10:2:F:1", "15:3:F:1"], stages=5, steps=17)
+    found = recoveries(history.records)
     assert [(each.step, each.rung) for each in found] == [(5, "shadow"), (10, "shadow"), (15, "shadow")]
-    commits_ns = {event["step"]: event["at_ns"] for event in events if event["event"] == "commit"}
+    commits_ns = {each.step: each.at_ns for each in history.of(CommitRecord)}
     for each in found:
         assert each.pause_ns is not None and each.merged_ns is not None
         assert sum(each.phases_ns.values()) == each.pause_ns
         assert each.begin_ns + each.pause_ns + each.merged_ns == each.resume_ns == commits_ns[each.step]
         print(each.extra_ns, each.gap_ns, disagreement_ns(each, commits_ns))
     assert median(disagreement_ns(each, commits_ns) for each in found) <= AGREE_NS
-    table = load(events).recovery
+    table = load(history.records).recovery
     assert (table["plan_bytes"] > 0).all() and (table["heal_bytes"] > 0).all()
 
 
 def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, server: ForkServer) -> None:
     fields = {"stages": 2, "pipelines": 2, "redundancy": "reroute", "steps": 4}
-    run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields))
+    run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields).records)
     (row,) = run_of.recovery.to_dict("records")
     assert row["rung"] == "other pipeline"
     assert row["verdict"].startswith("worker 1 was ended by SIGKILL")  # and where it was last seen, if it was

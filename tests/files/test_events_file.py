@@ -9,34 +9,61 @@ import pytest
 
 from engine.core.errors import StorageError
 from engine.core.history.process_records import FailedRecord
+from engine.core.history.record import VERSION
+from engine.core.history.record_lines import encoded
+from engine.core.history.run_records import ActionRecord, TwinRecord
 from engine.files.events_file import add_event, read_events
 from engine.runtime.ipc.recorder import Recorder, open_events
+from tests.core.made_records import made
+
+JOB, GO = made("job"), made("go")
 
 
 def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:
     fd = open_events(tmp_path / "events.jsonl")
     recorder = Recorder(fd, 3)
+    recorder.write(JOB)
     # Whatever Python takes for the end of a line must not end one here.
     recorder.write(FailedRecord(error="line\nline\x0b\u2028\x85\r"))
     recorder.action(1, 2, "1F0", 10, 20)
     os.close(fd)
-    first, second = read_events(tmp_path / "events.jsonl")
-    assert (first["event"], first["error"], first["worker"]) == ("failed", "line\nline\x0b\u2028\x85\r", 3)
-    assert (second["event"], second["step"], second["action"], second["end_ns"]) == ("action", 2, "1F0", 20)
+    _, first, second = read_events(tmp_path / "events.jsonl")
+    assert isinstance(first, FailedRecord) and isinstance(second, ActionRecord)
+    assert (first.error, first.worker) == ("line\nline\x0b\u2028\x85\r", 3)
+    assert (second.step, second.action, second.end_ns) == (2, "1F0", 20)
 
 
 @pytest.mark.parametrize("half", ['{"event":"com', "", '{"event":"commit"}'])
 def test_a_last_line_without_an_end_is_still_being_written(tmp_path: Path, half: str) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text('{"event":"job"}\n' + half)
-    assert [event["event"] for event in read_events(path)] == ["job"]
+    path.write_text(f"{encoded(JOB)}\n{half}")
+    assert list(read_events(path)) == [JOB]
 
 
 @pytest.mark.parametrize("line", [b"garbage", b"\xff\xfe", b'{"event":', b"[1]", b"3", b"", b"{}"])
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_bytes(b'{"event":"job"}\n' + line + b'\n{"event":"go"}\n')
+    path.write_bytes(encoded(JOB).encode() + b"\n" + line + b"\n" + encoded(GO).encode() + b"\n")
     with pytest.raises(StorageError, match=r"events\.jsonl:2: expected one event as JSON, found "):
+        list(read_events(path))
+
+
+def test_an_event_without_a_field_is_named_with_its_line_also_by_a_reader_that_begins_behind(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{encoded(JOB)}\n{encoded(GO)}\n" + '{"event":"known","worker":0,"pid":1,"at_ns":2}\n')
+    for start in (0, len(encoded(JOB)) + 1):
+        with pytest.raises(StorageError, match=r"events\.jsonl:3: event 'known' has no field 'of'"):
+            list(read_events(path, start))
+
+
+def test_a_file_of_another_version_says_so_and_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{encoded(GO)}\n")
+    older = r"events\.jsonl:1: recorded by an older bamboo: format without a version, .*; use the bamboo that recorded"
+    with pytest.raises(StorageError, match=older):
+        list(read_events(path))
+    path.write_text(encoded(JOB).replace(f'"version":{VERSION}', '"version":9') + "\n")
+    with pytest.raises(StorageError, match=r"events\.jsonl:1: recorded by a newer bamboo: format version 9"):
         list(read_events(path))
 
 
@@ -47,16 +74,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_reading_can_begin_where_the_file_once_ended(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text('{"event":"job"}\n')
+    path.write_text(f"{encoded(JOB)}\n")
     size = path.stat().st_size
     with path.open("a") as file:
-        file.write('{"event":"go"}\n')
-    assert [event["event"] for event in read_events(path, size)] == ["go"]
+        file.write(f"{encoded(GO)}\n")
+    assert list(read_events(path, size)) == [GO]
 
 
 def test_what_is_learned_afterwards_is_added(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"event":"ended"}\n')
-    add_event(tmp_path / "events.jsonl", "twin", losses=[[0, 1.5]])
-    assert list(read_events(tmp_path / "events.jsonl")) == [{"event": "ended"}, {"event": "twin", "losses": [[0, 1.5]]}]
+    twin = TwinRecord(losses=((0, 1.5),))
+    (tmp_path / "events.jsonl").write_text(f"{encoded(JOB)}\n")
+    add_event(tmp_path / "events.jsonl", twin)
+    assert list(read_events(tmp_path / "events.jsonl")) == [JOB, twin]
     with pytest.raises(StorageError):
-        add_event(tmp_path / "nowhere" / "events.jsonl", "twin")
+        add_event(tmp_path / "nowhere" / "events.jsonl", twin)

@@ -5,17 +5,26 @@ A death takes a round number of milliseconds in every phase, so that what a tabl
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from engine.files.run_folder import create_run_folder
+from engine.report.load import RunTables
+from engine.report.load import load as load_records
+from tests.core.made_records import lines_of, records_of
 
 Event = dict[str, Any]
 
 MS = 1_000_000
+
+
+def load(events: Iterable[Event], name: str = "") -> RunTables:
+    """Returns the tables of a run with these events."""
+    return load_records(records_of(events), name)
+
+
 FORWARD_MS, BACKWARD_MS, COMMIT_MS = 1.0, 2.0, 0.5
 # Phase by phase, in the order of time; replay is what the made-up heir does again.
 PHASES_MS = {"detect": 1, "agree": 2, "fence": 3, "inventory": 1, "regroup": 4, "plan": 2}
@@ -171,7 +180,7 @@ def make_run(results: Path, events: list[dict[str, Any]], hour: int = 1) -> Path
     """Makes a run folder that holds events and nothing else, and returns it."""
     folder = create_run_folder(results, "made-up", datetime(2026, 1, 1, hour), "abcd")
     folder.logs.rmdir()
-    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    folder.events.write_text(lines_of(events))
     return folder.path
 
 

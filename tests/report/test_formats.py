@@ -11,9 +11,9 @@ import pytest
 from engine.core.errors import EnvironmentLacksError
 from engine.report import formats
 from engine.report.compare import compare
-from engine.report.load import RunTables, load
+from engine.report.load import RunTables
 from engine.report.trace import trace
-from tests.report.made_up import MadeUpRun
+from tests.report.made_up import MadeUpRun, load
 
 TABLE = pd.DataFrame({"what": ["a|b", "<b>\\"], "n": [1.23456, float("nan")], "empty": [None, None]})
 

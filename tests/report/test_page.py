@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.report.load import RunTables, load
+from engine.report.load import RunTables
 from engine.report.pages.page import page
 from tests.report.browser import Browser
-from tests.report.made_up import MadeUpRun
+from tests.report.made_up import MadeUpRun, load
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> ${x} %{y}"
 GOAL_S = 2.0
@@ -150,7 +150,7 @@ def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) ->
         }
         changed |= {"job": {"model": EVIL, "model_args": {EVIL: EVIL}}, "fault": {"fault": EVIL}}
         events.append(event | changed.get(event["event"], {}))
-    events.insert(-1, events[-1] | {"event": "failed", "error": EVIL})
+    events.insert(-1, {"event": "failed", "error": EVIL, "at_ns": events[-1]["at_ns"]})
     events[-1] = events[-1] | {"outcome": "failed"}
     run = load(events, EVIL)
     opened(browser, run, tmp_path)

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 from engine.report.headline import command, headline
-from engine.report.load import RunTables, joined, load
+from engine.report.load import RunTables, joined
 from engine.report.pages.charts import charts
 from engine.report.pages.timeline import timeline
-from tests.report.made_up import PHASES_MS, MadeUpRun, agent, did
+from tests.report.made_up import PHASES_MS, MadeUpRun, agent, did, load
 
 
 @pytest.fixture(scope="module", name="run")

@@ -7,10 +7,11 @@ stopped. The places of redundant forwards limit their number (`redundant_forward
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.core.action import Action, Op, parse_action
+from engine.core.history.run_records import ActionRecord
 from engine.core.program.replay import replayed
 
 
@@ -22,15 +23,15 @@ class Redo(NamedTuple):
     left: frozenset[int]
 
 
-def redo_of(events: Iterable[Mapping[str, Any]], step: int, stage: int, fenced_ns: int, log_every: int = 0) -> Redo:
+def redo_of(records: Iterable[ActionRecord], step: int, stage: int, fenced_ns: int, log_every: int = 0) -> Redo:
     """Returns the work that the death of a stage's worker left to redo in a step; the others stopped by `fenced_ns`."""
     lost: set[Action] = set()
     shadowed: set[Action] = set()
-    for event in events:
-        if event["event"] == "action" and event["step"] == step and event["end_ns"] <= fenced_ns:
-            action = parse_action(event["action"])
+    for record in records:
+        if record.step == step and record.end_ns <= fenced_ns:
+            action = parse_action(record.action)
             if action.stage == stage:
-                (lost if event["worker"] == stage else shadowed).add(action)
+                (lost if record.worker == stage else shadowed).add(action)
     streamed = sum(action.op is Op.STREAM for action in lost) * log_every
     first = [Action(stage, op, each) for op in (Op.B, Op.F) for each in range(streamed, _after(lost))]
     again = replayed(first, lost)

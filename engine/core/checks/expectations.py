@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
@@ -21,8 +21,13 @@ from engine.core.errors import BambooError, ExitCode
 from engine.core.faults.fault import WHOLE_AFTERWARDS, At, Fault
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
+from engine.core.history.process_records import ExitRecord
+from engine.core.history.record import StampedRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, ConfirmedRecord, EpochRecord, FaultRecord, NoticeRecord
 
 Result = Literal["passed", "failed", "invalid"]
+S = TypeVar("S", bound=StampedRecord)
 
 _OUTCOMES: dict[int, Outcome] = {
     ExitCode.OK: "recovered",
@@ -55,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A run that has ended: its exit code, error and events, how it compares with its twin, the leftovers.
+    """A run that has ended: its exit code, error and history, how it compares with its twin, the leftovers.
 
     `twin` may be the error for which there is no twin. `twin` and `leftovers` are None where they were not looked at.
     Only events since `since_ns`, on their clock, are judged; those before tell the owners.
@@ -63,27 +68,26 @@ class Observed:
 
     exit_code: int
     error: str
-    events: Sequence[Mapping[str, Any]]
+    history: RunHistory
     twin: Comparison | BambooError | None = None
     leftovers: Sequence[str] | None = None
     since_ns: int = 0
 
-    def of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Returns the events of one kind that are judged; they have a time."""
-        return [event for event in self.events if event["event"] == kind and event["at_ns"] >= self.since_ns]
+    def of(self, kind: type[S]) -> list[S]:
+        """Returns the records of one kind that are judged."""
+        return [each for each in self.history.of(kind) if each.at_ns >= self.since_ns]
 
-    def strikes(self, fault: Fault) -> list[Mapping[str, Any]]:
-        """Returns the events that say that a fault struck, one for each victim."""
-        return [event for event in self.of("fault") if event["fault"] == fault.id]
+    def strikes(self, fault: Fault) -> list[FaultRecord]:
+        """Returns the records that say that a fault struck, one for each victim."""
+        return [each for each in self.of(FaultRecord) if each.fault == fault.id]
 
     def recoveries(self) -> list[Recovery]:
         """Returns the recoveries that are judged: those that began since."""
-        return [each for each in recoveries(self.events) if each.begin_ns >= self.since_ns]
+        return [each for each in recoveries(self.history.records) if each.begin_ns >= self.since_ns]
 
     def miscounted(self, job: Job) -> list[str]:
         """Returns what was not counted once in the steps that are judged: those committed since."""
-        judged = (each for each in self.events if each["event"] != "commit" or each["at_ns"] >= self.since_ns)
-        return miscounted(judged, job)
+        return miscounted(self.history, job, self.since_ns)
 
 
 def check(
@@ -156,12 +160,12 @@ def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
 
 def why_not_struck(fault: Fault, seen: Observed) -> str:
     """Returns why a fault proves nothing: it struck too few, or its effect was not seen; empty for one that did."""
-    victims = {event["of"] for event in seen.strikes(fault)}
+    victims = {each.of for each in seen.strikes(fault)}
     if not victims:
         return f"{fault.id} did not strike ({fault})"
     if len(victims) < len(fault.victims):
         return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
-    if all(event["fault"] != fault.id for event in seen.of("confirmed")):
+    if all(each.fault != fault.id for each in seen.of(ConfirmedRecord)):
         return f"{fault.id} struck, but nobody saw what it does ({fault.do})"
     return ""
 
@@ -189,7 +193,7 @@ def _trajectory(expected: Agreement, seen: Observed) -> Check:
     if found.difference is not None:
         text = f"the weights are not those of the fault-free twin: {found.difference}"
         return Check("trajectory", "failed", text)
-    committed = max((event["step"] for event in seen.of("commit")), default=-1)
+    committed = max((each.step for each in seen.of(CommitRecord)), default=-1)
     if expected == "identical" and found.last_step < committed and not seen.exit_code:
         return Check("trajectory", "invalid", f"compared up to step {found.last_step}, committed up to {committed}")
     if not found.num_steps:
@@ -201,14 +205,14 @@ def _culprit(
     expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
 ) -> Check:
     """Whoever was put out must have been struck; whoever was struck with what ends a worker must have been put out."""
-    struck = {event["of"] for event in seen.of("fault")} if expected == "exact" else set()
+    struck = {each.of for each in seen.of(FaultRecord)} if expected == "exact" else set()
     ending = {fault.id for fault in faults if expected == "exact" and kinds[fault.do].ends}
-    must = {event["of"] for event in seen.of("fault") if event["fault"] in ending}
-    out = {worker for event in seen.of("epoch") for worker, *_ in event["verdict"]}
-    out |= {event["of"] for event in seen.of("exit") if not event["expected"]}
-    gone = out | {event["of"] for event in seen.of("notice")}
+    must = {each.of for each in seen.of(FaultRecord) if each.fault in ending}
+    out = {each.worker for epoch in seen.of(EpochRecord) for each in epoch.verdict}
+    out |= {each.of for each in seen.of(ExitRecord) if not each.expected}
+    gone = out | {each.of for each in seen.of(NoticeRecord)}
     if seen.exit_code:  # a run that halts gives no further verdict
-        gone |= {event["of"] for event in seen.of("exit") if event["code"]}
+        gone |= {each.of for each in seen.of(ExitRecord) if each.code}
     wrong = [f"worker {worker} was put out, and should not have been" for worker in sorted(out - struck)]
     wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
     named = ", ".join(str(worker) for worker in sorted(out & struck)) or "nobody"

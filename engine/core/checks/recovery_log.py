@@ -6,19 +6,32 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.core.action import COMPUTE_OPS, Action, parse_action
-from engine.core.checks.recovery_times import Event, Recovery
+from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.usual_step import Entry, left_ns, usual_ns
-from engine.core.exclusion import verdict_of
+from engine.core.history.process_records import ExitRecord
+from engine.core.history.record import Record
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import (
+    ActionRecord,
+    CommitRecord,
+    EpochRecord,
+    FaultRecord,
+    GoRecord,
+    MarkRecord,
+    SuspicionRecord,
+)
 from engine.core.ownership import Slot
 from engine.core.program.replay import replayed
 
 _USUAL = 10  # steps
 
+Sign = FaultRecord | SuspicionRecord | ExitRecord
 
-def recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Returns the recoveries of a run, from its events in the order of the file; of an open one what is known of it."""
+
+def recoveries(records: Iterable[Record]) -> list[Recovery]:
+    """Returns the recoveries of a run, from its records in the order of the file; of an open one what is known."""
     log = RecoveryLog()
-    found = [recovery for event in events for recovery in log.read(event)]
+    found = [recovery for record in records for recovery in log.read(record)]
     return found + ([log.recovery(None)] if log.epochs else [])
 
 
@@ -26,115 +39,110 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
 class RecoveryLog:
     """What has been read so far, as far as it matters to a recovery that may come, or is going on.
 
-    Who reads the events from the middle of a run, says how many stages it has, that it is training, and who owns what.
+    A reader that begins in the middle of a run gives a history that knows the job and the owners.
     """
 
-    stages: int = 1
-    training: bool = False
+    history: RunHistory = field(default_factory=RunHistory)
     owners: dict[Slot, int] = field(default_factory=dict)  # before the recovery
     commits: list[tuple[int, int]] = field(default_factory=list)  # (step, time), the last few since a recovery
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
-    epochs: list[Event] = field(default_factory=list)  # since the last commit
-    signs: list[Event] = field(default_factory=list)  # faults, exits, suspicions since the last commit
+    epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
+    signs: list[Sign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
     is_over: bool = False  # no step is left
-    sharded: bool = False  # an owner holds a shard of its stage, which no other worker can take over
 
-    def read(self, event: Event) -> Iterator[Recovery]:
-        """Takes in one event; yields the recovery that it ends."""
-        match event["event"]:
-            case "job":
-                self.stages, self.sharded = event["stages"], bool(event.get("fsdp"))
-            case "started":
-                for pipeline, stage in event["slots"]:
-                    self.owners[pipeline, stage] = event["of"]
-            case "action" if event["end_ns"] <= self.out_since.get(event["worker"], event["end_ns"]):
-                entry = (event["worker"], parse_action(event["action"]), event["end_ns"])
-                self.actions.setdefault(event["step"], []).append(entry)
-            case "fault" | "suspicion" | "exit" if not event.get("expected", False):
-                self.signs.append(event)
-            case "epoch" if self.training:
-                self.epochs.append(event)
-                for out in verdict_of(event):
-                    self.out_since.setdefault(out.worker, event["at_ns"])
-            case "heirs" if self.epochs:
-                self.epochs[-1] = {**self.epochs[-1], "owners": event["owners"]}
-            case "mark":
-                self.marks.append((event["epoch"], event["phase"], event["at_ns"]))
-                self.adopted |= {(pipeline, stage) for pipeline, stage in event.get("adopted", ())}
-            case "go":
-                self.training = True
-                self.is_over = self.is_over or event.get("end", False)  # interrupted while an epoch was being made
-                self.marks.append((event["epoch"], "plan", event["at_ns"]))
-            case "commit":
+    def read(self, record: Record) -> Iterator[Recovery]:
+        """Takes in one record; yields the recovery that it ends."""
+        owners = self.history.owners
+        self.history.add(record)
+        match record:
+            case ActionRecord() if record.end_ns <= self.out_since.get(record.worker, record.end_ns):
+                entry = (record.worker, parse_action(record.action), record.end_ns)
+                self.actions.setdefault(record.step, []).append(entry)
+            case FaultRecord() | SuspicionRecord():
+                self.signs.append(record)
+            case ExitRecord() if not record.expected:
+                self.signs.append(record)
+            case EpochRecord() if self.history.is_training:
+                self.owners = self.owners if self.epochs else owners
+                self.epochs.append(record)
+                for out in record.verdict:
+                    self.out_since.setdefault(out.worker, record.at_ns)
+            case MarkRecord():
+                self.marks.append((record.epoch, record.phase, record.at_ns))
+                self.adopted |= {*(record.adopted or ())}
+            case GoRecord():
+                self.is_over = self.is_over or record.end  # interrupted while an epoch was being made
+                self.marks.append((record.epoch, "plan", record.at_ns))
+            case CommitRecord():
                 if self.epochs:
-                    yield self.recovery(event)
-                self._close(event)
+                    yield self.recovery(record)
+                self._close(record)
 
-    def _close(self, commit: Event) -> None:
+    def _close(self, commit: CommitRecord) -> None:
         if self.epochs:
-            self.owners = self._owners_now()
             self.commits = []
-        self.commits = [*self.commits[-_USUAL:], (commit["step"], commit["at_ns"])]
-        self.is_over = self.is_over or commit.get("last", False)
+        self.commits = [*self.commits[-_USUAL:], (commit.step, commit.at_ns)]
+        self.is_over = self.is_over or commit.last
         self.epochs, self.adopted = [], set()
         # What workers do after a commit may stand before its record.
-        self.signs = [sign for sign in self.signs if sign["at_ns"] > commit["at_ns"]]
-        self.marks = [mark for mark in self.marks if mark[2] > commit["at_ns"]]
+        self.signs = [sign for sign in self.signs if sign.at_ns > commit.at_ns]
+        self.marks = [mark for mark in self.marks if mark[2] > commit.at_ns]
         # A fast worker may have begun the next step before this record was written.
         since = self.commits[0][0]
         self.actions = {step: entries for step, entries in self.actions.items() if step >= since}
 
-    def _owners_now(self) -> dict[Slot, int]:
-        return {divmod(place, self.stages): owner for place, owner in enumerate(self.epochs[-1]["owners"])}
-
-    def recovery(self, commit: Event | None) -> Recovery:
+    def recovery(self, commit: CommitRecord | None) -> Recovery:
         """Returns the recovery that is going on, which `commit` ends."""
         last = self.epochs[-1]
         before = self.commits[-1][0] if self.commits else -1
         after_end = commit is None and self.is_over
-        step = before + (not after_end) if commit is None else commit["step"]
-        verdict = tuple(each for epoch in self.epochs for each in verdict_of(epoch))
+        step = before + (not after_end) if commit is None else commit.step
+        verdict = tuple(each for epoch in self.epochs for each in epoch.verdict)
         out = {each.worker for each in verdict}
-        now = self._owners_now()
-        is_lost = commit is None and self.sharded
+        now = self.history.owners
+        is_lost = commit is None and bool(self.history.job.fsdp)  # no other worker can take over a shard
         moved = (
             []
             if after_end or is_lost
             else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
         )
-        faults = [each for each in self.signs if each["event"] == "fault"]
+        faults = [each for each in self.signs if isinstance(each, FaultRecord)]
         usual = usual_ns(self.commits)
-        seen_ns = [each.get("seen_ns", each["at_ns"]) for each in self.signs if each["event"] != "fault"]
-        detect_ns = min([*seen_ns, self.epochs[0]["at_ns"]])
-        begin_ns = min([detect_ns, *(each["at_ns"] for each in faults)])
-        points = {"detect": detect_ns, "agree": last["at_ns"]}
+        seen_ns = [
+            each.seen_ns if isinstance(each, ExitRecord) else each.at_ns
+            for each in self.signs
+            if not isinstance(each, FaultRecord)
+        ]
+        detect_ns = min([*seen_ns, self.epochs[0].at_ns])
+        begin_ns = min([detect_ns, *(each.at_ns for each in faults)])
+        points = {"detect": detect_ns, "agree": last.at_ns}
         for phase in ("fence", "regroup", "inventory", "plan"):
             # A worker's mark may stand before the agent's record of the same epoch.
-            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last["epoch"], phase)]
+            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last.epoch, phase)]
             if at_ns:
                 points[phase] = max(at_ns)
         if commit is not None and "plan" in points:
-            points["replay"] = max([*points.values(), *self._redone(step, out, last["at_ns"])])
+            points["replay"] = max([*points.values(), *self._redone(step, out, last.at_ns)])
         return Recovery(
-            last["epoch"],
+            last.epoch,
             step,
-            last["reason"],
+            last.reason,
             verdict,
             {worker: self.last_action(worker) for worker in sorted(out)},
             tuple((slot, old, now[slot]) for slot, old in moved),
-            tuple(each["fault"] for each in faults),
+            tuple(each.fault for each in faults),
             begin_ns,
             points,
-            None if commit is None else commit["at_ns"],
+            None if commit is None else commit.at_ns,
             max(0, before + 1 - step),
             left_ns(self.commits, self._entries(), begin_ns),
-            None if commit is None or usual is None else commit["at_ns"] - self.commits[-1][1] - usual,
+            None if commit is None or usual is None else commit.at_ns - self.commits[-1][1] - usual,
             frozenset(self.adopted),
             after_end,
-            last.get("planned", False),
+            last.planned,
         )
 
     def _entries(self) -> list[Entry]:

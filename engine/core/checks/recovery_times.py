@@ -18,8 +18,6 @@ from typing import Any
 from engine.core.exclusion import Cause, Exclusion, Verdict
 from engine.core.ownership import Slot
 
-Event = Mapping[str, Any]
-
 PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
 
 

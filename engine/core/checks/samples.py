@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from engine.core.action import ADDING_OPS, Action, Op, parse_action
 from engine.core.config.job import Job
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.core.ownership import Slot
 from engine.core.program.stream_pass import is_streamed
 
@@ -24,23 +25,19 @@ Entry = tuple[int, int, Action]  # end, worker, action
 Count = tuple[bool, int]  # whether it adds, the microbatch
 
 
-def miscounted(events: Iterable[Mapping[str, Any]], job: Job) -> list[str]:
-    """Returns one sentence for each (step, slot, microbatch) that was not counted once, in order."""
-    committed: set[int] = set()
+def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
+    """Returns one sentence for each (step, slot, microbatch) committed since a time and not counted once, in order."""
+    committed = {each.step for each in history.of(CommitRecord) if each.at_ns >= since_ns}
     out_since: dict[int, int] = {}
+    for epoch in history.epochs:
+        for out in epoch.verdict:
+            out_since.setdefault(out.worker, epoch.at_ns)
     entries: dict[tuple[int, Slot], list[Entry]] = {}
-    for event in events:
-        match event["event"]:
-            case "commit":
-                committed.add(event["step"])
-            case "epoch":
-                for worker, *_ in event["verdict"]:
-                    out_since.setdefault(worker, event["at_ns"])
-            case "action":
-                action = parse_action(event["action"])
-                if action.op in _COUNTS:
-                    key = (event["step"], (action.pipeline, action.stage))
-                    entries.setdefault(key, []).append((event["end_ns"], event["worker"], action))
+    for done in history.of(ActionRecord):
+        action = parse_action(done.action)
+        if action.op in _COUNTS:
+            key = (done.step, (action.pipeline, action.stage))
+            entries.setdefault(key, []).append((done.end_ns, done.worker, action))
     found = []
     for step in sorted(committed):
         for pipeline in range(job.pipelines):

@@ -7,52 +7,49 @@ not known, because a recovery has made another, only the named action is looked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from engine.core.checks.expectations import Check
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.faults.fault_kind import AT_ONCE
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ActionRecord, FaultRecord
 
-Event = Mapping[str, Any]
 
-
-def precision(job: Job, faults: Sequence[Fault], events: Sequence[Event]) -> Check:
+def precision(job: Job, faults: Sequence[Fault], history: RunHistory) -> Check:
     """Returns whether every fault that struck at an action struck the owner of its slot there."""
     by_id = {fault.id: fault for fault in faults}
     wrong: list[str] = []
     number = 0
-    for event in events:
-        if event["event"] != "fault":
-            continue
-        fault = by_id.get(event["fault"])
+    for strike in history.of(FaultRecord):
+        fault = by_id.get(strike.fault)
         if fault is None or not isinstance(fault.moment, At):
             continue
         victim = slot_owner(fault.moment.action)
-        if victim not in fault.victims or event["slot"] != [victim.pipeline, victim.stage]:
+        if victim not in fault.victims or strike.slot != (victim.pipeline, victim.stage):
             continue  # somebody who was anywhere, while the owner was there
         number += 1
-        wrong += _misses(job, fault, fault.moment, event, events)
+        wrong += _misses(job, fault, fault.moment, strike, history)
     text = wrong[0] if wrong else f"{number} struck where the scenario says"
     return Check("precision", "failed" if wrong else "passed", text)
 
 
-def _misses(job: Job, fault: Fault, moment: At, strike: Event, events: Sequence[Event]) -> Iterator[str]:
-    mine = [each for each in events if each["event"] == "action" and each["worker"] == strike["of"]]
-    mine.sort(key=lambda each: int(each["end_ns"]))
-    before = [(each["step"], each["action"]) for each in mine if each["end_ns"] <= strike["at_ns"]]
-    later = [(each["step"], each["action"]) for each in mine if each["end_ns"] > strike["at_ns"]]
+def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: RunHistory) -> Iterator[str]:
+    mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
+    mine.sort(key=lambda each: each.end_ns)
+    before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
+    later = [(each.step, each.action) for each in mine if each.end_ns > strike.at_ns]
     named = (moment.step, str(moment.action))
-    who = f"{fault.id}: worker {strike['of']}"
+    who = f"{fault.id}: worker {strike.of}"
     last = before[-1] if before else None
     if moment.when == "after":
         if last != named:
             yield f"{who} was to be struck after {_text(named)}, and had done {_text(last)} last"
     else:
-        is_first = not any(each["event"] == "epoch" and each["epoch"] > 1 for each in _until(events, strike["at_ns"]))
-        expected = _previous(job, moment, strike["of"]) if is_first else None
+        is_first = not any(each.epoch > 1 and each.at_ns <= strike.at_ns for each in history.epochs)
+        expected = _previous(job, moment, strike.of) if is_first else None
         if named in before or (is_first and last != expected):
             yield (
                 f"{who} was to be struck {moment.when} {_text(named)}, and had done {_text(last)} last"
@@ -61,10 +58,6 @@ def _misses(job: Job, fault: Fault, moment: At, strike: Event, events: Sequence[
     allowed = [named] if moment.when == "during" else []
     if fault.do in AT_ONCE and later not in ([], allowed):
         yield f"{who} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
-
-
-def _until(events: Sequence[Event], at_ns: int) -> Iterator[Event]:
-    return (event for event in events if event.get("at_ns", event.get("end_ns", 0)) <= at_ns)
 
 
 def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:

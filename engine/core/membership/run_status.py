@@ -1,18 +1,16 @@
-"""The status of a run: who owns what, how far it is, what was decided; read off the store's keys, or off the events."""
+"""The status of a run: the owners of its slots, how far it is, and the verdicts; read off the keys in its store."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from engine.core.errors import InvariantError
 from engine.core.membership.state import resume
 from engine.core.membership.verdicts import held_back
 
 HELD_BACK = "cannot leave"  # a worker that has given notice, and whose stages nobody can take over
-STARTING = "starting"  # the phase before the first epoch, as events show it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,50 +68,6 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
     return RunStatus(
         run_id, str(state.phase), state.epoch, state.committed, state.last_step + 1, tuple(workers), verdicts
     )
-
-
-def status_of_events(run_id: str, events: Iterable[Mapping[str, Any]]) -> RunStatus:
-    """Returns the status that the events of a run show, the last of them deciding."""
-    status = RunStatus(run_id, STARTING)
-    workers: dict[int, WorkerStatus] = {}
-    stages = 1
-    for event in events:
-        if "owners" in event:  # of an epoch, or of heirs that were known only later
-            workers = {each.worker: _moved(each, event["owners"], stages) for each in workers.values()}
-        match event["event"]:
-            case "job":
-                status, stages = replace(status, num_steps=event["steps"]), event["stages"]
-            case "started":
-                workers[event["of"]] = WorkerStatus(event["of"], event["child"], "", _slots(event["slots"]))
-            case "epoch":
-                entry = (event["epoch"], event["reason"])
-                status = replace(status, phase="running", epoch=event["epoch"], verdicts=(*status.verdicts, entry))
-            case "commit":
-                status = replace(status, committed=event["step"])
-            case "exit":
-                state = "left" if event["expected"] else "dead"
-                workers[event["of"]] = replace(workers[event["of"]], state=state)
-            case "stays":
-                workers[event["of"]] = replace(workers[event["of"]], state=HELD_BACK)
-                entry = (status.epoch, f"worker {event['of']} {event['text']}")
-                status = replace(status, verdicts=(*status.verdicts, entry))
-            case "failed":
-                status = replace(status, verdicts=(*status.verdicts, (status.epoch, event["error"])))
-            case "ended":
-                status = replace(status, phase=event["outcome"])
-    return replace(status, workers=tuple(workers[worker] for worker in sorted(workers)))
-
-
-def without_word(status: RunStatus) -> RunStatus:
-    """Returns the status, as its events show it, of a run whose launcher is gone, and its workers with it."""
-    workers = tuple(replace(each, state="gone") if each.state in ("in", HELD_BACK) else each for each in status.workers)
-    return replace(status, phase="launcher gone", workers=workers)
-
-
-def _moved(worker: WorkerStatus, owners: Sequence[int], stages: int) -> WorkerStatus:
-    """Returns a worker with the slots that it has by the owners of a new epoch."""
-    now = tuple(divmod(place, stages) for place, owner in enumerate(owners) if owner == worker.worker)
-    return worker if now == worker.now else replace(worker, now=now, before=worker.now)
 
 
 def _slots(value: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

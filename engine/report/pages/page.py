@@ -63,7 +63,7 @@ def page(run: RunTables) -> str:
 
 def _tiles(run: RunTables) -> list[Tile]:
     pause, steps = run.recovery["pause_ms"], run.steps
-    tiles = [("steps committed", f"{steps['step'].nunique()}", f"of {run.job.get('steps', '?')}")]
+    tiles = [("steps committed", f"{steps['step'].nunique()}", f"of {run.job.steps}")]
     outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NOBODY_LOST)]
     if len(outcomes):
         tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))

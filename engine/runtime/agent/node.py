@@ -18,6 +18,7 @@ from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import Event
 from engine.core.membership.state import State
+from engine.core.ownership import by_slot
 from engine.core.store.kv import KV, Delete, Txn
 from engine.runtime.agent.coordinator import ROLE, Coordinator
 from engine.runtime.agent.worker_handles import Member
@@ -118,8 +119,7 @@ class Node:
 
 
 def _slots_of(worker: int, state: State) -> Slots:
-    stages = state.options.stages
-    return tuple(divmod(slot, stages) for slot, owner in enumerate(state.owners) if owner == worker)
+    return tuple(slot for slot, owner in by_slot(state.owners, state.options.stages).items() if owner == worker)
 
 
 def _key(worker: int) -> str:

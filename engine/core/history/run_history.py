@@ -1,0 +1,113 @@
+"""What the records of a run add up to: the job, the owners of its slots, how far it is, its faults and its end.
+
+It is fed record by record, so that a file which still grows can be followed. The order is that of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from engine.core.config.job import Job
+from engine.core.history.process_records import EndedRecord, FailedRecord, StartedRecord
+from engine.core.history.record import Record, StampedRecord
+from engine.core.history.run_records import (
+    CommitRecord,
+    ConfirmedRecord,
+    EpochRecord,
+    FaultRecord,
+    GoRecord,
+    HeirsRecord,
+    JobRecord,
+)
+from engine.core.ownership import Slot, by_slot
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """The history of a run; read from the middle, it is told the job, that it trains, and the owners at that time."""
+
+    job: Job = field(default_factory=lambda: Job(steps=0))  # of a run without a record yet
+    is_training: bool = False
+    owners: dict[Slot, int] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    epochs: list[EpochRecord] = field(default_factory=list)  # with the owners that became of late heirs
+    _of: dict[type[Record], list[Any]] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        """Takes in the next record."""
+        self.records.append(record)
+        self._of.setdefault(type(record), []).append(record)
+        match record:
+            case JobRecord():
+                self.job = record.job
+            case StartedRecord():
+                self.owners |= dict.fromkeys(record.slots, record.of)
+            case EpochRecord():
+                self.epochs.append(record)
+                self.owners = by_slot(record.owners, self.job.stages)
+            case HeirsRecord() if self.epochs:
+                self.epochs[-1] = replace(self.epochs[-1], owners=record.owners, shadows=record.shadows)
+                self.owners = by_slot(record.owners, self.job.stages)
+            case GoRecord():
+                self.is_training = True
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Returns the records of one kind."""
+        return self._of.get(kind, [])
+
+    def first(self, kind: type[R]) -> R | None:
+        """Returns the first record of a kind, or None."""
+        return next(iter(self.of(kind)), None)
+
+    def in_epochs(self, *kinds: type[R]) -> Iterator[tuple[int, R]]:
+        """Yields the records of some kinds, each with the epoch that had begun; 0 before the first."""
+        epoch = 0
+        for record in self.records:
+            epoch = record.epoch if isinstance(record, EpochRecord) else epoch
+            if isinstance(record, kinds):
+                yield epoch, record
+
+    @property
+    def begin_ns(self) -> int:
+        """When training began; where it did not, the time of the first record; 0 without any."""
+        stamps = (each.at_ns for each in self.records if isinstance(each, StampedRecord))
+        return next((each.at_ns for each in self.of(GoRecord)), None) or next(stamps, 0)
+
+    @property
+    def committed(self) -> int:
+        """The last committed step, -1 before the first."""
+        commits = self.of(CommitRecord)
+        return commits[-1].step if commits else -1
+
+    @property
+    def struck(self) -> set[str]:
+        """The faults that have struck."""
+        return {each.fault for each in self.of(FaultRecord)}
+
+    @property
+    def confirmed_ns(self) -> dict[str, int]:
+        """The faults whose effect was seen on all their victims, with the time."""
+        return {each.fault: each.at_ns for each in self.of(ConfirmedRecord)}
+
+    @property
+    def ended(self) -> EndedRecord | None:
+        """How the run ended; None while it goes on, or where its launcher is gone without a word."""
+        return self.first(EndedRecord)
+
+    @property
+    def error(self) -> str:
+        """The error with which the run ends, or nothing."""
+        failed = self.first(FailedRecord)
+        return failed.error if failed else ""
+
+
+def history_of(records: Iterable[Record]) -> RunHistory:
+    """Returns the history that some records add up to."""
+    history = RunHistory()
+    for record in records:
+        history.add(record)
+    return history
