@@ -35,7 +35,7 @@ from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.worker_program import share_of
 from engine.runtime.worker.executor import Executor, Surroundings
-from engine.runtime.worker.overlap import Call, Handler, register
+from engine.runtime.worker.handlers import Call, Handler, register
 from engine.runtime.worker.worker import Joined, join
 
 _LEAD_NS = 5_000_000  # from the agreement on a moment to that moment

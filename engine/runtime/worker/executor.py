@@ -15,7 +15,7 @@ from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.program.dependencies import carried
+from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 from engine.models.data import Data
@@ -33,7 +33,7 @@ from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfers import Receiver
 from engine.runtime.transport.worker_program import Share
 from engine.runtime.worker.failpoints import Failpoints
-from engine.runtime.worker.overlap import run_in_order
+from engine.runtime.worker.handlers import run_in_order
 from engine.runtime.worker.step_end import Method, StepEnd
 
 
@@ -64,6 +64,7 @@ class Executor:
         self.holdings = Holdings(around.job.retains)
         self.end = StepEnd(around.job, around.worker, around.starts, around.replicas, around.control)
         self.streams = Streams(around.job, around.worker, around.replicas)
+        self._methods = self._table()
         self._batches: dict[Action, Batch] = {}
         self._index = 0  # actions begun in this step, since the program began
 
@@ -76,16 +77,31 @@ class Executor:
         self.streams.enter(plane, share.ownership, share.routes, [action for action, _ in share.actions])
         if self.around.shards is not None:
             self.around.shards.enter(plane, share.ownership)
-        methods = [(action, text, self._method(action.op)) for action, text in share.actions]
+        methods = [(action, text, self._methods[action.op]) for action, text in share.actions]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
 
-    def _method(self, op: Op) -> Method:
-        where, name = _METHODS[op]
-        method: Method = getattr(
-            {"here": self, "end": self.end, "streams": self.streams, "shards": self.around.shards}[where], name
-        )
-        return method
+    def _table(self) -> dict[Op, Method]:
+        """Returns the method that runs each op."""
+        end, shards = self.end, self.around.shards
+        table: dict[Op, Method] = {
+            Op.F: self._forward,
+            Op.REDO_F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._backward_weights,
+            Op.SEND_F: self._send,
+            Op.RECV_F: self._receive,
+            Op.SEND_B: self._send,
+            Op.RECV_B: self._receive,
+            Op.STREAM: self.streams.run,
+            Op.HEAL: end.heal,
+            Op.REDUCE_GRAD: end.reduce,
+            Op.LOG: end.log,
+            Op.COMMIT: end.vote,
+            Op.STEP: end.take_step,
+        }
+        return table | ({Op.UNSHARD: shards.unshard, Op.RESHARD: shards.reshard} if shards is not None else {})
 
     def run_step(self) -> Message:
         """Runs the open step to its commit and takes it; returns the commit.
@@ -158,8 +174,7 @@ class Executor:
     def _take(self, commit: Message, steps: Sequence[tuple[Action, str, Method]]) -> None:
         assert commit["step"] == self.step, f"commit of step {commit['step']} while at step {self.step}"
         self.end.clip_factor = commit["clip_factor"]
-        for action, text, run in steps:
-            self._run(action, text, run)
+        run_in_order(steps, lambda: None, self._run)
         replicas = self.around.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
             replicas.drop(slot)  # it has not taken the step: nobody can use it any more
@@ -197,7 +212,7 @@ class Executor:
         inputs: Tensors = ()
         targets = None
         if stage > 0:
-            inputs = self.holdings.use_up(Value(Kind.ACTIVATION, pipeline, stage - 1, microbatch))
+            inputs = self.holdings.use_up(needed(action, Kind.ACTIVATION))
         if stage == 0 or replica.is_last:
             batch = self._batches.pop(action, None) or self._load(action)
             inputs = batch.inputs if stage == 0 else inputs
@@ -212,7 +227,7 @@ class Executor:
         replica = self.around.replicas.stages[pipeline, stage]
         gradients: Tensors = ()
         if not replica.is_last:
-            gradients = self.holdings.use_up(Value(Kind.GRADIENT, pipeline, stage + 1, microbatch))
+            gradients = self.holdings.use_up(needed(action, Kind.GRADIENT))
         run = replica.backward if action.op is Op.B else replica.backward_input
         made = run(step, microbatch, gradients)
         if stage > 0:
@@ -248,23 +263,3 @@ class Executor:
 
 # While it runs one of these, a worker waits for nobody: one that never ends hangs.
 _BUSY_OPS = COMPUTE_OPS | {Op.STEP}
-
-_METHODS = {
-    Op.F: ("here", "_forward"),
-    Op.REDO_F: ("here", "_forward"),
-    Op.B: ("here", "_backward"),
-    Op.I: ("here", "_backward"),
-    Op.W: ("here", "_backward_weights"),
-    Op.RECV_F: ("here", "_receive"),
-    Op.RECV_B: ("here", "_receive"),
-    Op.SEND_F: ("here", "_send"),
-    Op.SEND_B: ("here", "_send"),
-    Op.STREAM: ("streams", "run"),
-    Op.UNSHARD: ("shards", "unshard"),
-    Op.RESHARD: ("shards", "reshard"),
-    Op.HEAL: ("end", "heal"),
-    Op.REDUCE_GRAD: ("end", "reduce"),
-    Op.LOG: ("end", "log"),
-    Op.COMMIT: ("end", "vote"),
-    Op.STEP: ("end", "take_step"),
-}
