@@ -30,6 +30,7 @@ MOST_LINES = {
 CODE = re.compile(r"```.*?```|(?:^ {4}.*\n?)+|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 PLACE = re.compile(r"(?<![\w./-])(?:engine|bamboo_cli|tests|docs|scenarios|results)/[\w./-]*[\w-]|\b[\w-]+\.md\b")
+DOTTED = re.compile(r"\b(?:engine|bamboo_cli)(?:\.\w+)+\b")
 NOT_YET = re.compile(r"results/(?:20|latest|runs)|scenarios/first\.yaml")  # made by the commands that a page shows
 TITLE = re.compile("what.a.layer.may.do", re.IGNORECASE)
 
@@ -53,7 +54,19 @@ def missing_places(documents: Mapping[str, str]) -> list[str]:
             if name != HISTORY and not NOT_YET.match(each)
         ]
         found += [f"{name}: {each}" for path, each in links + places if not path.exists()]
+        names = {each for code in CODE.findall(text) for each in DOTTED.findall(code)} if name != HISTORY else set()
+        found += [f"{name}: {each}" for each in sorted(names) if not _is_defined(each)]
     return found
+
+
+def _is_defined(name: str) -> bool:
+    """Returns whether a dotted name is that of a package, of a module, or of a definition in a module."""
+    path, _, last = name.replace(".", "/").rpartition("/")
+    module = ROOT / f"{path}.py"
+    is_defined = module.exists() and re.search(
+        rf"^(?:class|def) {last}\b|^{last}\b.* = ", module.read_text(), re.MULTILINE
+    )
+    return (ROOT / path / last).is_dir() or (ROOT / path / f"{last}.py").exists() or bool(is_defined)
 
 
 def commands_of(text: str) -> Iterator[list[str]]:
@@ -104,7 +117,10 @@ def test_links_and_paths_lead_somewhere() -> None:
     assert missing_places(DOCUMENTS) == []
 
 
-@pytest.mark.parametrize("text", ["[x](gone.md)", "`engine/core/gone.py`", "```\ntests/gone/\n```", "`docs/gone.md`"])
+@pytest.mark.parametrize(
+    "text",
+    ["[x](gone.md)", "`engine/core/gone.py`", "```\ntests/gone/\n```", "`docs/gone.md`", "`engine.core.errors.Gone`"],
+)
 def test_a_place_that_is_gone_is_found(text: str) -> None:
     assert len(missing_places({"docs/planted.md": text})) == 1
 
