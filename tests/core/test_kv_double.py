@@ -19,7 +19,7 @@ def store() -> StoreDouble:
 
 @pytest.fixture
 def kv(store: StoreDouble) -> KV:
-    return ClientDouble(store, ROOT, "a")
+    return ClientDouble(store, ROOT)
 
 
 def test_a_lease_expires_at_its_time_and_not_before(store: StoreDouble, kv: KV) -> None:
@@ -61,7 +61,7 @@ def test_each_fault_strikes_one_call(store: StoreDouble, kv: KV) -> None:
 
 
 @pytest.mark.parametrize(("fault", "version"), [(Fault.LOSE_REQUEST, 0), (Fault.LOSE_REPLY, 1)])
-def test_a_client_gives_up_and_settles_the_doubt_later(store: StoreDouble, kv: KV, fault: Fault, version: int) -> None:
+def test_a_client_gives_up_and_the_next_try_reads_back(store: StoreDouble, kv: KV, fault: Fault, version: int) -> None:
     store.inject(fault, *[Fault.LOSE_REQUEST] * (ATTEMPTS - 1))
     with pytest.raises(CoordinatorUnavailableError):
         kv.transact(Txn((absent("a"),), (Put("a", b"1"),)))
@@ -82,7 +82,7 @@ def test_while_the_store_is_down_leases_go_on_expiring(store: StoreDouble, kv: K
 
 
 def test_clients_share_the_store_each_under_its_root(store: StoreDouble, kv: KV) -> None:
-    same, other = ClientDouble(store, ROOT, "b"), ClientDouble(store, "/bamboo/other/", "c")
+    same, other = ClientDouble(store, ROOT), ClientDouble(store, "/bamboo/other/")
     kv.put("a", b"1")
     assert same.get("a") == kv.get("a")
     assert other.get("a") is None

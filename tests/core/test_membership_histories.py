@@ -20,9 +20,11 @@ from engine.core.membership import protocol as membership
 from engine.core.membership import state as membership_state
 from engine.core.membership import transitions as membership_rules
 from engine.core.membership import verdicts as membership_verdicts
+from engine.core.membership.effects import Effect
 from engine.core.membership.protocol import TABLE
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.transitions import Rule
+from tests.core import membership_world
 from tests.core.membership_histories import History, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -287,3 +289,21 @@ def test_a_planted_bug_shows(name: str, monkeypatch: Patch) -> None:
     plant, symptom = PLANTED[name]
     plant(monkeypatch)
     assert any(symptom in run(seed).problem for seed in range(ENOUGH))
+
+
+def test_no_state_comes_back(monkeypatch: Patch) -> None:
+    """The coordinator writes by compare-and-swap: a write that arrives late finds another state than its own."""
+    written: list[str] = []
+    step = membership.step
+
+    def noting(state: State, event: events.Event) -> tuple[State, tuple[Effect, ...]]:
+        new, found = step(state, event)
+        if new.decided() != state.decided():
+            written.append(membership_state.to_json(new))
+        return new, found
+
+    monkeypatch.setattr(membership_world, "step", noting)
+    for seed in range(300):
+        written.clear()
+        run(seed)
+        assert written and len(set(written)) == len(written), seed

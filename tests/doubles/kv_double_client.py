@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.store.exactly_once import ReceiptBook, is_receipt
-from engine.core.store.kv import Delete, KeyValue, Lease, Outcome, Put, Snapshot, Txn
+from engine.core.store.kv import Delete, KeyValue, Lease, Outcome, Put, Snapshot, Txn, settled
 from tests.doubles.kv_double import LostError, StoreDouble
 
 ATTEMPTS = 5
@@ -17,12 +16,11 @@ Reply = TypeVar("Reply")
 
 
 class ClientDouble:
-    """One client: its keys stand under `root`, no other has its name, it gives up after `ATTEMPTS` lost calls."""
+    """One client: its keys stand under `root`; it gives up after `ATTEMPTS` lost calls."""
 
-    def __init__(self, store: StoreDouble, root: str, name: str):
+    def __init__(self, store: StoreDouble, root: str):
         self._store = store
         self._root = root
-        self._receipts = ReceiptBook(name)
 
     def get(self, key: str) -> KeyValue | None:
         """Returns what `key` holds."""
@@ -34,27 +32,26 @@ class ClientDouble:
         return self._call(lambda: self._store.commit(txn)).revision
 
     def transact(self, txn: Txn) -> Outcome:
-        """Runs a transaction exactly once."""
-        num_lost = 0
+        """Runs a transaction, again after a lost reply."""
+        num_tries = 0
 
-        def send(txn: Txn) -> Outcome | None:
-            nonlocal num_lost
-            try:
-                outcome = self._store.serve(lambda: self._store.commit(self._far(txn)))
-            except LostError:
-                num_lost += 1
-                if num_lost == ATTEMPTS:
-                    raise _unavailable() from None
-                return None
-            return replace(outcome, found=tuple(map(self._near, outcome.found)))
+        def commit() -> Outcome:
+            return self._store.commit(self._far(txn))
 
-        return self._receipts.transact(txn, send)
+        def serve() -> Outcome:
+            nonlocal num_tries
+            num_tries += 1
+            return self._store.serve(commit)
+
+        outcome = self._call(serve, is_served=True)
+        outcome = replace(outcome, found=tuple(map(self._near, outcome.found)))
+        return settled(txn, outcome) if num_tries > 1 else outcome
 
     def read_prefix(self, prefix: str) -> Snapshot:
         """Returns all keys under `prefix`."""
         items, revision = self._call(lambda: (sorted(self._store.items.items()), self._store.revision))
         found = (self._near(item) for key, item in items if key.startswith(self._root + prefix))
-        return Snapshot(tuple(item for item in found if item is not None and not is_receipt(item.key)), revision)
+        return Snapshot(tuple(item for item in found if item is not None), revision)
 
     def delete_prefix(self, prefix: str) -> None:
         """Deletes all keys under `prefix`."""
@@ -74,13 +71,12 @@ class ClientDouble:
         self._call(lambda: self._store.end_lease(lease.lease_id))
 
     def close(self) -> None:
-        """Takes the receipt back."""
-        self.delete_prefix(self._receipts.key)
+        """Has nothing to take back."""
 
-    def _call(self, request: Callable[[], Reply]) -> Reply:
+    def _call(self, request: Callable[[], Reply], *, is_served: bool = False) -> Reply:
         for _ in range(ATTEMPTS):
             try:
-                return self._store.serve(request)
+                return request() if is_served else self._store.serve(request)
             except LostError:
                 continue
         raise _unavailable()

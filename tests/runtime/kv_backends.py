@@ -79,13 +79,13 @@ class DoubleBackend(Backend):
         self.store = StoreDouble()
 
     def new_client(self, root: str) -> KV:
-        return ClientDouble(self.store, root, uuid.uuid4().hex)
+        return ClientDouble(self.store, root)
 
     def all_keys(self) -> set[str]:
         return set(self.store.items)
 
     def write_foreign(self, key: bytes, value: bytes) -> None:
-        ClientDouble(self.store, "", "foreign").put(key.decode("utf-8", "surrogateescape"), value)
+        ClientDouble(self.store, "").put(key.decode("utf-8", "surrogateescape"), value)
 
     def lose(self, client: KV, *faults: Fault) -> None:
         self.store.inject(*faults)
@@ -164,9 +164,6 @@ class EtcdBackend(Backend):
         while self.bare.get_lease_info(lease.lease_id).TTL != -1:
             assert time.monotonic() < until_s
             time.sleep(0.01)
-
-    def compact(self, revision: int) -> None:
-        self.bare.compact(revision)
 
     def go_down(self) -> None:
         assert self._server is not None

@@ -19,7 +19,6 @@ import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.store.kv import Delete, Put, Txn, absent
-from engine.runtime.store import etcd_kv
 from engine.runtime.store.election import Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, etcd3, rpc
@@ -214,45 +213,11 @@ def test_a_fork_with_a_client_open(etcd: EtcdSettings) -> None:
     assert fork_with_a_client_open("ours", etcd) == 2  # calls, all refused
 
 
-def test_a_limit(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_kv, "PAGE_LENGTH", 4)
+def test_a_limit(real: EtcdBackend) -> None:
     kv = real.client()
     for number in range(10):
         kv.put(f"m/{number}", b"")
     assert len(list(real.bare.get_prefix(real.root, limit=4))) == 10
-
-    lengths = []
-    methods = kv._calls._connect(real.settings.endpoints[0]).methods  # type: ignore[attr-defined]
-    range_of = methods["Range"]
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        reply = range_of(*arguments, **options)
-        lengths.append(len(reply.kvs))
-        if len(lengths) == 1:
-            kv.delete_prefix("m/9")  # is still there at the revision of the first page
-        return reply
-
-    methods["Range"] = counting
-    assert len(kv.read_prefix("m/").items) == 10
-    assert lengths == [4, 4, 2]
-
-
-def test_a_page_that_was_compacted_meanwhile(real: EtcdBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_kv, "PAGE_LENGTH", 4)
-    kv = real.client()
-    for number in range(10):
-        kv.put(f"m/{number}", b"")
-    methods = kv._calls._connect(real.settings.endpoints[0]).methods  # type: ignore[attr-defined]
-    range_of = methods["Range"]
-
-    def compacting(*arguments: Any, **options: Any) -> Any:
-        reply = range_of(*arguments, **options)
-        methods["Range"] = range_of
-        real.compact(kv.put("m/1", b"late"))
-        return reply
-
-    methods["Range"] = compacting
-    assert [item.value for item in kv.read_prefix("m/").items] == [b"", b"late", *[b""] * 8]
 
 
 def test_a_proxy_of_the_host(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:

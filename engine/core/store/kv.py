@@ -9,7 +9,6 @@ Reads are linearizable: they see every change that was acknowledged before.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 # etcd's limits are 1.5 MiB and 128 operations per request; the difference is for additions of the back end.
@@ -45,42 +44,26 @@ class Lease:
     ttl_s: int
 
 
-class Demand(Enum):
-    """The requirement of a condition on its key."""
-
-    ABSENT = "absent"
-    PRESENT = "present"
-    EQUAL = "equal"
-
-
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A precondition of a transaction on one key."""
+    """A precondition of a transaction on one key: it holds exactly `value` (None: it does not exist)."""
 
     key: str
-    demand: Demand
-    value: bytes = b""
+    value: bytes | None
 
     def holds(self, found: KeyValue | None) -> bool:
         """Returns whether `found`, the content of the key (None: absent), meets this condition."""
-        if self.demand is Demand.EQUAL:
-            return found is not None and found.value == self.value
-        return (found is None) == (self.demand is Demand.ABSENT)
+        return self.value == (None if found is None else found.value)
 
 
 def absent(key: str) -> Condition:
     """Returns the condition that `key` does not exist."""
-    return Condition(key, Demand.ABSENT)
-
-
-def present(key: str) -> Condition:
-    """Returns the condition that `key` exists."""
-    return Condition(key, Demand.PRESENT)
+    return Condition(key, None)
 
 
 def equal(key: str, value: bytes) -> Condition:
     """Returns the condition that `key` holds exactly `value`."""
-    return Condition(key, Demand.EQUAL, value)
+    return Condition(key, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +114,21 @@ class Outcome:
     found: tuple[KeyValue | None, ...] = ()
 
 
+def settled(txn: Txn, outcome: Outcome) -> Outcome:
+    """Returns the outcome of a transaction that was sent again because a reply was lost, after reading its keys back.
+
+    An earlier attempt was applied if the conditions fail now and a key of a condition holds the value that `txn` puts.
+    """
+    puts = {change.key: change for change in txn.changes if isinstance(change, Put)}
+    for found in outcome.found:
+        put = None if found is None else puts.get(found.key)
+        if found is not None and put is not None:
+            lease_id = put.lease.lease_id if put.lease else 0
+            if (found.value, found.lease_id) == (put.value, lease_id):
+                return Outcome(True, found.revision)
+    return outcome
+
+
 class KV(Protocol):
     """One client of the store."""
 
@@ -146,7 +144,10 @@ class KV(Protocol):
         ...
 
     def transact(self, txn: Txn) -> Outcome:
-        """Runs a transaction exactly once and returns its outcome, even if a reply is lost.
+        """Runs a transaction and returns its outcome; sends it again if a reply is lost.
+
+        It is applied at most once if it puts a key of its conditions, with a value that the key never had and that no
+        other client puts. Other transactions must be idempotent.
 
         Raises LeaseLostError, with nothing changed, if a put names a lease that has expired.
         """
@@ -173,5 +174,5 @@ class KV(Protocol):
         ...
 
     def close(self) -> None:
-        """Deletes the client's own receipts from the store and disconnects."""
+        """Disconnects."""
         ...

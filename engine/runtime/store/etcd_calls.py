@@ -47,10 +47,6 @@ _PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCE
 _LOG_IN_AGAIN = ("invalid auth token", "revision of auth store is old")
 
 
-class CompactedError(Exception):
-    """The requested revision has been compacted away."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Connection:
     """The methods of one endpoint by name, and the metadata of each call."""
@@ -113,8 +109,6 @@ class EtcdCalls:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
             raise LeaseLostError(f"the lease has expired: {details}") from None
-        if code is grpc.StatusCode.OUT_OF_RANGE and "compacted" in details:
-            raise CompactedError
         if any(text in details for text in _LOG_IN_AGAIN):
             with self._lock:
                 self._connections.pop(endpoint, None)

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
-import threading
 import time
 from typing import Any
 
-from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
-from engine.core.store.exactly_once import ReceiptBook, is_receipt
-from engine.core.store.kv import Change, Condition, Demand, KeyValue, Lease, Outcome, Put, Snapshot, Txn
-from engine.runtime.store.etcd_calls import DEADLINE_S, CompactedError, EtcdCalls, rpc
+from engine.core.errors import LeaseLostError
+from engine.core.store.kv import Change, Condition, KeyValue, Lease, Outcome, Put, Snapshot, Txn, settled
+from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, rpc
 from engine.runtime.store.etcd_keys import KeySpace
 from engine.runtime.store.etcd_settings import EtcdSettings
-
-PAGE_LENGTH = 500
-_CLOSE_S = 1.0
 
 
 class EtcdKV:
@@ -31,8 +25,6 @@ class EtcdKV:
         assert re.fullmatch(r"/bamboo/[^/]+/", root), f"keys stand under /bamboo/<run-id>/, not {root!r}"
         self._calls = EtcdCalls(settings, deadline_s)
         self._keys = KeySpace(root)
-        self._receipts = ReceiptBook(secrets.token_hex(8))
-        self._receipts_lock = threading.Lock()
 
     def get(self, key: str) -> KeyValue | None:
         """Returns the content of `key`, or None if it does not exist."""
@@ -44,25 +36,20 @@ class EtcdKV:
         return revision
 
     def transact(self, txn: Txn) -> Outcome:
-        """Runs a transaction exactly once."""
-        until_s = time.monotonic() + self._calls.deadline_s
-
-        def send(txn: Txn) -> Outcome | None:
-            reply = self._calls.attempt("Txn", self._txn_request(txn), until_s)
-            if reply is None:
-                return None
-            found = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
-            return Outcome(reply.succeeded, reply.header.revision, found)
-
-        with self._receipts_lock:
-            return self._receipts.transact(txn, send)
+        """Runs a transaction; see `KV.transact`."""
+        until_s, request = time.monotonic() + self._calls.deadline_s, self._txn_request(txn)
+        is_repeated = False
+        while (reply := self._calls.attempt("Txn", request, until_s)) is None:
+            is_repeated = True
+        found = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
+        outcome = Outcome(reply.succeeded, reply.header.revision, found)
+        return settled(txn, outcome) if is_repeated else outcome
 
     def read_prefix(self, prefix: str) -> Snapshot:
-        """Returns all keys under `prefix`, read page by page at one revision."""
-        while True:
-            # The revision of the first page may be compacted before the last page is read.
-            with contextlib.suppress(CompactedError):
-                return self._read_pages(prefix)
+        """Returns all keys under `prefix`, read at one revision."""
+        start, end = self._keys.far_range(prefix)
+        reply = self._calls.call("Range", rpc.RangeRequest(key=start, range_end=end))
+        return Snapshot(tuple(map(self._near, reply.kvs)), reply.header.revision)
 
     def delete_prefix(self, prefix: str) -> None:
         """Deletes all keys under `prefix`, atomically."""
@@ -87,26 +74,8 @@ class EtcdKV:
             self._calls.call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease.lease_id))
 
     def close(self) -> None:
-        """Deletes the client's receipt if etcd answers, and disconnects."""
-        if not self._receipts.is_blank:
-            request = rpc.DeleteRangeRequest(key=self._keys.far(self._receipts.key))
-            with contextlib.suppress(CoordinatorUnavailableError):
-                self._calls.call("DeleteRange", request, deadline_s=_CLOSE_S)
+        """Disconnects."""
         self._calls.close()
-
-    def _read_pages(self, prefix: str) -> Snapshot:
-        start, end = self._keys.far_range(prefix)
-        items: list[KeyValue] = []
-        revision = 0
-        while True:
-            request = rpc.RangeRequest(key=start, range_end=end, limit=PAGE_LENGTH, revision=revision)
-            reply = self._calls.call("Range", request)
-            revision = revision or reply.header.revision
-            page = [self._near(each) for each in reply.kvs]
-            items += [item for item in page if not is_receipt(item.key)]
-            if not reply.more:
-                return Snapshot(tuple(items), revision)
-            start = reply.kvs[-1].key + b"\0"
 
     def _item(self, kvs: Any) -> KeyValue | None:
         return self._near(kvs[0]) if kvs else None
@@ -130,10 +99,9 @@ class EtcdKV:
 
     def _compare(self, condition: Condition) -> Any:
         key = self._keys.far(condition.key)
-        if condition.demand is Demand.EQUAL:
-            return rpc.Compare(key=key, target=rpc.Compare.VALUE, result=rpc.Compare.EQUAL, value=condition.value)
-        result = rpc.Compare.EQUAL if condition.demand is Demand.ABSENT else rpc.Compare.GREATER
-        return rpc.Compare(key=key, target=rpc.Compare.VERSION, result=result, version=0)
+        if condition.value is None:
+            return rpc.Compare(key=key, target=rpc.Compare.VERSION, result=rpc.Compare.EQUAL, version=0)
+        return rpc.Compare(key=key, target=rpc.Compare.VALUE, result=rpc.Compare.EQUAL, value=condition.value)
 
     def _change(self, change: Change) -> Any:
         if isinstance(change, Put):
