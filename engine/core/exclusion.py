@@ -1,6 +1,6 @@
-"""Verdicts as data: the workers that are out with an epoch, each with the cause and the place where it was last seen.
+"""Verdicts as data: the workers that are out with an epoch, each with its cause and its last known position.
 
-Rule: decisions go by the cause and the place; the sentence is only for people.
+Rule: decisions use the cause and the position; the sentence is only for people.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 
 class Cause(StrEnum):
-    """Why a worker is out."""
+    """The cause for which a worker is out."""
 
     DEATH = "death"  # its process ended before it was done, by a signal or with an exit code
     NODE_LOST = "node lost"  # the lease of its host has expired
     SILENCE = "silence"  # no heartbeat
     HANG = "hang"  # inside one action for too long
-    NO_ANSWER = "no answer"  # it owes the epoch an answer
-    GIVEN_UP = "given up"  # a transfer failed again and again, and one of the two ends has to go
+    NO_ANSWER = "no answer"  # it did not answer in time
+    GIVEN_UP = "given up"  # a transfer failed repeatedly, and this end of it was chosen
     FINISHED = "finished"  # it was done, and left before the job was over
     LEFT = "left"  # it had given notice, and no slot needs it any more
 
 
 class Position(NamedTuple):
-    """The place in a step that a worker's last heartbeat told: the count of actions begun, and whether it waited."""
+    """The position in a worker's last heartbeat: step, number of actions begun, and whether it was waiting."""
 
     step: int
     number: int
@@ -44,7 +44,7 @@ class Exclusion(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The sentence without the place."""
+        """The sentence without the position."""
         return self.why.removesuffix(f", {self.seen}")
 
 
@@ -52,7 +52,7 @@ Verdict = tuple[Exclusion, ...]
 
 
 def excluded(worker: int, cause: Cause, how: str, seen: Position | None = None) -> Exclusion:
-    """Returns the entry of a verdict; its sentence is made of `how` and the place."""
+    """Returns the entry of a verdict; its sentence consists of `how` and the position."""
     return Exclusion(worker, f"{how}, {seen}" if seen else how, cause, seen)
 
 

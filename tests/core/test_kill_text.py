@@ -60,10 +60,10 @@ def test_forms_of_a_kill(text: str, expected: Fault) -> None:
         ("5:2:SENDB", "found '5:2:SENDB' (did you mean 'SEND_B'?)"),
         ("5:2:STEP:3", "expected no microbatch after STEP, which concerns the whole stage, found '5:2:STEP:3'"),
         ("5:2:B:3:late", "found '5:2:B:3:late' (WHEN is one of before, during, after)"),
-        ("5:0:RECV_F:1", "found 'RECV_F' (the first stage has nobody before it: no RECV_F)"),
-        ("5:3:SEND_F:1", "found 'SEND_F' (the last stage has nobody after it: no SEND_F)"),
+        ("5:0:RECV_F:1", "found 'RECV_F' (the first stage has no stage before it: no RECV_F)"),
+        ("5:3:SEND_F:1", "found 'SEND_F' (the last stage has no stage after it: no SEND_F)"),
         ("5:0:UNSHARD", "found 'UNSHARD' (without fsdp there is no UNSHARD)"),
-        ("5:2:STREAM", "found 'STREAM' (log_every is 0, and behind the last backward follows the log)"),
+        ("5:2:STREAM", "found 'STREAM' (log_every is 0, and after the last backward the log is sent)"),
         ("5:2:I", "found 'I' (this schedule has whole backwards: B instead of I and W)"),
         (
             "5:2:f",
@@ -71,7 +71,7 @@ def test_forms_of_a_kill(text: str, expected: Fault) -> None:
         ),
         (
             "5:2:HEAL",
-            "found 'HEAL' (nobody is healed while nobody has failed: add a fault that ends a worker before step 5)",
+            "found 'HEAL' (a shadow is healed only after a failure: add a fault that ends a worker before step 5)",
         ),
     ],
 )
@@ -129,9 +129,9 @@ def test_what_is_left_out_is_what_the_stage_has_in_the_middle() -> None:
             "3:1:STREAM:2",
             {"log_every": 2},
             "expected a microbatch with STREAM: 1, 3, 5, found 2 "
-            "(log_every is 2, and behind the last backward follows the log)",
+            "(log_every is 2, and after the last backward the log is sent)",
         ),
-        ("3:1:HEAL", {"redundancy": "none"}, "(with redundancy none nobody gets a shadow)"),
+        ("3:1:HEAL", {"redundancy": "none"}, "(with redundancy none there are no shadows)"),
     ],
 )
 def test_what_can_never_strike_depends_on_the_job(text: str, fields: dict[str, Any], problem: str) -> None:

@@ -48,12 +48,12 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
         (
             wanted("a", at(1, "0RECV_F0")),
             "at.action: expected an action of stage 0 with schedule 1f1b, found 'RECV_F' "
-            "(the first stage has nobody before it: no RECV_F)",
+            "(the first stage has no stage before it: no RECV_F)",
         ),
         (
             wanted("a", at(1, "3SEND_F0")),
             "at.action: expected an action of stage 3 with schedule 1f1b, found 'SEND_F' "
-            "(the last stage has nobody after it: no SEND_F)",
+            "(the last stage has no stage after it: no SEND_F)",
         ),
         (
             wanted("a", at(1, "1W0")),
@@ -63,12 +63,12 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
         (
             wanted("a", at(1, "1STREAM0")),
             "at.action: expected an action of stage 1 with schedule 1f1b, found 'STREAM' "
-            "(log_every is 0, and behind the last backward follows the log)",
+            "(log_every is 0, and after the last backward the log is sent)",
         ),
         (
             wanted("a", at(1, "1HEAL")),
             "at.action: expected an action of a step after a failure, found 'HEAL' "
-            "(nobody is healed while nobody has failed: add a fault that ends a worker before step 1)",
+            "(a shadow is healed only after a failure: add a fault that ends a worker before step 1)",
         ),
         (wanted("a", at(1, "1B0"), stage=1), "target: expected both pipeline and stage, found no pipeline"),
         (wanted("a", at(1, "1B0"), worker=8), "target.worker: expected a worker from 0 to 7, found 8 (the job has 8)"),
@@ -108,9 +108,9 @@ def test_what_can_never_be_is_told_before_the_run(fault: Wanted, problem: str) -
 
 def test_healing_needs_a_failure_in_an_earlier_step_and_somebody_to_heal() -> None:
     heal = wanted("heal", at(5, "2HEAL"))
-    assert "nobody is healed" in problems(scenario(FIRST, heal))[0]
+    assert "a shadow is healed only" in problems(scenario(FIRST, heal))[0]
     pause = wanted("pause", at(1, "2B3"), do="stop")
-    assert "nobody is healed" in problems(scenario(pause, heal))[0]
+    assert "a shadow is healed only" in problems(scenario(pause, heal))[0]
     kill = wanted("kill", at(1, "2B3"))
     assert problems(scenario(kill, heal)) == []
     assert "with redundancy none" in problems(scenario(kill, heal, job=replace(JOB, redundancy="none")))[0]
@@ -129,7 +129,7 @@ def test_only_the_owner_of_a_slot_counts_for_what_its_actions_are() -> None:
     """A shadow that runs redundant forwards, or gets a log, is never at a fault of the slot."""
     job = Job(stages=2, microbatches=2, redundancy="eager")
     (found,) = problems(scenario(wanted("a", at(1, "1SEND_F0")), job=job))
-    assert found.endswith("(the last stage has nobody after it: no SEND_F)")
+    assert found.endswith("(the last stage has no stage after it: no SEND_F)")
 
 
 def test_a_fault_waits_for_one_that_is_there_and_does_not_wait_for_it() -> None:

@@ -1,1 +1,1 @@
-"""Faults: kinds, moments, victims, scenarios and matrices, and their spelling."""
+"""Faults: kinds, moments, victims, scenarios and matrices, and their text forms."""

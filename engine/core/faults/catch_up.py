@@ -1,9 +1,10 @@
-"""The catch-up point of a recovery, as moments: the end of the replay of a dead worker's work on a slot.
+"""The catch-up point of a recovery: the moment at which the heir has redone the work of the victim on a slot.
 
-An heir adds up the gradient of a slot that is not done from the first microbatch on. So it has caught up at the latest
-with the backward that the victim had begun last, or with the first one. Where accumulators are streamed, that backward
-may have come in a stream; then the heir has caught up when it begins the next one. In a slot that is done only the
-commit is left.
+Rule: the heir replays the backwards of the slot from the first microbatch on, unless a stream has brought some. It has
+caught up when the first of these moments comes:
+- after the last backward that the victim had begun (the first one if it had begun none);
+- with streams, before the next backward, because the stream may have brought the last one;
+- before the COMMIT, because a slot whose backwards were all done is not replayed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.core.program.replay import replayed
 def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str], step: int) -> tuple[At, ...]:
     """Returns the moments, of which the first to come is the catch-up point; none if the victim had not begun `step`.
 
-    `at` are the step and the action at which the owner of the slot was last, under the ownership `before`.
+    `at` are the last step and action of the slot's owner under the ownership `before`.
     """
     pipeline, stage = slot
     if at[0] != step or not at[1]:

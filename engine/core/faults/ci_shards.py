@@ -1,8 +1,7 @@
-"""Shards: a matrix cut into parts that take about the same time, and groups of them for those who run few jobs.
+"""CI shards: a matrix cut into parts of about equal time, one per CI job.
 
-Rules: pure and stable: whoever cuts the same cells with the same times gets the same shards, so every cell is in
-exactly one. Times of which nothing is known are taken to be the median of the others. In a shard, cells keep their
-order.
+Rules: the cut is a pure function of cells and times, so that jobs that compute it separately agree and every cell is in
+exactly one shard. A cell without a known time counts with the median of the others. Cells keep their order in a shard.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from statistics import median
 
 from engine.core.errors import Problem, UserError
 
-MAX_JOBS = 256  # of one workflow matrix, as GitHub has it
+MAX_JOBS = 256  # GitHub's limit for one workflow matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,10 @@ class Part:
 
 
 def parse_part(text: str) -> Part:
-    """Returns what ``3/8`` spells.
+    """Returns the part that a text such as ``3/8`` names.
 
     Raises:
-        UserError: it is no such thing.
+        UserError: the text has another form, or the part is not in 1 to count.
     """
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
     part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
@@ -43,14 +42,14 @@ def parse_part(text: str) -> Part:
 
 
 def estimated(names: Sequence[str], seconds: Mapping[str, float], usual_s: float = 1.0) -> dict[str, float]:
-    """Returns what each cell will take: what it took before, or else what the others do."""
+    """Returns the expected seconds of each cell: its last time, or else the median of the others."""
     known = [seconds[name] for name in names if name in seconds]
     usual_s = median(known) if known else usual_s
     return {name: seconds.get(name, usual_s) for name in names}
 
 
 def shards(names: Sequence[str], count: int, seconds: Mapping[str, float]) -> list[list[str]]:
-    """Returns the names in `count` parts: the longest first, each to the part that has least to do."""
+    """Returns the names in `count` parts: assigns the longest first, each to the part with the least total time."""
     times = estimated(names, seconds)
     place = {name: number for number, name in enumerate(names)}
     parts: list[list[str]] = [[] for _ in range(count)]
@@ -65,7 +64,7 @@ def shards(names: Sequence[str], count: int, seconds: Mapping[str, float]) -> li
 def workflow_matrix(
     matrix: str, names: Sequence[str], count: int, seconds: Mapping[str, float]
 ) -> dict[str, list[dict[str, str | int]]]:
-    """Returns the matrix of a workflow: one job per shard, at most as many as there may be, none of them empty."""
+    """Returns the matrix of a GitHub workflow: one job per shard, at most `MAX_JOBS`, none of them empty."""
     count = max(1, min(count, len(names), MAX_JOBS))
     return {
         "include": [

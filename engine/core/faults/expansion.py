@@ -1,8 +1,8 @@
-"""Expansion: the faults that a scenario asks for become concrete ones, before anything runs.
+"""Expansion: turns the faults of a scenario, which may be random, into concrete ones before the run.
 
-Rules: pure and seeded: the same scenario and seed make the same faults, whatever else is drawn, since every draw is
-named by what it is for. Every slot is as likely a victim as any other. What is left to the run is only who owns a slot,
-or plays a part, by the time of the strike.
+Rules: the result is a pure function of scenario and seed: each draw has a key of its own, so that one draw does not
+shift another. All slots are equally likely victims. Only the owner of a slot, or the worker in a role, is determined
+during the run, at the moment of the strike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.core.faults.scenario import Every, Scenario, Target, Wanted
 from engine.core.ownership import Slot
 from engine.core.random_key import random_key
 
-# These a slot has in every step, whoever owns it; transfers between stages that meet on one worker fall away.
+# Ops that each slot has in every step under any ownership; a transfer between two stages of one worker does not exist.
 _ALWAYS = frozenset({Op.F, Op.B, Op.LOG, Op.COMMIT, Op.STEP})
 
 
@@ -27,7 +27,7 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     """Returns the concrete faults of a scenario that breaks no rule (`scenario_rules.py`), in its order.
 
     Raises:
-        UserError: with everything for which the grid has no room, or the job no time.
+        UserError: with each fault that has too few slots for its victims, or no moment within the job.
     """
     faults: list[Fault] = []
     problems: list[Problem] = []
@@ -65,9 +65,9 @@ def _expanded(wanted: Wanted, job: Job, dice: _Dice, taken: set[At], place: str)
 
 
 def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At]) -> Iterator[At]:
-    """Yields moments at exponential gaps; the fraction of a step says how far in its owner's list the action is.
+    """Yields moments at exponential gaps; the fraction of a step selects an action of the slot in its owner's list.
 
-    No moment comes twice: at one that is taken the next action of the slot is meant.
+    If a moment is in `taken`, the slot's next action that is not taken replaces it (cyclically in the step).
     """
     program, ownership = planned(job)
     at_steps = 0.0
@@ -103,7 +103,7 @@ def _victims(trigger: At | After, target: Target, job: Job, dice: _Dice, place: 
 
 
 def _from_slot(first: Slot, target: Target, job: Job, dice: _Dice, place: str) -> tuple[Victim, ...]:
-    """Returns the owners of a slot and of as many others as the target counts."""
+    """Returns the owners of the first slot and of further ones, `target.count` in all; raises UserError."""
     pipeline, stage = first
     slots = [first]
     if target.adjacent:
@@ -125,7 +125,7 @@ def _from_slot(first: Slot, target: Target, job: Job, dice: _Dice, place: str) -
 
 
 def _adjacent(one: Slot, other: Slot, job: Job) -> bool:
-    """Says whether two slots are neighbours in one pipeline, where the last and the first stage are too."""
+    """Returns whether two slots are neighbours in one pipeline; its last and first stage count as neighbours."""
     return one[0] == other[0] and (one[1] - other[1]) % job.stages in (1, job.stages - 1)
 
 
@@ -140,23 +140,23 @@ def _slot_of(target: Target) -> Slot | None:
 
 
 class _Dice:
-    """The draws of one fault, each with its own key."""
+    """The random draws of one fault, each with its own key."""
 
     def __init__(self, seed: int, name: str):
         self.seed, self.name, self.drawn = seed, name, 0
 
     def fraction(self) -> float:
-        """Returns a number from 0 to below 1."""
+        """Returns a uniform number in [0, 1)."""
         self.drawn += 1
         return (random_key(self.seed, "fault", self.name, self.drawn) >> 10) / (1 << 53)
 
     def choice(self, slots: Sequence[Slot]) -> Slot:
-        """Returns one of the slots."""
+        """Returns one of the slots, all equally likely."""
         return slots[int(self.fraction() * len(slots))]
 
 
 def describe(faults: Sequence[Fault], job: Job) -> list[str]:
-    """Returns one line per fault: exactly what would strike whom and when."""
+    """Returns one line per fault: its kind, victims and moment, and the workers that own these slots at the start."""
     lines = []
     _, ownership = planned(job)
     for fault in faults:

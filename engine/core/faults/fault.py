@@ -1,8 +1,8 @@
-"""Faults: what is done to whom, and at which moment; and their plain form.
+"""Faults: a kind, its victims and a moment; and their plain form.
 
-Rules: a fault has a logical time: at an action of the owner of a slot in a step, or in a phase of the recovery from
-another fault; a delay by the clock counts from such a moment. It strikes once, also when its step is run again by an
-heir. A fault that never strikes proves nothing.
+Rules: a fault has a logical time: an action of a slot's owner in a step, or a phase of the recovery from another fault.
+A delay counts by the clock from such a moment. A fault strikes once, even if an heir runs the action again. A run in
+which a fault never strikes proves nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The moment at which the owner of a slot is before, in, or after an action of a step."""
+    """The moment before, during or after an action of a step, at the owner of the action's slot."""
 
     step: int
     action: Action
@@ -35,7 +35,7 @@ class At:
 
     @property
     def is_half(self) -> bool:
-        """Whether this is at half of a backward."""
+        """Whether the action is one part of a split backward."""
         return self.action.op in (Op.I, Op.W)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """The moment `delay_ns` after a phase of the recovery from another fault began, or after that fault itself."""
+    """The moment `delay_ns` after another fault has struck, or after a phase of the recovery from it has begun."""
 
     fault: str
     phase: Phase | None = None
@@ -58,7 +58,7 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whoever owns a slot at the moment of the strike."""
+    """The worker that owns a slot at the moment of the strike."""
 
     pipeline: int
     stage: int
@@ -69,7 +69,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker, whatever it owns."""
+    """One worker, by its number."""
 
     worker: int
 
@@ -79,10 +79,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Who plays a part for a slot at the moment of the strike: that of the action, or that which `After.fault` struck.
+    """The worker in a role for a slot at the moment of the strike: the slot of the action, or of `After.fault`.
 
-    The recoverer is its owner by the newest verdict, the shadow its first one, the neighbour the owner of the stage
-    after it (after the last: of the first) in its pipeline.
+    The recoverer owns the slot by the newest verdict. The shadow is the slot's first one. The neighbour owns the next
+    stage of the pipeline (after the last stage: the first).
     """
 
     role: RoleName
@@ -99,7 +99,7 @@ Victim = Owner | Worker | Role
 class Fault:
     """One fault; `id` is unique in a run. All victims are struck at the same moment.
 
-    `do` names a kind of the registry, `parameters` are its own, by `Parameter.key`.
+    `do` names a kind in the registry; `parameters` are those of the kind, by `Parameter.key`.
     """
 
     id: str
@@ -116,17 +116,17 @@ class Fault:
 
 
 def slot_owner(action: Action) -> Owner:
-    """Returns the victim that is meant when a fault at an action names nobody."""
+    """Returns the default victim of a fault at an action: the owner of its slot."""
     return Owner(action.pipeline, action.stage)
 
 
 def struck_by(faults: Sequence[Fault], step: int, action: Action, when: When) -> Fault | None:
-    """Returns the first of the faults that strike at this moment, or None."""
+    """Returns the first of the faults with this moment, or None."""
     return next((each for each in faults if each.moment == At(step, action, when)), None)
 
 
 def to_plain(fault: Fault) -> dict[str, Any]:
-    """Returns a fault as values that JSON can hold; `from_plain` reads them."""
+    """Returns a fault as JSON values; `from_plain` is the inverse."""
     moment: dict[str, Any]
     if isinstance(fault.moment, At):
         moment = {"step": fault.moment.step, "action": str(fault.moment.action), "when": fault.moment.when}
@@ -138,7 +138,7 @@ def to_plain(fault: Fault) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Fault:
-    """Returns the fault that `to_plain` made these values of."""
+    """Returns the fault for the values of `to_plain`."""
     moment = dict(plain["moment"])
     at = At(moment["step"], parse_action(moment["action"]), moment["when"]) if "step" in moment else After(**moment)
     victims = tuple(_VICTIMS[next(iter(each))](**each) for each in plain["victims"])

@@ -1,7 +1,6 @@
-"""Kinds of faults: what a scenario may ask to be done to a worker, and with which parameters.
+"""Kinds of faults and their parameters: the definitions against which a scenario is checked.
 
-The kinds themselves are registered where they are carried out; here is their form, so that whoever reads a scenario
-checks it against the same definition.
+`engine/runtime/faults` registers the kinds, where they are carried out.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Literal
 from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.scalar import Scalar
 
-AT_ONCE = frozenset({"kill"})  # kinds that end their victim before it does anything more
+AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
 
 ParameterForm = Literal["duration", "count", "number", "text", "choice"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a kind; without a default it is left out when nobody gives it, unless it is required."""
+    """One parameter of a kind. If the user gives no value and it has no default, `Fault.parameters` lacks it."""
 
     name: str  # as a scenario spells it, such as "for"
     form: ParameterForm
@@ -31,12 +30,12 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """Its name in `Fault.parameters`, where a duration is a whole number of nanoseconds."""
+        """Its key in `Fault.parameters`, where a duration is an integer of nanoseconds."""
         return f"{self.name}_ns" if self.form == "duration" else self.name
 
     @property
     def expected(self) -> str:
-        """What may be written, in words."""
+        """The form of a value, in words."""
         if self.form == "choice":
             return f"one of {', '.join(self.choices)}"
         return {"duration": DURATION_FORM, "count": "a whole number >= 0", "number": "a number > 0", "text": "text"}[
@@ -44,7 +43,7 @@ class Parameter:
         ]
 
     def read(self, value: object) -> Scalar | None:
-        """Returns a value of a scenario file in the program's units, or None when it is not what is expected."""
+        """Returns a value of a scenario file in the program's units, or None if it has another form."""
         match self.form:
             case "duration":
                 return parse_duration(value) if isinstance(value, str) else None
@@ -60,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault: who carries it out, and whether its victim ends of it."""
+    """One kind of fault; `by` carries it out, `ends` says whether it ends its victim."""
 
     name: str
     about: str  # one sentence
@@ -69,6 +68,6 @@ class FaultKind:
     parameters: tuple[Parameter, ...] = ()
 
     def with_defaults(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Returns `given` parameters, by key, and the defaults of those that were not given."""
+        """Returns the `given` parameters, by key, and the defaults of the others."""
         defaults = {each.key: each.default for each in self.parameters if each.default is not None}
         return {**defaults, **given}

@@ -1,8 +1,8 @@
-"""How the command line spells a kill: ``STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]``.
+"""Values of ``--kill``: ``STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]``.
 
-Rules: whether a kill can strike is known before the run, by the rules for faults of a scenario. What a text leaves out
-is what the stage does in the middle of its microbatches, as the job's program has it; in a step after another kill has
-been recovered from, its backwards are whole.
+Rules: the rules for faults of a scenario refuse a kill that can never strike. The default action is the stage's middle
+backward in the job's program. In a step after the recovery from another kill, this is a whole backward, because the
+plan of a recovery does not split them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"
 _KILL = "kill"
 _NOTHING = Expect()
 _OPS = {op.value: op for op in Op}
-_BACKWARDS = (Op.B, Op.I)  # a microbatch has one of them: the whole, or its part for the inputs
+_BACKWARDS = (Op.B, Op.I)  # a microbatch has one of them: a whole backward, or the part for the inputs
 
 
 def kill_scenario(texts: Sequence[str], job: Job, expect: Expect = _NOTHING) -> Scenario:
-    """Returns the scenario of a job with the faults that the values of ``--kill`` spell; their ids are these texts.
+    """Returns the scenario of a job with a fault per value of ``--kill``; the value is the id of the fault.
 
     Raises:
-        UserError: with every problem found; one that can never strike is one.
+        UserError: with every problem found, such as a kill that can never strike.
     """
     found: list[tuple[str, At]] = []
     problems: list[Problem] = []
@@ -58,9 +58,9 @@ def kill_scenario(texts: Sequence[str], job: Job, expect: Expect = _NOTHING) -> 
 
 
 def kill_moment(text: str, job: Job) -> At:
-    """Returns the moment that a value of ``--kill`` spells; `kill_scenario` says whether it can come.
+    """Returns the moment of a value of ``--kill``; does not check that it can come.
 
-    Without an action it is before the middle backward of the stage; without a pipeline it is pipeline 0.
+    By default it is before the middle backward of the stage, in pipeline 0.
 
     Raises:
         UserError: with every problem found.
@@ -83,7 +83,7 @@ def kill_moment(text: str, job: Job) -> At:
 
 
 def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, ...]:
-    """Returns which ops ``ACTION[:MICROBATCH]`` can mean; appends what is wrong with it."""
+    """Returns the ops that ``ACTION[:MICROBATCH]`` can mean; appends its problems."""
     if len(parts) > 2:
         problems.append(_problem(KILL_FORM, text, f"WHEN is one of {', '.join(WHENS)}"))
     if not parts:
@@ -98,12 +98,12 @@ def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, 
 
 
 def _names(text: str, op: Op) -> bool:
-    """Says whether a kill spells this op out."""
+    """Returns whether a kill names this op."""
     return op.value in text.partition("@")[0].split(":")
 
 
 def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> Action:
-    """Returns the action of a slot that is meant, with one of these ops; where it has none, the likeliest."""
+    """Returns the action of a slot with one of these ops, the middle one by default; it may not be in the program."""
     pipeline, stage = slot
     if ops[0] in STAGE_OPS:
         return Action(stage, ops[0], WHOLE_STAGE, pipeline)
@@ -114,7 +114,7 @@ def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> 
 
 
 def _number(what: str, part: str, text: str, problems: list[Problem]) -> int:
-    """Returns the whole number that `part` spells, or 0; appends what is wrong with it."""
+    """Returns the integer that `part` spells; else appends a problem and returns 0."""
     if part.isascii() and part.isdigit() and len(part) < 10:
         return int(part)
     problems.append(Problem(f"--kill {text}", f"{what}, a whole number", repr(part) if part else "nothing"))

@@ -1,9 +1,9 @@
-"""Matrices: axes x cases make cells, each a whole scenario as plain values.
+"""Matrices: axes and cases make cells; each cell is a whole scenario as plain values.
 
-Rules: a case is a scenario in which ``$axis`` stands for the value that the axis has in the cell; ``with: $axis`` puts
-in all the fields of such a value. A case is made once for every combination of the axes that it names. ``first``,
-``middle`` and ``last`` are stages of the cell's own job. Nothing is drawn: the same matrix makes the same cells in the
-same order. Of every value it is known where in the matrix it was written, so that a mistake is shown there.
+Rules: a case is a scenario with placeholders. ``$axis`` stands for the axis's value in the cell; ``with: $axis``
+inserts all fields of that value. A case makes one cell per combination of the axes that it names. ``first``, ``middle``
+and ``last`` are stages of the cell's own job. Cells and their order are a pure function of the matrix. Each value of a
+cell keeps its place in the matrix file, so that an error can show it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STAGES = ("first", "middle", "last")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis: label -> value, which is a scalar or a mapping of fields; `places` says where each is written."""
+    """One axis: label -> value, a scalar or a mapping of fields; `places` are their places in the file."""
 
     name: str
     values: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case: a scenario with placeholders; `only` names the labels of an axis that it is made for, if not all."""
+    """One case: a scenario with placeholders; `only` restricts it to some labels of an axis."""
 
     name: str
     values: Fields
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell: the labels of its axes, its scenario as plain values, and where each of them was written."""
+    """One cell: the labels of its axes, its scenario as plain values, and the place of each value in the file."""
 
     case: str
     labels: tuple[tuple[str, str], ...]
@@ -61,7 +61,7 @@ def cells(axes: tuple[Axis, ...], cases: tuple[Case, ...]) -> list[Cell]:
     """Returns the cells of a matrix, case by case, the last axis changing fastest.
 
     Raises:
-        UserError: with every placeholder that no axis has, every label that an axis lacks, every axis that is not used.
+        UserError: with every placeholder without an axis, every unknown label, every unused axis.
     """
     problems: list[Problem] = []
     used: set[str] = set()
@@ -83,7 +83,7 @@ def cells(axes: tuple[Axis, ...], cases: tuple[Case, ...]) -> list[Cell]:
 
 
 def _placeholders(value: Any, path: Path, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
-    """Yields the axes that a value names; notes those that there are not."""
+    """Yields the axes that a value names; appends a problem for each unknown one."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _placeholders(each, (*path, key), problems, axes)
@@ -128,7 +128,7 @@ def _cell(case: Case, chosen: list[tuple[Axis, str]]) -> Cell:
 def _filled(
     value: Any, path: Path, place: Path, axes: Fields, places: Mapping[str, Path], origins: dict[Path, Path]
 ) -> Any:
-    """Returns a value with its placeholders filled in; notes in `origins` where each part was written."""
+    """Returns a value with its placeholders filled in; stores the place of each part in `origins`."""
     origins[path] = place
     if isinstance(value, Mapping):
         filled: dict[str, Any] = {}
@@ -150,12 +150,12 @@ def _filled(
 
 
 def spread_axes(value: Any) -> list[str]:
-    """Returns the axes whose fields ``with`` puts in: one, or a list of them."""
+    """Returns the axes that a value of ``with`` names: one, or a list."""
     return [str(each).removeprefix("$") for each in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _name_stages(value: Any, num_stages: int) -> None:
-    """Puts numbers in place of first, middle and last, wherever a stage is named in some faults."""
+    """Replaces first, middle and last by numbers in each field `stage` below `value`, in place."""
     if isinstance(value, list):
         for each in value:
             _name_stages(each, num_stages)

@@ -1,6 +1,6 @@
-"""Scenarios: a job, the faults that are asked for, and what must come of them. Values only.
+"""Scenarios: a job, the wanted faults, and the expected outcome, as values.
 
-What is random is not decided yet: `expansion.py` turns the faults that are asked for into concrete ones.
+Wanted faults may be random; `expansion.py` turns them into concrete ones.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from engine.core.duration import duration_text
 from engine.core.faults.fault import After, At, RoleName
 from engine.core.scalar import Scalar
 
-# noticed: the run ends by itself because it sees that its numbers are wrong.
+# noticed: the run ends itself because it detects wrong numbers.
 Outcome = Literal["recovered", "resumable", "state-lost", "noticed"]
-# as far as hashed: in every step of which both have hashes.
+# as far as hashed: identical in every step that both runs have hashed.
 Agreement = Literal["identical", "as far as hashed"]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -38,10 +38,10 @@ Trigger = At | After | Every
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom a fault is for; without anything, whoever owns the slot of the moment's action.
+    """The victims of a fault; by default the owner of the slot of the moment's action.
 
-    A slot needs both `pipeline` and `stage`. With a `count` the further victims own slots of the grid that follow the
-    first in its pipeline, wrapping round (`adjacent`), that do not (not `adjacent`), or any (None).
+    A slot needs both `pipeline` and `stage`. With `count`, the other victims own the next slots of the first one's
+    pipeline, cyclically (`adjacent` true), slots that are not adjacent (false), or any slots (None).
     """
 
     pipeline: int | None = None
@@ -54,7 +54,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A fault as a scenario asks for it."""
+    """A fault as a scenario describes it."""
 
     id: str
     trigger: Trigger
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What recoveries may take at most, in nanoseconds: the 95th percentile and the longest pause, and phases."""
+    """Upper limits of recoveries in nanoseconds: the 95th percentile of the pauses, the longest, and phases."""
 
     p95_ns: int | None = None
     max_ns: int | None = None
@@ -78,7 +78,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """What must come of a scenario; what is None is not looked at."""
+    """The expected results of a scenario; None means unchecked."""
 
     outcome: Outcome = "recovered"
     trajectory: Agreement | None = None
@@ -91,7 +91,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario, as its file says it."""
+    """One scenario, as read from its file."""
 
     name: str
     about: str

@@ -1,6 +1,6 @@
-"""Scenarios as plain values: the content of a scenario file, for whoever writes one.
+"""Scenarios as plain values: the content of a scenario file, for writing one.
 
-Rules: what a reader would fill in by itself is left out, except where leaving it out says another thing.
+Rule: defaults are left out, unless the file would then mean another scenario.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def scenario_plain(scenario: Scenario) -> dict[str, Any]:
-    """Returns what a file says that is read as this scenario."""
+    """Returns the content of a file that is read as this scenario."""
     plain: dict[str, Any] = {"version": _VERSION, "name": scenario.name, "about": scenario.about}
     job = {each.name: _part(getattr(scenario.job, each.name)) for each in fields(Job)}
     usual = Job()

@@ -1,8 +1,8 @@
-"""The rules between the parts of a scenario: what can be known before the run to be impossible.
+"""The rules between the parts of a scenario, checked before the run.
 
-Rules: a fault that can never strike is a mistake, found here and not after a run that proved nothing. A problem's field
-is the place in the file: ``faults.0.at.stage``. Of what is no good by itself nothing is concluded, so that one mistake
-is told once.
+Rules: a fault that can never strike is a mistake; it is reported here and not after a useless run. A problem's field is
+the place in the file, such as ``faults.0.at.stage``. A part that is invalid by itself is left out of these checks, so
+that each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from engine.core.program.build import Program
 from engine.core.schedules.csv_text import is_text
 
 _MOST_LISTED = 8
-# Which of these a slot has depends on who owns its neighbours, and on what a recovery does again.
+# Ops whose presence in a slot depends on the owners of its neighbours, and on the replay of a recovery.
 _OF_OTHER_PLANS = COMPUTE_OPS | SEND_OPS | RECEIVE_OPS
-# Why a stage has none of these while nobody has failed.
+# The reason why a stage lacks an op before any failure.
 _HALVES = f"this schedule has whole backwards: {Op.B} instead of {Op.I} and {Op.W}"
 _UNDISTURBED = {
     Op.W: _HALVES,
@@ -35,16 +35,16 @@ _UNDISTURBED = {
 
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
-    """Returns every rule that a scenario, with a good job, breaks; `ending` are the kinds that end their victim."""
+    """Returns the problems of a scenario with a valid job; `ending` are the kinds that end their victim."""
     found = Found(scenario.job, dict(enumerate(scenario.faults)), whole=True)
     return check_found(found, scenario.expect, ending)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is good by itself of a scenario: its job, or None; its faults by their numbers, and whether it is `whole`.
+    """The valid parts of a scenario: its job or None, and its faults by number; `whole` if all parts are valid.
 
-    While it is not, a fault that is missed may be one that could not be read.
+    If it is not whole, a missing fault may be one that could not be read.
     """
 
     job: Job | None
@@ -53,7 +53,7 @@ class Found:
 
 
 def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[Problem]:
-    """Returns every rule that these parts of a scenario break together."""
+    """Returns a problem for each rule between these parts of a scenario that is broken."""
     problems = [*_ids(found.faults), *_moments(found.faults)]
     for number, wanted in found.faults.items():
         if isinstance(wanted.trigger, After):
@@ -68,7 +68,7 @@ def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[P
 
 
 def never_striking(found: Found, job: Job, wanted: Wanted, ending: Collection[str]) -> list[Problem]:
-    """Returns why one of the faults can never strike; a field is a place in the fault, such as ``at.stage``."""
+    """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
     program, ownership = planned(job)
     problems = list(_target("target", wanted, job, len(ownership.workers())))
     if not isinstance(wanted.trigger, At):
@@ -102,7 +102,7 @@ def _moments(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
 
 
 def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Action, ...]:
-    """Returns the actions of a slot that its owner runs, in order; none where there is no such slot."""
+    """Returns the actions of a slot at its owner, in order; none if there is no such slot."""
     if slot not in ownership.grid.slots():
         return ()
     return tuple(each for each in program[ownership.owner(*slot)] if (each.pipeline, each.stage) == slot)
@@ -122,46 +122,46 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
 
 
 def changes_by(at: At) -> int:
-    """Returns the last step that may still run as if nobody had failed, when a worker is killed at a moment.
+    """Returns the last step that may still run the usual program if a worker is killed at a moment.
 
-    At the end of a step others may have begun the next one.
+    At a kill in the end of a step, other workers may have begun the next one.
     """
     return at.step + (at.action.op in STAGE_OPS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Failures:
-    """The other faults, which may end a worker before a moment."""
+    """The faults other than the one `at` a moment: they may end a worker before it."""
 
     at: At
     found: Found
     ending: Collection[str]
 
     def before(self, step: int) -> bool:
-        """Says whether one may strike before this step; one that could not be read may at any time."""
+        """Returns whether one may strike before this step; a fault that could not be read may strike at any time."""
         triggers = [each.trigger for each in self.found.faults.values() if each.do in self.ending]
         others = [each for each in triggers if each != self.at]
         return not self.found.whole or any(not isinstance(each, At) or each.step < step for each in others)
 
     def surely_before(self, step: int) -> bool:
-        """Says whether a worker is lost, and its recovery over, before this step begins."""
+        """Returns whether a worker is lost, and its recovery over, before this step begins."""
         return any(changes_by(each) < step for each in self._kills())
 
     def recovered_in(self, step: int) -> bool:
-        """Says whether this step may be one that a recovery finishes."""
+        """Returns whether a recovery may finish this step."""
         kills = self._kills()
         if all(each.do not in self.ending or each.trigger in (self.at, *kills) for each in self.found.faults.values()):
             return not self.found.whole or any(each.step <= step <= changes_by(each) for each in kills)
-        return self.before(step + 1)  # of the others nobody knows when they end their victim
+        return self.before(step + 1)  # kinds other than a kill end their victim at an unknown time
 
     def _kills(self) -> list[At]:
-        """Returns the moments of the others that end a worker at once."""
+        """Returns the moments of the other faults that end a worker at once."""
         triggers = [each.trigger for each in self.found.faults.values() if each.do in AT_ONCE]
         return [each for each in triggers if isinstance(each, At) and each != self.at]
 
 
 def _action(place: str, action: Action, own: Collection[Action], job: Job, failures: _Failures) -> list[Problem]:
-    """Returns why an action can never come; `own` are those of its slot while nobody has failed."""
+    """Returns the problem of an action that can never come; `own` are its slot's actions before any failure."""
     op, step = action.op, failures.at.step
     if op is Op.HEAL:
         return _heal(f"{place}.action", job, step, can_follow=failures.before(step))
@@ -180,26 +180,26 @@ def _action(place: str, action: Action, own: Collection[Action], job: Job, failu
 
 
 def _why_never(op: Op, stage: int, job: Job) -> str:
-    """Returns why a stage has no such action, or not for every microbatch, whoever has failed."""
+    """Returns the reason why a stage lacks this op, for some microbatches or all, also after failures."""
     if op in (Op.RECV_F, Op.SEND_B) and stage == 0:
-        return f"the first stage has nobody before it: no {op}"
+        return f"the first stage has no stage before it: no {op}"
     if op in (Op.SEND_F, Op.RECV_B) and stage == job.stages - 1:
-        return f"the last stage has nobody after it: no {op}"
+        return f"the last stage has no stage after it: no {op}"
     if op is Op.STREAM:
-        return f"log_every is {job.log_every}, and behind the last backward follows the log"
+        return f"log_every is {job.log_every}, and after the last backward the log is sent"
     if op in SHARD_OPS and not job.fsdp:
         return f"without fsdp there is no {op}"
     return ""
 
 
 def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]:
-    """A slot is healed in the first step after one in which somebody was lost, where there are shadows at all."""
+    """A slot is healed in the first step after one in which a worker was lost, if the job has shadows."""
     if job.redundancy == "none":
-        hint = "with redundancy none nobody gets a shadow"
+        hint = "with redundancy none there are no shadows"
         return [Problem(place, "an action that this job has", "'HEAL'", hint)]
     if can_follow:
         return []
-    hint = f"nobody is healed while nobody has failed: add a fault that ends a worker before step {step}"
+    hint = f"a shadow is healed only after a failure: add a fault that ends a worker before step {step}"
     return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
 
 
@@ -212,7 +212,7 @@ def _after(place: str, wanted: Wanted, after: After, found: Found) -> list[Probl
         hint = nearest(after.fault, known) or (f"there is {', '.join(known)}" if known else "there is no other fault")
         return [Problem(f"{place}.fault", "the id of another fault", repr(after.fault), hint)]
     if isinstance(by_id[after.fault].trigger, Every):
-        hint = "what `every` makes is drawn before the run; write the first fault out with `at`"
+        hint = "the faults of `every` are drawn before the run: write the first fault with `at`"
         return [Problem(f"{place}.fault", "a fault with `at` or `after`", repr(after.fault), hint)]
     seen = [wanted.id]
     trigger: object = after
@@ -221,7 +221,7 @@ def _after(place: str, wanted: Wanted, after: After, found: Found) -> list[Probl
         if trigger.fault == wanted.id:
             return [Problem(f"{place}.fault", "a fault that does not wait for this one", " -> ".join(seen))]
         if len(seen) > len(by_id) + 1:
-            break  # a circle of others, which is told at their place
+            break  # a cycle of other faults, which is reported at those
         trigger = by_id[trigger.fault].trigger
     return []
 
@@ -271,7 +271,7 @@ def _named(target: Target) -> list[str]:
 
 def _expectations(expect: Expect, job: Job) -> Iterator[Problem]:
     if expect.trajectory == "identical" and job.audit != 1:
-        hint = "without the hashes of every step nothing can be compared; set audit: 1 in the job"
+        hint = "the comparison needs the hashes of every step: set audit: 1 in the job"
         yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
     if expect.outcome != "recovered" and expect.recovery is not None:
         hint = "a run that stops has no recovery to time"

@@ -1,9 +1,9 @@
-"""Shrinking: from a scenario that fails to the smallest one that still does.
+"""Shrinking: reduces a failing scenario to the smallest one that still fails.
 
-Rules: pure: whether a scenario fails is asked of the caller. What is tried is always smaller, and a scenario that
-breaks no rule: fewer faults first, then fewer pipelines, stages, steps and microbatches, by halves and then by ones.
-Faults move with what is taken away: they keep their place at the first or last stage, and their distance from the first
-fault. The result is one of which no proposal fails any more, or the best when `budget` tries are used up.
+Rules: it is pure; the caller decides whether a scenario fails. Each proposal is smaller and breaks no rule: fewer
+faults first, then fewer pipelines, stages, steps and microbatches, down to one, to a half, and by one. Faults move with
+the reduction: a fault at the first or last stage stays there, and faults keep their distance from the first fault. The
+result is a scenario of which no proposal fails, or the smallest one found within `budget` tries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.core.faults.scenario_rules import check_scenario
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The smallest scenario found, after how many tries, and whether there was time for all of them."""
+    """The smallest scenario found, the number of tries, and whether no proposal was left untried."""
 
     scenario: Scenario
     num_tries: int
@@ -29,7 +29,7 @@ class Shrunk:
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], ending: Collection[str], budget: int = 40) -> Shrunk:
-    """Returns the smallest scenario found of which `fails` says yes, as it does of the one given.
+    """Returns the smallest scenario found for which `fails` is true, as it is for the given one.
 
     `ending` are the kinds of faults that end their victim.
     """
@@ -51,12 +51,12 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], ending: Collec
 
 
 def is_possible(scenario: Scenario, ending: Collection[str]) -> bool:
-    """Says whether a scenario breaks no rule."""
+    """Returns whether a scenario breaks no rule."""
     return not check_job(scenario.job) and not check_scenario(scenario, ending)
 
 
 def proposals(scenario: Scenario) -> Iterator[Scenario]:
-    """Yields smaller scenarios, the boldest first; some may break a rule."""
+    """Yields smaller scenarios, the greatest reductions first; some may break a rule."""
     for number in range(len(scenario.faults)):
         if len(scenario.faults) > 1:
             yield _without_fault(scenario, number)
@@ -76,12 +76,12 @@ def proposals(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _fewer(count: int) -> list[int]:
-    """Returns what to try instead of a count: one, a half, one less."""
+    """Returns the smaller counts to try: one, a half, one less."""
     return [each for each in dict.fromkeys((1, count // 2, count - 1)) if 0 < each < count]
 
 
 def _without_fault(scenario: Scenario, number: int) -> Scenario:
-    """Takes a fault away, with those that wait for it."""
+    """Returns the scenario without a fault and the faults that wait for it."""
     gone = {scenario.faults[number].id}
     left = list(scenario.faults)
     while True:
@@ -97,7 +97,7 @@ def _without_fault(scenario: Scenario, number: int) -> Scenario:
 
 
 def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
-    """Moves every fault to where it fits in the smaller job."""
+    """Returns the scenario with a smaller job; moves each fault to a place that this job has."""
     stages, old = smaller.get("stages"), scenario.job.stages
     pipelines = smaller.get("pipelines", scenario.job.pipelines)
     microbatches = smaller.get("microbatches", scenario.job.microbatches)
