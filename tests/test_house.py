@@ -43,6 +43,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.core.analysis",
         "engine.core.config",
         "engine.core.faults",
+        "engine.core.membership",
         "engine.core.schedules",
         "engine.core.store",
         "engine.models",

@@ -270,7 +270,7 @@ def test_a_suspicion_is_looked_into() -> None:
     assert told(state, Tick(4 + look_ns)).epoch == 1
     state = told(state, Tick(5 + look_ns))
     assert (state.epoch, state.members, state.verdict) == (2, (0, 1, 2), ())
-    assert state.reason == "a transfer failed at workers 1 and 2, but nobody has died"
+    assert state.reason == "a transfer failed at workers 1 and 2, but no worker has died"
 
 
 def suspected(state: State) -> State:
@@ -309,15 +309,15 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
         assert (state.epoch, state.members) == (epoch, (0, 1, 2))
         state = recovered(state, state.moved_ns)
     end = halt(told(state._replace(ticked_ns=3 * 61 * S), Tick(3 * 61 * S)))
-    assert end.reason == "training did not recover: nobody moved within 60.0 s, 3 times in a row"
+    assert end.reason == "training did not recover: no worker moved within 60.0 s, 3 times in a row"
 
 
 @pytest.mark.parametrize(
     ("state", "why"),
     [
         (told(forming(), *JOINED[:2], BEATS), "did not join within 60.0 s"),
-        (told(forming(), *JOINED[:2]), "did not say a word within 60.0 s"),
-        (told(running(), ExitSeen(5, 1, -9), Inventory(6, 0, 2, "")), "did not say what it holds within 10.0 s"),
+        (told(forming(), *JOINED[:2]), "did not send a message within 60.0 s"),
+        (told(running(), ExitSeen(5, 1, -9), Inventory(6, 0, 2, "")), "did not report its inventory within 10.0 s"),
         (
             told(
                 running()._replace(shadows=((2,), (0,), (1, 0))),

@@ -155,9 +155,9 @@ def test_it_reads_as_one_sentence() -> None:
         ),
         (
             (),
-            "a transfer failed, but nobody has died",
+            "a transfer failed, but no worker has died",
             None,
-            "a transfer failed, but nobody has died; recovered in 0.02 s, 0 steps lost",
+            "a transfer failed, but no worker has died; recovered in 0.02 s, 0 steps lost",
         ),
     ],
 )

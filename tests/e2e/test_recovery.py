@@ -227,7 +227,7 @@ def test_a_store_that_dies_while_a_group_forms_there_delays_it(recover: Recover,
     stopped = Strike(committed(1), STORE, signal.SIGSTOP)  # so that nobody gets further than to wait for it
     recovered = recover(stopped, Strike(committed(2), 1), Strike(told("go", 2), STORE))
     check(recovered, faultless(), [1], [])
-    assert recovered.account.epochs[-1].reason.endswith("but nobody has died")
+    assert recovered.account.epochs[-1].reason.endswith("but no worker has died")
 
 
 @pytest.mark.timeout(45)  # by itself, a wait for what a stopped store never says lasts a minute

@@ -1,4 +1,4 @@
-"""The picture of the membership protocol, drawn from its table: mermaid, as docs/membership.md shows it."""
+"""The diagram of the membership protocol in mermaid, made from its table; docs/membership.md shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.core.membership.transitions import Rule
 
 
 def picture() -> str:
-    """Returns the phases and what leads from one to another; events that change no phase are left out."""
+    """Returns a state diagram of the phases; its arrows are the events that change the phase."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (phase, event), rule in TABLE.items():
         for target in rule.leads_to if isinstance(rule, Rule) else ():

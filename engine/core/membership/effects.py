@@ -1,8 +1,8 @@
-"""What is to be done: the effects of the membership protocol.
+"""Effects of the membership protocol: its orders to workers and agents.
 
-Rules: an effect carries the epoch that it belongs to, so that whoever has seen a higher one drops it. Each states
-what shall be, not what shall change: carried out twice it does no more than once. Those of one event reach a worker
-in their order. Whoever is asked again answers again, for the first answer may have been lost.
+Rules: an effect has the number of its epoch; a receiver that has seen a higher epoch drops it. Effects are idempotent:
+they state the desired result. A worker receives the effects of one event in order. A worker that is asked again answers
+again, because its first answer may have been lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from engine.core.exclusion import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Something to be done."""
+    """One effect, in the epoch that it belongs to."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class PublishEpoch(Effect):
-    """Every worker learns the members, the workers that are out with this epoch, and the reason for it.
+    """Tells every worker the members, the workers that are out with this epoch, and the reason for it.
 
     A `planned` epoch begins at a step boundary because notice was given: no worker has failed. The plan has the owners.
     """
@@ -35,14 +35,14 @@ class PublishEpoch(Effect):
 
 @dataclass(frozen=True, slots=True)
 class GatherInventories(Effect):
-    """Every member freezes and says what it holds."""
+    """Asks every member to freeze and to report its inventory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishPlanInput(Effect):
-    """The one document that every member makes the plan from; they answer with the plan's digest.
+    """The document from which every member makes the plan; each answers with the digest of its plan.
 
-    `leaving` are the members that had given notice when the epoch was made: nobody of them becomes a shadow.
+    `leaving` are the members that had given notice when the epoch was made; they become no shadows.
     """
 
     committed: int
@@ -56,12 +56,12 @@ class PublishPlanInput(Effect):
 
 @dataclass(frozen=True, slots=True)
 class StartTraining(Effect):
-    """Every member runs its plan; in the first epoch, where nothing was planned, its program."""
+    """Every member runs its plan; in the first epoch, its program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit(Effect):
-    """`step` is committed; after it comes the next step, the end, or another epoch that everybody waits for."""
+    """`step` is committed; `then` the next step begins, the job ends, or all members wait for another epoch."""
 
     step: int
     then: Literal["step", "end", "epoch"]
@@ -69,7 +69,7 @@ class Commit(Effect):
 
 @dataclass(frozen=True, slots=True)
 class OrderHandOver(Effect):
-    """With the commit of `step`, `leavers` are going to hand over: whoever follows them may prepare."""
+    """Announces that `leavers` will hand over at the commit of `step`, so that the next epoch can be prepared."""
 
     step: int
     leavers: tuple[int, ...]
@@ -77,7 +77,7 @@ class OrderHandOver(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Look(Effect):
-    """The agents look at once whether somebody has died; `suspects` are the two ends of a failed transfer."""
+    """Asks the agents to check at once for ended workers; `suspects` are the two ends of a failed transfer."""
 
     suspects: tuple[int, ...]
 
@@ -92,7 +92,7 @@ class Evict(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Fence(Effect):
-    """`worker` is told that its words count for nothing, and the epoch that they would have to come from."""
+    """Tells `worker` that its messages are ignored, the reason, and the current epoch."""
 
     worker: int
     reason: str
@@ -100,7 +100,7 @@ class Fence(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Halt(Effect):
-    """The job ends without having finished."""
+    """The job ends before its last step is committed."""
 
     committed: int
     exit_code: int
@@ -110,7 +110,7 @@ class Halt(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Effect):
-    """Every step is committed, and everybody may leave; `cut_short` says why what follows the last one is not whole."""
+    """Every step is committed and all workers may exit; `cut_short` is the reason if later work is incomplete."""
 
     committed: int
     cut_short: str = ""

@@ -1,8 +1,8 @@
-"""What happens to a job's membership: the events of the protocol, each with the time at which the coordinator saw it.
+"""Events of the membership protocol, each with the time at which the coordinator received it.
 
-Rules: `now_ns` is nanoseconds on the coordinator's monotonic clock. What a worker says itself is `Spoken`: nobody
-listens to a worker that is out. An `Answer` counts in its own epoch only. Everything else is seen by others: agents,
-the ballot, the clock.
+Rules: `now_ns` is nanoseconds on the coordinator's monotonic clock. A `Spoken` event is a message of a worker; it is
+ignored if the worker is out. An `Answer` counts only in its own epoch. The other events come from agents, the ballot
+and the clock.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened."""
+    """One event."""
 
     now_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Spoken(Event):
-    """A worker's own word."""
+    """A message of a worker."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Spoken):
-    """A worker's word in an epoch; in another epoch it means nothing."""
+    """A message of a worker that counts only in `epoch`."""
 
     epoch: int
 
@@ -40,7 +40,7 @@ class Joined(Spoken):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Spoken):
-    """A sign of life: `index` counts the actions begun in `step`; `inside` the last of them, or waiting after it."""
+    """A heartbeat: `index` is the number of actions begun in `step`; `inside` the last of them, or waiting after it."""
 
     epoch: int
     step: int
@@ -50,14 +50,14 @@ class Heartbeat(Spoken):
 
 @dataclass(frozen=True, slots=True)
 class Suspicion(Answer):
-    """A transfer failed at `worker`; `peer` is whom it was talking to, which says little about who died."""
+    """A transfer between `worker` and `peer` failed at `worker`; the cause may be a third worker."""
 
     peer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExitSeen(Event):
-    """An agent saw the process of `worker` end; a negative `code` is the number of the signal."""
+    """An agent saw the end of the process of `worker`; a negative `code` is the number of a signal."""
 
     worker: int
     code: int
@@ -65,16 +65,16 @@ class ExitSeen(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaseExpired(Event):
-    """The agent of a node has not renewed its lease: the whole node is gone."""
+    """The agent of a node has not renewed its lease: the whole node counts as lost."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory(Answer):
-    """What a worker holds, as text or as the digest of a text kept elsewhere; with it the worker freezes.
+    """The inventory of a worker, as text or as the digest of a text stored elsewhere; the worker is frozen with it.
 
-    `whole` are the slots of which it has a whole replica, that of a shadow which is being healed among them.
+    `whole` are the slots of which it has a whole replica, including shadows that were healed in the open step.
     """
 
     holds: str
@@ -83,7 +83,7 @@ class Inventory(Answer):
 
 @dataclass(frozen=True, slots=True)
 class PlanAcknowledged(Answer):
-    """A worker has made the plan: its digest, and the stages that it cannot bring back from the inventories."""
+    """A worker has made the plan: its digest, and the stages that the inventories cannot restore."""
 
     digest: str
     lost_stages: tuple[int, ...] = ()
@@ -91,11 +91,10 @@ class PlanAcknowledged(Answer):
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted(Event):
-    """Every owner and shadow holds what `step` needs: the ballot is full.
+    """The ballot is complete: every owner and shadow has voted for `step`.
 
-    `shadows` are the whole replicas of each slot besides the owner's, in the order in which they would take over;
-    empty where they have not changed. With `waits` nobody hands over or leaves yet: there is time for another step,
-    in which that can be prepared.
+    `shadows` are the shadows of each slot with a whole replica, in the order of succession; empty if unchanged. With
+    `waits`, hand-overs and departures wait for the next commit, so that the next epoch can be prepared meanwhile.
     """
 
     epoch: int
@@ -106,7 +105,7 @@ class StepCommitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Event):
-    """`worker` is going to leave in `grace_ns`; without a worker: the whole job is to stop after the running step."""
+    """`worker` will leave within `grace_ns`; with None, the whole job stops after the running step."""
 
     worker: int | None
     grace_ns: int
@@ -114,12 +113,12 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True)
 class Done(Answer):
-    """A worker has done everything after the last step, and waits to be let go."""
+    """A worker has finished all work after the last step and waits for the order to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time has passed; comes several times in the shortest of the deadlines."""
+    """Time has passed; comes several times within the shortest deadline."""
 
 
 EVENTS: tuple[type[Event], ...] = (

@@ -1,7 +1,7 @@
-"""What the clock says of the workers: where each is, and whom silence or an endless action convicts.
+"""The failure detector: the position of each worker by its heartbeats, and the workers that are silent or hang.
 
-Rules: a waiting worker never hangs, because when one worker stops, everybody's counters stand still; only being inside
-an action for longer than the adaptive deadline is hanging. A coordinator that was asleep itself judges nobody.
+Rules: a worker hangs if it is inside one action for longer than an adaptive deadline. A waiting worker never hangs,
+because one stopped worker makes all others wait. A coordinator that was suspended itself judges no worker.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from engine.core.membership.state import Sighting, State
 
 
 def alive(state: State, worker: int, now_ns: int) -> State:
-    """Returns the state after a sign of life that says nothing more."""
+    """Returns the state after a message without a position."""
     seen = state.sightings.get(worker) or Sighting(now_ns, now_ns)
     return state._replace(sightings={**state.sightings, worker: seen._replace(heard_ns=now_ns)})
 
 
 def heard(state: State, beat: Heartbeat) -> State:
-    """Returns the state after a heartbeat; one that comes late is no more than a sign of life."""
+    """Returns the state after a heartbeat; a late one only proves that the worker is alive."""
     now_ns = beat.now_ns
     was = state.sightings.get(beat.worker) or Sighting(now_ns, now_ns)
     at = (beat.epoch, beat.step, beat.index, not beat.inside)
@@ -35,7 +35,7 @@ def heard(state: State, beat: Heartbeat) -> State:
 
 
 def unresponsive(state: State, now_ns: int) -> Verdict:
-    """Returns the members that are silent or hang, in the order of their numbers."""
+    """Returns the verdict on the members that are silent or hang, in the order of their numbers."""
     options, found = state.patience, []
     for worker in state.members:
         seen = state.sightings.get(worker)
@@ -52,7 +52,7 @@ def unresponsive(state: State, now_ns: int) -> Verdict:
 
 
 def ticked(state: State, now_ns: int) -> State:
-    """Returns the state after a tick; if the last one is so long ago that this coordinator slept, all begins afresh."""
+    """Returns the state after a tick; after a long gap, in which the coordinator slept, all deadlines start again."""
     if now_ns - state.ticked_ns <= state.options.silence_ns // 2:
         return state._replace(ticked_ns=now_ns)
     awake = {worker: seen._replace(heard_ns=now_ns, since_ns=now_ns) for worker, seen in state.sightings.items()}
@@ -60,7 +60,7 @@ def ticked(state: State, now_ns: int) -> State:
 
 
 def last_seen(state: State, worker: int) -> Position | None:
-    """Returns the place of a worker's last heartbeat; None if there was none in the open step."""
+    """Returns the position of a worker's last heartbeat, or None if it was not in the open step."""
     seen = state.sightings.get(worker)
     if seen is None or not seen.at[0] or seen.at[1] <= state.committed:
         return None

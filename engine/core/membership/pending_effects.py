@@ -1,7 +1,7 @@
-"""Orders: everything that the world must be told, read off the state.
+"""The pending effects (orders) of a state: a pure function of the state.
 
-Rules: rules only change the state; what has come into the orders is told at once, and all of them are told again when
-nothing moves. So an order that was lost, or told twice, or decided by a coordinator that has ended, needs no care.
+Rules: transitions only change the state. An order that is new is sent at once; all orders are repeated if the job makes
+no progress. An order that was lost, sent twice, or decided by a coordinator that has ended therefore needs no rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.core.membership.verdicts import leavers
 
 
 def orders(state: State) -> tuple[Effect, ...]:
-    """Returns all that holds now, in the order in which it is to be told."""
+    """Returns all effects that are due in this state, in the order of sending."""
     epoch = state.epoch
     if state.phase is Phase.HALTED:
         return (Halt(epoch, state.committed, state.exit_code, state.lost_stages, state.reason),)
@@ -33,7 +33,7 @@ def orders(state: State) -> tuple[Effect, ...]:
         return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
     found: list[Effect] = []
     if state.phase is Phase.RECONFIGURING:
-        found.append(Commit(epoch - 1, state.committed, "epoch"))  # the last word of the epoch before
+        found.append(Commit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
     if epoch:
         found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
     found += (Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited)

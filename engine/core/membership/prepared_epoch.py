@@ -1,8 +1,10 @@
-"""What the coming commit will bring, if nothing unexpected comes before it: an epoch can be prepared before it begins.
+"""The prepared epoch: the epoch that the coming commit will begin, computed in advance.
 
-Rules: the table of the membership protocol is pure, so it is asked what it would decide. What the members will say
-that they hold follows from the commit itself: every replica has voted for it, so each is whole at the boundary, and
-nothing is held of a step that nobody has begun.
+    StepCommitted -> Inventory of each member -> PublishPlanInput      (applied to a copy of the state)
+
+Rules: the protocol is pure, so its table can be applied to events that have not happened yet. The inventories follow
+from the commit: every replica has voted for it and is therefore whole at the boundary, and no worker has begun the next
+step. If another event comes first, the prepared epoch is not used.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from engine.core.recovery.inventory import to_json
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """An epoch that begins with a commit: the commit and what everybody says after it, and what the plan is made of."""
+    """A prepared epoch: the events that lead to it (the commit, the inventories), and the input of its plan."""
 
     events: tuple[Event, ...]
     document: PublishPlanInput
 
 
 def foresee(state: State, ownership: Ownership, now_ns: int) -> Foreseen | None:
-    """Returns the epoch that begins with the commit of the open step, which has this ownership; None if none does."""
+    """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
     if state.phase is not Phase.RUNNING or not state.leaving:
         return None
     commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows)
@@ -46,7 +48,7 @@ def foresee(state: State, ownership: Ownership, now_ns: int) -> Foreseen | None:
 
 
 def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
-    """Returns what a worker holds before `step` begins, after a step with this ownership."""
+    """Returns the inventory of a worker at the boundary before `step`, after a step with this ownership."""
     slots = tuple(sorted({*ownership.slots_of(worker), *ownership.shadowed_by(worker)}))
     nothing = dict.fromkeys(slots, 0)
     return Held(worker, step, slots, nothing, nothing, (), ())

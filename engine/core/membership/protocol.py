@@ -1,9 +1,9 @@
-"""The membership protocol: `step(state, event) -> (state, effects)`, from one table, time handed in.
+"""The membership protocol: `step(state, event) -> (state, effects)`, a pure function given by one table.
 
-Rules: the rule for an event is `TABLE[phase, type of event]`. It changes only the state; the effects are what has come
-into the `orders` of the state with it, and all of them again when nothing moves. Nobody listens to a worker that is
-out, nor to an answer from another epoch. The coordinator writes the new state by compare-and-swap before it carries
-out an effect, so that one who has been replaced does nothing.
+Rules: the rule for an event is `TABLE[phase, type of event]`. A rule changes only the state. The effects are the new
+`orders` of the state; if the job makes no progress, all orders are repeated. Messages of a worker that is out, and
+answers from another epoch, are ignored. The coordinator writes the new state by compare-and-swap before it carries out
+an effect; a coordinator that has been replaced fails at this write and does nothing.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from engine.core.membership.transitions import (
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """A pair that only a bug can bring about, and why."""
+    """A pair of phase and event that only a bug can cause, with the reason."""
 
     reason: str
 
 
-_UNASKED = Impossible("nobody is asked for anything before the first epoch")
-_UNTRAINED = Impossible("nobody trains before the first epoch")
-_UNDONE = Impossible("nobody is done before the last step is committed, and with that commit the job drains")
+_UNASKED = Impossible("no worker is asked for an answer before the first epoch")
+_UNTRAINED = Impossible("no worker trains before the first epoch")
+_UNDONE = Impossible("no worker is done before the last step is committed, and with that commit the job drains")
 _FROZEN = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
-_LATE = changes_nothing  # it repeats what has been settled
+_LATE = changes_nothing  # it repeats an answer that has been counted
 _OVER = changes_nothing  # the job has ended, or is about to
 
 _COLUMNS = (
@@ -89,7 +89,7 @@ _ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
 
 
 def _in_phase(phase: Phase, cell: Rule | Impossible) -> Rule | Impossible:
-    """Returns a cell as it is in one phase: when every step is committed, a job that is past help has finished."""
+    """Returns the cell of one phase: if every step is committed, a job that cannot go on is finished, not halted."""
     if isinstance(cell, Impossible) or Phase.HALTED not in cell.leads_to:
         return cell
     others = tuple(target for target in cell.leads_to if target is not Phase.HALTED)
@@ -107,14 +107,14 @@ TABLE: dict[tuple[Phase, type[Event]], Rule | Impossible] = {
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
-    """Returns the state after an event, and what is to be done.
+    """Returns the state after an event, and the effects to carry out.
 
-    Raises InvariantError for a pair that is impossible.
+    Raises InvariantError if the event is impossible in this phase.
     """
     if isinstance(event, Spoken) and (why := _unheard(state, event)):
         return state, (Fence(state.epoch, event.worker, why),)
     if isinstance(event, (Answer, StepCommitted)) and event.epoch != state.epoch:
-        return state, ()  # from a lower epoch it is late; from a higher one, this coordinator has been replaced
+        return state, ()  # late if the epoch is lower; if it is higher, this coordinator has been replaced
     rule = TABLE[state.phase, type(event)]
     if isinstance(rule, Impossible):
         raise InvariantError(f"{type(event).__name__} while {state.phase}: {rule.reason}")
@@ -128,7 +128,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 
 
 def _unheard(state: State, event: Spoken) -> str:
-    """Returns why nobody listens to a worker, or nothing."""
+    """Returns the reason to ignore a worker's message, or an empty string."""
     if event.worker not in state.members:
         return state.out[event.worker].why if event.worker in state.out else "does not belong to this job"
     if isinstance(event, Answer) and event.epoch < state.epoch:

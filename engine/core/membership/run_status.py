@@ -10,12 +10,12 @@ from engine.core.errors import InvariantError
 from engine.core.membership.state import resume
 from engine.core.membership.verdicts import held_back
 
-HELD_BACK = "cannot leave"  # a worker that has given notice, and whose stages nobody can take over
+HELD_BACK = "cannot leave"  # a worker that has given notice, but whose stages no worker can take over
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker: its slots now and before as (pipeline, stage), and the seconds since it was last heard of."""
+    """One worker: its present and previous slots as (pipeline, stage), and the seconds since its last message."""
 
     worker: int
     pid: int
@@ -28,7 +28,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run; `phase` is the protocol's, or the outcome of one that has ended; `verdicts` are (epoch, why it came)."""
+    """A run; `phase` is that of the protocol, or the outcome of an ended run; `verdicts` are (epoch, reason)."""
 
     run_id: str
     phase: str
@@ -40,7 +40,7 @@ class RunStatus:
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
-    """Returns the status that the keys of a live run show; raises InvariantError when they are no such keys."""
+    """Returns the status of a live run from its keys; raises InvariantError if they have another form."""
     try:
         state = resume(keys["state"].decode(), 0)
         verdicts = tuple((int(epoch), str(why)) for epoch, why in json.loads(keys.get("verdicts", b"[]")))

@@ -1,8 +1,8 @@
-"""The state of the membership protocol: one immutable value, all that a coordinator must know to go on.
+"""The state of the membership protocol: one immutable value with all that a coordinator needs to continue.
 
-Rules: the value round-trips to JSON, so that it can be kept outside and the next coordinator resumes it. Times stay
-behind: they belong to one coordinator's monotonic clock, and the next one starts afresh. The state is a tuple with
-names, because simulated histories copy it millions of times and a data class takes seven times as long to copy.
+Rules: the state round-trips to JSON, so that the next coordinator can resume it from the store. Times are left out:
+they belong to the monotonic clock of one coordinator. The state is a named tuple, because simulations copy it millions
+of times and a data class takes seven times as long to copy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _S = 1_000_000_000
 
 
 class Phase(StrEnum):
-    """Where a job is."""
+    """The phase of a job."""
 
     FORMING = "forming"  # the workers join
     RUNNING = "running"
-    FAILING_OVER = "failing over"  # after a verdict, an empty one too
-    RECONFIGURING = "reconfiguring"  # at a step boundary, nobody has died: somebody hands over, or has left
-    DRAINING = "draining"  # the last step is committed, what follows it is under way
+    FAILING_OVER = "failing over"  # after a verdict, which may be empty
+    RECONFIGURING = "reconfiguring"  # at a step boundary, without a failure: a hand-over or a departure
+    DRAINING = "draining"  # the last step is committed; the work after it is in progress
     FINISHED = "finished"
     HALTED = "halted"
 
@@ -37,20 +37,20 @@ GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the protocol goes by. Stages are counted per pipeline; `redundant` is false where nobody gets a shadow."""
+    """The parameters of the protocol. `stages` is per pipeline; `redundant` is false if the job has no shadows."""
 
     stages: int
     redundant: bool
     form_ns: int = 60 * _S  # until every worker has joined
-    hail_ns: int = 60 * _S  # until each has been heard at all, which takes it no more than to be there
-    answer_ns: int = 10 * _S  # until every member has said its inventory, and again until it has made the plan
-    stall_ns: int = 60 * _S  # all are waiting: longer than that, somebody has been forgotten
+    hail_ns: int = 60 * _S  # until the first message of each worker
+    answer_ns: int = 10 * _S  # until every member has reported its inventory, and again until it has made the plan
+    stall_ns: int = 60 * _S  # with all workers waiting: after it, a message must have been lost
     silence_ns: int = 5 * _S  # without a heartbeat
     hang_ns: int = 30 * _S  # inside one action, at least; adaptive above that:
     hang_factor: int = 10  # times the slowest action of the worker in this step and the one before
-    look_ns: int = _S // 5  # from a suspicion until it is clear that nobody has died
-    repeat_ns: int = _S // 2  # without movement until the orders are repeated
-    max_repeats: int = 3  # verdicts with nobody out, for one symptom and with no step committed in between
+    look_ns: int = _S // 5  # from a suspicion until an end of a worker would have been seen
+    repeat_ns: int = _S // 2  # without progress until the orders are repeated
+    max_repeats: int = 3  # empty verdicts for one symptom without a commit in between
 
 
 _USUAL = Options(stages=0, redundant=False)
@@ -63,44 +63,44 @@ def _hurried(options: Options) -> Options:
 
 
 class Sighting(NamedTuple):
-    """What was last heard of a worker; `at` is (epoch, step, index, waiting) and only ever grows."""
+    """The last heartbeat of a worker; `at` is (epoch, step, index, waiting) and never decreases."""
 
     heard_ns: int
-    since_ns: int  # when it came to where it is
+    since_ns: int  # since when it is at this position
     at: tuple[int, int, int, bool] = (0, 0, 0, True)
     slowest_ns: int = 0  # its slowest action in this step
-    slowest_before_ns: int = 0  # and in the step before
+    slowest_before_ns: int = 0  # its slowest action in the previous step
 
 
 class State(NamedTuple):
-    """Everything decided so far. Slots are numbered as in `Ownership`; mappings are by worker and never changed."""
+    """All decisions so far. Slots are numbered as in `Ownership`; mappings are by worker and never modified."""
 
     options: Options
     phase: Phase
     epoch: int
     members: tuple[int, ...]
-    owners: tuple[int, ...]  # of each slot; one that is no member has left no replica that was known of
-    shadows: tuple[tuple[int, ...], ...]  # of each slot, in the order in which they would take over
+    owners: tuple[int, ...]  # of each slot; an owner that is no member left no known replica
+    shadows: tuple[tuple[int, ...], ...]  # of each slot, in the order of succession
     committed: int  # the last committed step, -1 before the first
     last_step: int
-    verdict: Verdict  # who is out with this epoch
-    reason: str  # why this epoch was made, or the job halted
+    verdict: Verdict  # the workers that are out with this epoch
+    reason: str  # of this epoch, or of the halt
     planned: bool  # this epoch was made at a step boundary because of a notice: no worker has failed
     out: Mapping[int, Exclusion]  # the workers that were ever out
-    exited: tuple[int, ...]  # whose exit has been seen or needs no care: the others that are out are evicted
-    nodes: Mapping[int, str]  # of whoever has joined
+    exited: tuple[int, ...]  # workers whose exit was seen or is certain; other workers that are out are evicted
+    nodes: Mapping[int, str]  # of the workers that have joined
     inventories: Mapping[int, str]  # of this epoch
     copies: Mapping[int, tuple[int, ...]]  # of this epoch: the slots of which each member holds a whole replica
     digests: Mapping[int, str]  # of this epoch's plan
     done: tuple[int, ...]
-    leaving: tuple[int, ...]  # who has given notice
-    excused: tuple[int, ...]  # of them, those that the present epoch knew of when it was made
-    look: tuple[int, ...]  # the two ends of the failed transfer that is being looked into
-    repeats: Mapping[str, int]  # by symptom: verdicts with nobody out since the last commit
+    leaving: tuple[int, ...]  # workers that have given notice
+    excused: tuple[int, ...]  # workers that had given notice when this epoch was made
+    look: tuple[int, ...]  # the two ends of the failed transfer for which a look is open
+    repeats: Mapping[str, int]  # by symptom: empty verdicts since the last commit
     exit_code: int
     lost_stages: tuple[int, ...]
-    # What follows is on this coordinator's clock.
-    moved_ns: int  # when something last happened that the phase waits for
+    # The following times are on this coordinator's clock.
+    moved_ns: int  # when the job last made progress
     repeated_ns: int  # when the orders were last repeated
     looked_ns: int  # when the look began
     ticked_ns: int
@@ -108,16 +108,16 @@ class State(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether every step is committed: only what follows the last one can still be lost."""
+        """Whether every step is committed, so that only the work after the last one can be lost."""
         return self.committed >= self.last_step
 
     @property
     def patience(self) -> Options:
-        """The options as they hold now: when every step is committed, giving up on a worker costs little."""
+        """The options with the deadlines of the moment: shorter ones if every step is committed."""
         return _hurried(self.options) if self.is_over else self.options
 
     def decided(self) -> tuple[object, ...]:
-        """Returns everything but the times."""
+        """Returns all fields but the times."""
         return self[:_NUM_DECIDED]
 
 
@@ -128,7 +128,7 @@ _NUM_DECIDED = len(State._fields) - len(_CLOCK)
 def begin(
     options: Options, owners: tuple[int, ...], shadows: tuple[tuple[int, ...], ...], last_step: int, now_ns: int
 ) -> State:
-    """Returns the state of a job whose workers have been started and are about to join."""
+    """Returns the initial state: all workers are started, none has joined."""
     return State(
         options=options,
         phase=Phase.FORMING,
@@ -170,9 +170,9 @@ def to_json(state: State) -> str:
 
 
 def resume(text: str, now_ns: int) -> State:
-    """Returns the state that another coordinator has left, on this one's clock; its `orders` are to be repeated.
+    """Returns the state that another coordinator has written, on this one's clock; the caller repeats its `orders`.
 
-    Raises InvariantError when `text` is no such state.
+    Raises InvariantError if `text` is no such state.
     """
     try:
         fields = json.loads(text)
@@ -187,7 +187,7 @@ def resume(text: str, now_ns: int) -> State:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns what JSON has made of tuples and of mappings by worker as what they were."""
+    """Returns a JSON value with tuples in place of lists and integers in place of numeric keys."""
     if isinstance(value, list):
         return tuple(_frozen(each) for each in value)
     if isinstance(value, dict):

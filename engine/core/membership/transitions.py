@@ -1,8 +1,7 @@
-"""The rules of the membership protocol: what each kind of event does to the state.
+"""The transitions of the membership protocol: a rule per kind of event.
 
-Rules: a rule only changes the state; what is to be done follows from the `orders` of the state. A rule sees only words
-of members, and of answers only those of the present epoch. An event that is repeated, or comes too late to matter,
-changes nothing.
+Rules: a rule only changes the state; the effects follow from the `orders` of the new state. A rule gets messages of
+members only, and answers of the present epoch only. A repeated or late event changes nothing.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an event does to the state, and the phases that it may lead to beside the one it finds."""
+    """The transition for an event, and the phases to which it may lead, beside the present one."""
 
     decide: Callable[[State, Any], State]
     leads_to: tuple[Phase, ...]
 
 
 def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
-    """Makes a rule of a function."""
+    """Decorates a transition as a `Rule`."""
     return lambda decide: Rule(decide, leads_to)
 
 
 @rule()
 def joins(state: State, event: Joined) -> State:
-    """A member is ready, or its coordinator reads again that it is."""
+    """Records that a member is ready; a resumed coordinator may read this again."""
     new = alive(state, event.worker, event.now_ns)
     if event.worker in state.nodes:
         return new
@@ -68,7 +67,7 @@ def joins(state: State, event: Joined) -> State:
 
 @rule(Phase.RUNNING)
 def joins_first(state: State, event: Joined) -> State:
-    """The last to join starts the first epoch."""
+    """Starts the first epoch when the last worker joins."""
     new = joins.decide(state, event)
     if len(new.nodes) < len(new.members):
         return new
@@ -77,13 +76,13 @@ def joins_first(state: State, event: Joined) -> State:
 
 @rule()
 def is_heard(state: State, event: Heartbeat) -> State:
-    """Decides nothing; the next tick may."""
+    """Records the heartbeat; a tick judges it."""
     return heard(state, event)
 
 
 @rule()
 def suspects(state: State, event: Suspicion) -> State:
-    """A suspicion is no verdict: it starts a look. The first of an epoch is looked into; others follow from it."""
+    """Opens a look for the first suspicion of an epoch; later suspicions are its consequences."""
     if state.look:
         return state
     pair = {event.worker, event.worker if event.peer is None else event.peer}
@@ -93,7 +92,7 @@ def suspects(state: State, event: Suspicion) -> State:
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def ends(state: State, event: ExitSeen) -> State:
-    """Whoever ends before it was done has died, with exit code 0 too."""
+    """Excludes a worker whose process ended before it was done, even with exit code 0."""
     if event.worker in state.exited:
         return state
     new = state._replace(exited=(*state.exited, event.worker))
@@ -106,7 +105,7 @@ def ends(state: State, event: ExitSeen) -> State:
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def loses_node(state: State, event: LeaseExpired) -> State:
-    """Everyone on the node is out, and nobody is left there who could evict them."""
+    """Excludes all workers of the node; they count as exited, because the node has no agent that could evict them."""
     there = [worker for worker in state.members if state.nodes.get(worker) == event.node]
     how = f"was on node {event.node}, whose lease has expired"
     out = [
@@ -118,7 +117,7 @@ def loses_node(state: State, event: LeaseExpired) -> State:
 
 @rule(Phase.HALTED)
 def is_inventoried(state: State, event: Inventory) -> State:
-    """The first word counts: the worker has been frozen since. With the last one it is known who holds what."""
+    """Records a worker's first inventory, with which it is frozen; the last inventory completes the set."""
     if event.worker in state.inventories:
         return state
     new = state._replace(
@@ -131,7 +130,7 @@ def is_inventoried(state: State, event: Inventory) -> State:
 
 @rule(Phase.RUNNING, Phase.DRAINING, Phase.HALTED)
 def agrees(state: State, event: PlanAcknowledged) -> State:
-    """When all have made the same plan, training goes on; two different plans are a bug, and nobody may run one."""
+    """Continues training when all members have made the same plan; halts if two plans differ, which is a bug."""
     if len(state.inventories) < len(state.members) or event.worker in state.digests:
         return state
     for worker, digest in state.digests.items():
@@ -148,7 +147,7 @@ def agrees(state: State, event: PlanAcknowledged) -> State:
 
 @rule(Phase.RECONFIGURING, Phase.DRAINING)
 def commits(state: State, event: StepCommitted) -> State:
-    """A step boundary: the job may end here, or somebody who is leaving hands over, or goes."""
+    """Commits a step; at this boundary the job may end, and leaving workers may hand over or depart."""
     if event.step != state.committed + 1:
         return state
     new = state._replace(
@@ -158,15 +157,15 @@ def commits(state: State, event: StepCommitted) -> State:
         return new._replace(phase=Phase.DRAINING)
     if event.waits:
         return new
-    moving = leavers(state)  # as ordered before this commit
+    moving = leavers(state)  # as announced before this commit
     return handed_over(new, event.now_ns, moving) if moving or departing(new) else new
 
 
 @rule()
 def leaves(state: State, event: Notice) -> State:
-    """It will hand over at the next step boundary; if it dies before, that is a death like any other."""
+    """Records that a worker will hand over at the next boundary, or that the job ends after the running step."""
     if event.worker is None:
-        running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary there is none to finish
+        running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
         return state._replace(last_step=min(state.last_step, running))
     if event.worker not in state.members or event.worker in state.leaving:
         return state
@@ -175,7 +174,7 @@ def leaves(state: State, event: Notice) -> State:
 
 @rule(Phase.HALTED)
 def leaves_early(state: State, event: Notice) -> State:
-    """A job that is told to stop before its first step has nothing to finish."""
+    """Halts a job that is told to stop before its first step."""
     if event.worker is None:
         return halted(state, ExitCode.TERMINATED, "the job was stopped before training began")
     return leaves.decide(state, event)
@@ -183,7 +182,7 @@ def leaves_early(state: State, event: Notice) -> State:
 
 @rule(Phase.FINISHED)
 def is_done(state: State, event: Done) -> State:
-    """Nobody leaves before the last one is done: the others might have to take over from it."""
+    """Finishes the job when all members are done; until then each may have to take over from another."""
     if event.worker in state.done:
         return state
     new = state._replace(done=(*state.done, event.worker), moved_ns=event.now_ns)
@@ -192,7 +191,7 @@ def is_done(state: State, event: Done) -> State:
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def looks_at_clock(state: State, event: Tick) -> State:
-    """Whom the clock convicts is out; a look that found nobody dead, and a standstill, make an empty verdict."""
+    """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
     now_ns, options = event.now_ns, state.options
     state = ticked(state, now_ns)
     if dead := unresponsive(state, now_ns):
@@ -206,25 +205,25 @@ def looks_at_clock(state: State, event: Tick) -> State:
     if owing:
         late = [excluded(worker, Cause.NO_ANSWER, f"did not {failed_to} {within}") for worker in owing]
         return new_epoch(state, now_ns, late)
-    return nobody_died(state, now_ns, (), f"nobody moved {within}")
+    return nobody_died(state, now_ns, (), f"no worker moved {within}")
 
 
 def _owed(state: State) -> tuple[int, list[int], str]:
-    """Returns the patience of the phase, and who is then out for what; nobody where the culprit is not known."""
+    """Returns the deadline of the phase, the workers that owe an answer (none if unknown), and that answer."""
     options, members = state.patience, state.members
     unheard = [worker for worker in members if worker not in state.sightings]
     if state.phase is Phase.FORMING and unheard:
-        return options.hail_ns, unheard, "say a word"
+        return options.hail_ns, unheard, "send a message"
     if state.phase is Phase.FORMING or state.phase in GATHERING:
         if unjoined := [worker for worker in members if worker not in state.nodes]:
             return options.form_ns, unjoined, "join"
         if silent := [worker for worker in members if worker not in state.inventories]:
-            return options.answer_ns, silent, "say what it holds"
+            return options.answer_ns, silent, "report its inventory"
         return options.answer_ns, [worker for worker in members if worker not in state.digests], "make the plan"
     return options.stall_ns, [], ""
 
 
 @rule()
 def changes_nothing(state: State, event: Event) -> State:
-    """It comes too late to matter."""
+    """Ignores the event, which comes too late."""
     return state

@@ -1,10 +1,10 @@
-"""Verdicts: who is out, who inherits their slots, and when a job must halt.
+"""Verdicts: the workers that are out, the heirs of their slots, and the halt of a job.
 
-Rules: a verdict makes the next epoch, an empty one too, and every epoch begins with nothing gathered. A slot goes to
-the first of its shadows that is in and stays, or else to whoever holds the same stage in another pipeline; only if
-nobody who stays has it, to one who is leaving. What moves with a hand-over moves at a step boundary; what the dead
-leave behind moves at once. A shadow that is healed in the open step is not known of before everybody has said what it
-holds; then its replica is a replica like any other. Only then, or where nobody is ever healed, is a slot lost.
+Rules: each verdict, even an empty one, makes a new epoch, which begins without inventories. The heir of a slot is the
+first of these workers that is a member: a shadow that stays, a worker that holds the stage in another pipeline and
+stays, a shadow or such a worker that is leaving. Slots of dead workers move at once, those of a hand-over at a step
+boundary. A shadow that was healed in the open step becomes known by its inventory and then counts as well. A slot is
+therefore lost only after all inventories have come, or at once if the job has no shadows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.core.membership.state import Phase, State
 
 
 class Heirs(NamedTuple):
-    """The owners and shadows of each slot as they shall be, and the slots that nobody can take over."""
+    """The new owners and shadows of each slot, and the slots without an heir."""
 
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
@@ -26,7 +26,7 @@ class Heirs(NamedTuple):
 
 
 def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs:
-    """Returns what becomes of every slot without `dead`, and with a hand-over without those who are leaving."""
+    """Returns the heirs of all slots without the `dead` workers and, with `hand_over`, without leaving ones."""
     owners, shadows, lost = [], [], []
     for slot, owner in enumerate(state.owners):
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
@@ -37,7 +37,7 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
             heir = next(iter(staying + line), owner)
         elif hand_over and owner in state.leaving:
             heir = next(iter(staying), owner)
-            live.append(owner)  # it holds the slot still, until it leaves
+            live.append(owner)  # as a shadow, until it leaves
         if is_gone and heir == owner:
             lost.append(slot)
         owners.append(heir)
@@ -46,7 +46,7 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
 
 
 def elsewhere(state: State, slot: int) -> list[int]:
-    """Returns the members that hold the stage of a slot in other pipelines, owners first, the next pipeline first."""
+    """Returns the members that hold the stage of a slot in other pipelines: owners first, next pipeline first."""
     num_slots, stages = len(state.owners), state.options.stages
     others = [(slot + more) % num_slots for more in range(stages, num_slots, stages)]
     holders = [state.owners[each] for each in others] + [worker for each in others for worker in state.shadows[each]]
@@ -56,7 +56,7 @@ def elsewhere(state: State, slot: int) -> list[int]:
 def new_epoch(
     state: State, now_ns: int, failed: Iterable[Exclusion], reason: str = "", phase: Phase = Phase.FAILING_OVER
 ) -> State:
-    """Returns the next epoch without the workers that `failed` or left; the end if a slot is lost with them."""
+    """Returns the next epoch, without the workers that `failed` or left; ends the job if a slot is lost."""
     gone = [worker for worker in state.members if worker in state.exited]
     out = {worker: excluded(worker, Cause.FINISHED, "had finished and left") for worker in gone}
     out |= {each.worker: each for each in failed}
@@ -79,14 +79,14 @@ def new_epoch(
         look=(),
         moved_ns=now_ns,
     )
-    may_hold = state.options.redundant and new.members and not state.is_over  # beside those that are known of
+    may_hold = state.options.redundant and new.members and not state.is_over  # a member may have an unknown replica
     return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
 
 
 def all_inventoried(state: State) -> State:
-    """Returns the state when everybody has said what it holds: a replica that was healed in the open step counts too.
+    """Returns the state after the last inventory: holders of replicas healed in the open step become shadows.
 
-    It makes its holder a shadow, so a slot whose owner is out has an heir if anybody holds it.
+    A slot whose owner is out then goes to an heir; the job ends if there is none.
     """
     known = state._replace(shadows=tuple(_holders(state, slot) for slot in range(len(state.owners))))
     inherited = heirs(known, ())
@@ -95,23 +95,23 @@ def all_inventoried(state: State) -> State:
 
 
 def _holders(state: State, slot: int) -> tuple[int, ...]:
-    """Returns the shadows of a slot, and behind them the members that hold a whole replica of it all the same."""
+    """Returns the shadows of a slot, then the other members that hold a whole replica of it."""
     copies = (worker for worker in state.members if slot in state.copies.get(worker, ()))
     return tuple(dict.fromkeys((*state.shadows[slot], *copies)))
 
 
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
-    """Returns the next epoch with the same members; when that did not help, without one of the suspects.
+    """Returns the next epoch with the same members; after `max_repeats` of them, without one of the suspects.
 
-    The rule is fixed: the one with the highest number whose slots others can take over; if nobody can, the job halts.
+    This is the suspect with the highest number whose slots all have heirs; if there is none, the job halts.
     """
     count = state.repeats.get(symptom, 0) + 1
     if count <= state.options.max_repeats:
         new = state._replace(repeats={**state.repeats, symptom: count})
-        return new_epoch(new, now_ns, (), f"{symptom}, but nobody has died")
+        return new_epoch(new, now_ns, (), f"{symptom}, but no worker has died")
     told = symptom if count == 1 else f"{symptom}, {count} times in a row"
     highest_first = sorted(suspects, reverse=True)
-    lost = heirs(state, ()).lost  # already
+    lost = heirs(state, ()).lost  # slots that are lost already
     victim = next((worker for worker in highest_first if heirs(state, (worker,)).lost == lost), None)
     if victim is None:
         return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
@@ -119,7 +119,7 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: s
 
 
 def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
-    """Returns the next epoch at a step boundary: `moving` hand over their slots; whom nobody needs has left."""
+    """Returns the next epoch at a step boundary: `moving` hand over, and leaving workers without duty are out."""
     gone = [excluded(worker, Cause.LEFT, f"has left after step {state.committed}") for worker in departing(state)]
     told = [f"{workers_in_words(moving)} handed over after step {state.committed}"] if moving else []
     told += [in_words(gone)] if gone else []
@@ -128,7 +128,7 @@ def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
 
 
 def leavers(state: State) -> tuple[int, ...]:
-    """Returns those who are leaving and whose slots others can take over at the next step boundary."""
+    """Returns the leaving workers with slots that heirs can take over at the next step boundary."""
     if not state.leaving:
         return ()
     after = heirs(state, (), hand_over=True).owners
@@ -137,7 +137,7 @@ def leavers(state: State) -> tuple[int, ...]:
 
 
 def held_back(state: State) -> dict[int, tuple[int, ...]]:
-    """Returns those who are leaving and never can, each with the stages that nobody who stays has, or can be given."""
+    """Returns the leaving workers that can never leave, each with its stages that no staying worker can get."""
     if state.options.redundant and any(worker not in state.leaving for worker in state.members):
         return {}
     stages: dict[int, set[int]] = {}
@@ -148,7 +148,7 @@ def held_back(state: State) -> dict[int, tuple[int, ...]]:
 
 
 def departing(state: State) -> tuple[int, ...]:
-    """Returns those who are leaving and no longer needed: every slot lives without them as well as it can."""
+    """Returns the leaving workers that may leave now: they own no slot, and no shadow must be kept for a slot."""
     return tuple(worker for worker in state.leaving if worker in state.members and not _is_needed(state, worker))
 
 
@@ -158,7 +158,7 @@ def _is_needed(state: State, worker: int) -> bool:
         if owner == worker:
             return True
         if not state.options.redundant:
-            continue  # nobody is going to take its place as a shadow
+            continue  # no worker would replace it as a shadow
         replaced = any(shadow in staying for shadow in line)
         if worker in line and not replaced and any(member != owner for member in staying):
             return True
@@ -166,7 +166,7 @@ def _is_needed(state: State, worker: int) -> bool:
 
 
 def state_lost(state: State, slots: tuple[int, ...]) -> State:
-    """Returns the state halted because nobody holds the stages of some slots any more."""
+    """Returns the end of the job because no member holds the stages of these slots."""
     stages = tuple(sorted({slot % state.options.stages for slot in slots}))
     where = f"in epoch {state.epoch}; last committed step {state.committed}"
     text = f"the state of {stages_in_words(stages)} is lost {where}; {state.reason}"
@@ -174,22 +174,22 @@ def state_lost(state: State, slots: tuple[int, ...]) -> State:
 
 
 def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
-    """Returns the end of a job that is past help: it has finished if every step is committed, and has halted if not."""
+    """Returns the end of a job that cannot go on: finished if every step is committed, else halted."""
     if state.is_over:
         return state._replace(phase=Phase.FINISHED, reason=reason, look=())
     return halted(state, exit_code, reason)
 
 
 def halted(state: State, exit_code: ExitCode, reason: str) -> State:
-    """Returns the state halted; `reason` is what the user reads."""
+    """Returns the state halted; `reason` is shown to the user."""
     return state._replace(phase=Phase.HALTED, exit_code=int(exit_code), reason=reason, look=())
 
 
 def workers_in_words(workers: tuple[int, ...]) -> str:
-    """Returns ``worker 1``, ``workers 1 and 2``."""
+    """Returns ``worker 1`` or ``workers 1 and 2``."""
     return ("worker " if len(workers) == 1 else "workers ") + " and ".join(map(str, workers))
 
 
 def stages_in_words(stages: tuple[int, ...]) -> str:
-    """Returns ``stage 1``, ``stages 1, 2``."""
+    """Returns ``stage 1`` or ``stages 1, 2``."""
     return ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))
