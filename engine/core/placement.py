@@ -21,9 +21,3 @@ def worker_of(stage: int, num_workers: int, placement: Placement) -> int:
     """Returns the number, within its pipeline, of the worker that has `stage`."""
     turn, place = divmod(stage, num_workers)
     return num_workers - 1 - place if placement == "v" and turn % 2 else place
-
-
-def stages_of(worker: int, num_workers: int, stages_per_worker: int, placement: Placement) -> tuple[int, ...]:
-    """Returns the stages of a worker of a pipeline, in order."""
-    every = range(num_workers * stages_per_worker)
-    return tuple(stage for stage in every if worker_of(stage, num_workers, placement) == worker)

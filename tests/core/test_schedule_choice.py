@@ -8,7 +8,7 @@ from engine.core.analysis.schedule_comparison import compare
 from engine.core.config.schedule_choice import check_schedule
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, fresh
-from engine.core.placement import Placement, stages_of, worker_of
+from engine.core.placement import Placement, worker_of
 from engine.core.program.build import build_program
 from engine.core.program.list_scheduler import op_costs
 from engine.core.program.redundant_forward_pass import overhead_floor
@@ -24,8 +24,6 @@ from tests.core.drawing import drawn, plain
 def test_stages_are_dealt_out_in_rounds(placement: Placement, owners: tuple[int, ...]) -> None:
     assert tuple(worker_of(stage, 3, placement) for stage in range(9)) == owners
     assert fresh(Grid(9, 1), 3, placement).owners == owners
-    for worker in range(3):
-        assert stages_of(worker, 3, 3, placement) == tuple(each for each in range(9) if owners[each] == worker)
 
 
 def test_pipelines_have_workers_of_their_own() -> None:

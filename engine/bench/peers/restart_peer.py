@@ -14,13 +14,10 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from engine.bench.peers.torch_side import LOOPBACK_INTERFACE, TorchPipeline
+from engine.bench.peers.torch_side import rank_of_torchrun
 from engine.core.config.job import Job
-from engine.core.config.partition import partition
-from engine.models.catalogue import build_model, open_data
-from engine.runtime.stage.build_layer import build_layer
 
 _VICTIM = 2
 
@@ -28,18 +25,8 @@ _VICTIM = 2
 def main() -> None:
     """Runs one rank; the arguments are the job as JSON, the step in which one dies, the folder for checkpoints."""
     job, fatal_step, folder = Job(**json.loads(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(job.threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    distributed.init_process_group("gloo")
-    rank, restart = distributed.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    data = open_data(job)
-    model = build_model(job, data.facts)
-    starts = partition(job.partition, job.stages, [layer.kind for layer in model.layers], ())
-    ends = (*starts[1:], len(model.layers))
-    layers = nn.ModuleList(build_layer(job, model, index) for index in range(starts[rank], ends[rank]))
-    batches = [data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
-    pipeline = TorchPipeline(job, model, {rank: layers}, batches)
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=job.lr)
+    rank, pipeline, optimizer = rank_of_torchrun(job)
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     for step in range(_load(folder, rank, optimizer), job.steps):
         if restart == 0 and (rank, step) == (_VICTIM, fatal_step):
             os.kill(os.getpid(), signal.SIGKILL)

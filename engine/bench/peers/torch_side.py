@@ -13,7 +13,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from engine.bench.figures.schedules import TORCH_NAMES
 from engine.core.config.job import Job
+from engine.core.config.partition import partition
+from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Batch, Model
+from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.worker.executor import Surroundings
 
 LOOPBACK_INTERFACE = "lo"
@@ -46,6 +49,21 @@ class TorchPipeline:
     def run_step(self) -> None:
         """Runs forwards and backwards of all microbatches."""
         self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
+
+
+def rank_of_torchrun(job: Job) -> tuple[int, TorchPipeline, torch.optim.Optimizer]:
+    """Joins the default process group as a rank of torchrun; returns the rank, its pipeline and its AdamW."""
+    torch.set_num_threads(job.threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    distributed.init_process_group("gloo")
+    rank, data = distributed.get_rank(), open_data(job)
+    model = build_model(job, data.facts)
+    starts = partition(job.partition, job.stages, [layer.kind for layer in model.layers], ())
+    ends = (*starts[1:], len(model.layers))
+    layers = nn.ModuleList(build_layer(job, model, index) for index in range(starts[rank], ends[rank]))
+    batches = [data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
+    pipeline = TorchPipeline(job, model, {rank: layers}, batches)
+    return rank, pipeline, torch.optim.AdamW(layers.parameters(), lr=job.lr)
 
 
 class TorchSide:

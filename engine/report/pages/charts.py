@@ -7,6 +7,7 @@ plotly reads a part of HTML.
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -65,46 +66,27 @@ def _phases(recovery: pd.DataFrame) -> go.Figure:
 
 def _loss(run: RunTables) -> go.Figure:
     figure = go.Figure()
-    steps = run.steps
     if run.twin_loss:
-        figure.add_scatter(
-            x=list(run.twin_loss),
-            y=list(run.twin_loss.values()),
-            name="without the fault",
-            mode="lines",
-            line={"color": GREY, "width": 5, "dash": "dot"},
-        )
-    figure.add_scatter(
-        x=steps["step"].tolist(),
-        y=steps["loss"].tolist(),
-        name="training",
-        mode="lines",
-        line={"color": BLUE, "width": 2},
-    )
-    validated = steps.dropna(subset="validation_loss")
+        _add_line(figure, "without the fault", run.twin_loss, run.twin_loss.values(), GREY, width=5, dash="dot")
+    _add_line(figure, "training", run.steps["step"], run.steps["loss"], BLUE, width=2)
+    validated = run.steps.dropna(subset="validation_loss")
     if len(validated):
-        figure.add_scatter(
-            x=validated["step"].tolist(),
-            y=validated["validation_loss"].tolist(),
-            name="validation",
-            mode="lines+markers",
-            line={"color": ORANGE, "dash": "dot"},
-            marker={"size": 7, "symbol": "diamond"},
-        )
+        _add_line(figure, "validation", validated["step"], validated["validation_loss"], ORANGE, dash="dot")
+        figure.data[-1].update(mode="lines+markers", marker={"size": 7, "symbol": "diamond"})
     return _by_step(figure, run, "loss")
 
 
 def _throughput(run: RunTables) -> go.Figure:
     figure = go.Figure()
-    figure.add_scatter(
-        x=run.steps["step"].tolist(),
-        y=run.steps["samples_per_s"].tolist(),
-        name="samples/s",
-        mode="lines",
-        line={"color": GREEN, "width": 2, "shape": "hvh"},
-    )
+    _add_line(figure, "samples/s", run.steps["step"], run.steps["samples_per_s"], GREEN, width=2, shape="hvh")
     figure.update_yaxes(rangemode="tozero")
     return _by_step(figure, run, "samples per second")
+
+
+def _add_line(
+    figure: go.Figure, name: str, x: Iterable[int], y: Iterable[float], colour: str, **line: str | int
+) -> None:
+    figure.add_scatter(x=list(x), y=list(y), name=name, mode="lines", line={"color": colour, **line})
 
 
 def _by_step(figure: go.Figure, run: RunTables, unit: str) -> go.Figure:

@@ -56,15 +56,9 @@ class Traces:
         return found + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
 
     def _processes(self, server: int) -> Iterator[tuple[int, str]]:
-        wanted = f"{_VARIABLE}={self._mark}".encode()
-        for entry in _PROC.iterdir():
-            with contextlib.suppress(OSError):
-                if (
-                    entry.name.isdigit()
-                    and int(entry.name) != server
-                    and wanted in (entry / "environ").read_bytes().split(b"\0")
-                ):
-                    yield int(entry.name), (entry / "comm").read_text().strip()
+        for process in psutil.process_iter(["name", "environ"]):
+            if process.pid != server and (process.info["environ"] or {}).get(_VARIABLE) == self._mark:
+                yield process.pid, process.info["name"]
 
 
 def mark_processes() -> None:

@@ -124,16 +124,13 @@ def _parse_endpoint(text: str) -> Endpoint | None:
     host, _, port = text.rpartition(":")
     if not (re.fullmatch(r"[0-9]{1,5}", port) and 1 <= int(port) <= 65535):
         return None
-    if host.startswith("[") and host.endswith("]"):
-        try:
+    try:
+        if host.startswith("[") and host.endswith("]"):
             return Endpoint(str(ipaddress.IPv6Address(host[1:-1])), int(port))
-        except ValueError:
-            return None
-    if re.fullmatch(r"[0-9.]+", host):
-        try:
+        if re.fullmatch(r"[0-9.]+", host):
             return Endpoint(str(ipaddress.IPv4Address(host)), int(port))
-        except ValueError:
-            return None
+    except ValueError:
+        return None
     return Endpoint(host.lower(), int(port)) if _HOST_NAME.fullmatch(host) else None
 
 
