@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -44,9 +44,7 @@ class Interrupts:
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         os.close(self._read_fd)

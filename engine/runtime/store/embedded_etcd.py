@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 
 from engine.core.errors import EnvironmentLacksError
 from engine.runtime.ipc.link import LOOPBACK
@@ -43,7 +42,7 @@ _FLAGS = (
     "--unsafe-no-fsync",
     # The JSON gateway would connect to the port before it is known.
     "--enable-grpc-gateway=false",
-    # Past revisions serve only the pages of one read, which takes seconds at most.
+    # No read asks for a past revision.
     "--auto-compaction-mode=revision",
     "--auto-compaction-retention=10000",
 )
@@ -66,9 +65,7 @@ class EmbeddedEtcd:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:

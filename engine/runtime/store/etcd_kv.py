@@ -1,7 +1,7 @@
 """The coordinator's store on etcd, through the `etcd3` package: an implementation of engine/core/store/kv.py.
 
 Rules: all keys are under the root, ``/bamboo/<run-id>/``; no other key is read or changed. Only the connection, the
-messages and the stubs of the package are used. Its locks, watcher, refresh and `limit` have bugs, which the tests show.
+messages and the stubs of the package are used. Its locks, refresh and `limit` have bugs, which the tests show.
 """
 
 from __future__ import annotations

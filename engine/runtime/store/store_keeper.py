@@ -11,7 +11,7 @@ import contextlib
 import select
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 from engine.core.errors import EnvironmentLacksError
 from engine.core.history.process_records import StoreEndedRecord
@@ -35,9 +35,7 @@ class StoreKeeper:
         self._start_again()  # it may have ended before the handler was set
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGCHLD, self._before)
 
     def _look(self, number: int, frame: FrameType | None) -> None:
