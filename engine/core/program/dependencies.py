@@ -6,23 +6,27 @@ Verification, the dry run, the passes, the routes of transfers, the recovery pla
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from engine.core.action import OP_TABLE, SEND_OPS, Action, Op
-from engine.core.op_row import ALL, At, By, Stands, Term
+from engine.core.op_row import ALL, At, By, OpRow, Stands, Term
 from engine.core.ownership import Ownership
 from engine.core.value import WIRE, Held, Kind, Value
 
 _new = tuple.__new__
 
 
-class _Terms(NamedTuple):
-    """The terms of one op, by the role of the worker."""
+_Flat = tuple[Kind, bool, int, int]  # kind, whether it is here, stages further, microbatches further
 
-    of_owner: tuple[Term, ...]
-    of_shadow: tuple[Term, ...]
-    per_pipeline: bool
+
+class _Terms(NamedTuple):
+    """The terms of one op, by the role of the worker; `uneven` if a term stands for other values than its own one."""
+
+    of_owner: tuple[_Flat, ...]
+    of_shadow: tuple[_Flat, ...]
+    uneven: tuple[Term, ...] = ()
 
 
 def needs(action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
@@ -63,28 +67,34 @@ def rendezvous(action: Action, worker: int, ownership: Ownership) -> tuple[tuple
 
 
 def _values(of: _Terms, action: Action, worker: int, ownership: Ownership) -> tuple[Held, ...]:
-    stage, op, microbatch, pipeline = action
-    if of.per_pipeline:
-        alone = of._replace(per_pipeline=False)
-        owned = ownership.pipelines_of(worker, stage)
-        return tuple(
-            held for each in owned for held in _values(alone, Action(stage, op, microbatch, each), worker, ownership)
-        )
-    terms = of.of_owner
-    if of.of_shadow is not terms and ownership.owner(pipeline, stage) != worker:
-        terms = of.of_shadow
+    terms, of_shadow, uneven = of
+    if uneven:
+        return tuple(_uneven(uneven, action, worker, ownership))
+    stage, _, microbatch, pipeline = action
+    if of_shadow is not terms and ownership.owner(pipeline, stage) != worker:
+        terms = of_shadow
     found: list[Held] = []
-    for kind, at, further, later, _ in terms:
-        there = stage + further
-        if at is At.TIED:
-            found += _tied(kind, action, worker, ownership)
-        elif at is At.VOTERS:
-            found += _all_votes(ownership)
-        elif 0 <= there < ownership.grid.stages and (microbatch or not later):
-            index = ownership.grid.microbatches - 1 if later == ALL else microbatch + later
-            index = worker if kind is Kind.VOTED else index
-            found.append((worker if at is At.HERE else WIRE, _new(Value, (kind, pipeline, there, index))))
+    for kind, is_here, further, later in terms:
+        if (not later or microbatch) and (not further or 0 <= stage + further < ownership.grid.stages):
+            value = _new(Value, (kind, pipeline, stage + further, microbatch + later))
+            found.append((worker if is_here else WIRE, value))
     return tuple(found)
+
+
+def _uneven(terms: tuple[Term, ...], action: Action, worker: int, ownership: Ownership) -> Iterator[Held]:
+    stage, op, _, pipeline = action
+    other_role = By.SHADOW if ownership.owner(pipeline, stage) == worker else By.OWNER
+    for each in ownership.pipelines_of(worker, stage) if OP_TABLE[op].per_pipeline else (pipeline,):
+        for kind, at, _, later, by in terms:
+            if by is other_role:
+                continue
+            if at is At.TIED:
+                yield from _tied(kind, action, worker, ownership)
+            elif at is At.VOTERS:
+                yield from _all_votes(ownership)
+            else:
+                index = worker if kind is Kind.VOTED else ownership.grid.microbatches - 1 if later == ALL else -1
+                yield worker if at is At.HERE else WIRE, Value(kind, each, stage, index)
 
 
 def _tied(kind: Kind, action: Action, worker: int, ownership: Ownership) -> list[Held]:
@@ -105,15 +115,18 @@ def _all_votes(ownership: Ownership) -> tuple[Held, ...]:
     )
 
 
-def _by_role(terms: tuple[Term, ...], per_pipeline: bool) -> _Terms:
-    if all(term.by is By.ALL for term in terms):
-        return _Terms(terms, terms, per_pipeline)
-    owner, shadow = (tuple(term for term in terms if term.by is not other) for other in (By.SHADOW, By.OWNER))
-    return _Terms(owner, shadow, per_pipeline)
+def _by_role(terms: tuple[Term, ...], row: OpRow) -> _Terms:
+    if row.per_pipeline or any(each.at in (At.TIED, At.VOTERS) or each.kind is Kind.VOTED for each in terms):
+        return _Terms((), (), terms)
+    owner, shadow = (
+        tuple((each.kind, each.at is At.HERE, each.stage, each.microbatch) for each in terms if each.by is not other)
+        for other in (By.SHADOW, By.OWNER)
+    )
+    return _Terms(owner, owner if owner == shadow else shadow)
 
 
-_NEEDS = {op: _by_role(row.needs, row.per_pipeline) for op, row in OP_TABLE.items()}
-_MAKES = {op: _by_role(row.makes, row.per_pipeline) for op, row in OP_TABLE.items()}
+_NEEDS = {op: _by_role(row.needs, row) for op, row in OP_TABLE.items()}
+_MAKES = {op: _by_role(row.makes, row) for op, row in OP_TABLE.items()}
 _CARRIES = {op: (row.needs[0].kind, row.needs[0].stage) for op, row in OP_TABLE.items() if row.stands is Stands.BORDER}
 SENDS: dict[Kind, Op] = {_CARRIES[op][0]: op for op in SEND_OPS}  # by the kind that they carry
 RECEIVES: dict[Kind, Op] = {_CARRIES[op][0]: op for op in _CARRIES.keys() - SEND_OPS}

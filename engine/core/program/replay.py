@@ -11,17 +11,19 @@ from collections.abc import Iterable, Iterator
 from engine.core.action import OP_TABLE, Action, Op
 from engine.core.value import Held, Kind
 
+_FIRST = {op: Op(row.redoes) for op, row in OP_TABLE.items() if row.redoes}
+
 
 def work_of(action: Action) -> Action:
     """Returns the action that first did the work of `action`: itself, unless its op makes an output again."""
-    first = OP_TABLE[action.op].redoes
-    return action._replace(op=Op(first)) if first else action
+    first = _FIRST.get(action.op)
+    return action._replace(op=first) if first else action
 
 
 def replayed(actions: Iterable[Action], done: Iterable[Action]) -> list[Action]:
     """Returns those of `actions`, in order, that do the work of `done` again; replay is over when the last one ends."""
     work = frozenset(map(work_of, done))
-    return [action for action in actions if work_of(action) in work]
+    return [action for action in actions if work_of(action) in work] if work else []
 
 
 def shown_by(held: Iterable[Held]) -> Iterator[Action]:

@@ -199,9 +199,10 @@ def _taken_away(program: Program) -> list[Violation]:
         forms: dict[Slot, Form] = {}
         for position, action in enumerate(actions):
             stage, op, microbatch, pipeline = action
-            if op not in _PLACES:
+            place = _PLACES.get(op)
+            if place is None:
                 continue
-            touches, closes, finds, leaves = _PLACES[op]
+            touches, closes, finds, leaves = place
             slot = (pipeline, stage)
             reached = closed[slot][0] if slot in closed else -1
             if touches and reached >= (ALL if microbatch < 0 else microbatch):
