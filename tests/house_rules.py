@@ -43,6 +43,8 @@ PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybod
 MAX_PRONOUNS = 3  # per 1,000 words of docstrings and comments
 # Rooms that decide by data: a pattern would read sentences that are made for people.
 WITHOUT_PATTERNS = ("engine.core.checks.", "engine.core.membership.")
+TABLES_OF_OPS = ("engine/core/action.py", "engine/runtime/worker/executor.py")  # rules, and the methods that run them
+MAX_OPS = 10
 FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})
 
 
@@ -237,6 +239,20 @@ def oblique(modules: Iterable[Module]) -> list[str]:
     num_words = sum(len(re.findall(r"\w+", text)) for _, _, text in prose)
     found = [f"{path}:{line}: {word}" for path, line, text in prose for word in PRONOUNS.findall(text)]
     return found if 1000 * len(found) > MAX_PRONOUNS * num_words else []
+
+
+def second_op_tables(modules: Iterable[Module]) -> list[str]:
+    """The rules of ops stand in one table: returns the other modules that name more than `MAX_OPS` ops."""
+    problems = []
+    for module in modules:
+        named = {
+            node.attr
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Op"
+        }
+        if len(named) > MAX_OPS and module.path not in TABLES_OF_OPS:
+            problems.append(f"{module.path}: names {len(named)} ops")
+    return problems
 
 
 def not_ascii(path: str, text: str) -> list[str]:

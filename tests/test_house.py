@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.action import Op
 from tests import house_rules, room_rules
 from tests.house_rules import Module, parse
 
@@ -242,6 +243,19 @@ def test_prose_rule_can_fail() -> None:
     found = ["engine/core/planted.py:4: Whoever", "engine/core/planted.py:6: nobody"]
     assert house_rules.oblique(planted(text.format("word " * 600))) == found
     assert house_rules.oblique(planted(text.format("word " * 700))) == []
+
+
+def test_rules_of_ops_stand_in_one_table() -> None:
+    assert house_rules.second_op_tables(MODULES) == []
+
+
+def test_op_table_rule_can_fail() -> None:
+    text = "TABLE = {{{}}}\n"
+    rows = [f"Op.{op.name}: 1" for op in Op]
+    limit = house_rules.MAX_OPS
+    assert house_rules.second_op_tables(planted(text.format(", ".join(rows[:limit])))) == []
+    (found,) = house_rules.second_op_tables(planted(text.format(", ".join(rows[: limit + 1]))))
+    assert found == f"engine/core/planted.py: names {limit + 1} ops"
 
 
 def test_code_is_ascii() -> None:

@@ -46,8 +46,10 @@ class Op(StrEnum):
 _INPUT = Term(Kind.ACTIVATION, stage=-1)
 _OUTPUTS = (Term(Kind.ACTIVATION), Term(Kind.RESIDUAL))
 _FOR_BACKWARD = (Term(Kind.RESIDUAL), Term(Kind.GRADIENT, stage=1))
+_COUNTED_BEFORE = Term(Kind.COUNTED, microbatch=-1)
 _ADDED_BEFORE = Term(Kind.ADDED, microbatch=-1)
 _OWN_SUMS = (Term(Kind.ADDED, by=By.OWNER), Term(Kind.COUNTED, by=By.OWNER))
+_OWN_REDUCED = (Term(Kind.REDUCED, by=By.OWNER), Term(Kind.REDUCED, At.TIED, by=By.OWNER))
 _SUMS_TAKEN = (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.COUNTED, by=By.SHADOW))
 
 
@@ -62,11 +64,10 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         "forward",
         Stands.FORWARD,
         Shown.FORWARD,
-        (_INPUT, Term(Kind.COUNTED, microbatch=-1)),
+        (_INPUT, _COUNTED_BEFORE),
         (*_OUTPUTS, Term(Kind.COUNTED)),
         Work.FORWARD,
         touches=True,
-        finds=Form.WHOLE,
     ),
     Op.REDO_F: OpRow(
         "forward again: no buffer update, no loss",
@@ -76,7 +77,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         _OUTPUTS,
         Work.FORWARD,
         redoes=Op.F,
-        finds=Form.WHOLE,
     ),
     Op.B: OpRow(
         "backward",
@@ -86,7 +86,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (Term(Kind.GRADIENT), Term(Kind.ADDED)),
         Work.BACKWARD,
         closes=-1,
-        finds=Form.WHOLE,
     ),
     Op.I: OpRow(
         "backward for the input",
@@ -96,7 +95,6 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (Term(Kind.GRADIENT), Term(Kind.PENDING)),
         Work.FOR_INPUT,
         redoes=Op.B,
-        finds=Form.WHOLE,
     ),
     Op.W: OpRow(
         "backward for the weights",
@@ -106,14 +104,13 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (Term(Kind.ADDED),),
         Work.FOR_WEIGHTS,
         closes=-1,
-        finds=Form.WHOLE,
     ),
     Op.SEND_F: _transfer("send of an activation", Term(Kind.ACTIVATION), 1, sends=True),
     Op.RECV_F: _transfer("receipt of an activation", Term(Kind.ACTIVATION, stage=-1), -1, sends=False),
     Op.SEND_B: _transfer("send of a gradient", Term(Kind.GRADIENT), -1, sends=True),
     Op.RECV_B: _transfer("receipt of a gradient", Term(Kind.GRADIENT, stage=1), 1, sends=False),
     Op.STREAM: OpRow(
-        "the owner of a slot sends its gradient accumulator to the shadows",
+        "send of a slot's gradient accumulator to its shadows",
         Stands.STREAM,
         Shown.REDUCE,
         (*_OWN_SUMS, Term(Kind.STREAMED, At.WIRE, by=By.SHADOW)),
@@ -122,7 +119,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         closes=0,
     ),
     Op.UNSHARD: OpRow(
-        "all-gather of a stage's weights among the owners of the stage",
+        "all-gather of a stage's weights among its owners",
         Stands.ANY_TIMES,
         Shown.TRANSFER,
         meets=True,
@@ -130,14 +127,14 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         leaves=Form.WHOLE,
     ),
     Op.RESHARD: OpRow(
-        "a worker frees the gathered weights and keeps its own shard",
+        "release of the weights of other shards",
         Stands.ANY_TIMES,
         Shown.TRANSFER,
         finds=Form.WHOLE,
         leaves=Form.IN_SHARDS,
     ),
     Op.HEAL: OpRow(
-        "the owner of a slot sends its state at the step boundary to a new shadow",
+        "send of a slot's state at the step boundary to a new shadow",
         Stands.HEALING,
         Shown.HEAL,
         (Term(Kind.STATE, At.WIRE, by=By.SHADOW),),
@@ -154,14 +151,10 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         per_pipeline=True,
     ),
     Op.LOG: OpRow(
-        "the owner of a slot sends the inputs of the optimizer step to the shadows",
+        "send of the inputs of a slot's optimizer step to its shadows",
         Stands.REPLICA,
         Shown.REDUCE,
-        (
-            Term(Kind.REDUCED, by=By.OWNER),
-            Term(Kind.REDUCED, At.TIED, by=By.OWNER),
-            Term(Kind.LOGGED, At.WIRE, by=By.SHADOW),
-        ),
+        (*_OWN_REDUCED, Term(Kind.LOGGED, At.WIRE, by=By.SHADOW)),
         (Term(Kind.LOGGED), Term(Kind.LOGGED, At.WIRE, by=By.OWNER)),
         closes=ALL,
     ),
@@ -173,11 +166,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         (Term(Kind.VOTED, At.WIRE),),
     ),
     Op.STEP: OpRow(
-        "optimizer step",
-        Stands.REPLICA,
-        Shown.COMMIT,
-        (Term(Kind.VOTED, At.VOTERS),),
-        finds=Form.IN_SHARDS,
+        "optimizer step", Stands.REPLICA, Shown.COMMIT, (Term(Kind.VOTED, At.VOTERS),), finds=Form.IN_SHARDS
     ),
 }
 

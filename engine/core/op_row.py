@@ -116,5 +116,5 @@ class OpRow:
     per_pipeline: bool = False  # needs and makes the same for each pipeline in which the worker owns the stage
     touches: bool = False
     closes: int | None = None
-    finds: Form | None = None
+    finds: Form | None = None  # an op that computes finds the weights whole
     leaves: Form | None = None

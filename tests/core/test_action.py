@@ -6,7 +6,17 @@ import itertools
 
 import pytest
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, STAGE_OPS, WHOLE_STAGE, Action, Op, parse_action
+from engine.core.action import (
+    COMPUTE_OPS,
+    OP_TABLE,
+    RECEIVE_OPS,
+    SEND_OPS,
+    STAGE_OPS,
+    WHOLE_STAGE,
+    Action,
+    Op,
+    parse_action,
+)
 from engine.core.errors import ScheduleError
 
 
@@ -86,3 +96,7 @@ def test_microbatch_stands_where_it_belongs_and_only_there() -> None:
         parse_action("2LOG1")
     with pytest.raises(ScheduleError, match=r"^expected no microbatch after STEP, found '2STEP0@1'$"):
         parse_action("2STEP0@1")
+
+
+def test_every_op_has_a_row() -> None:
+    assert list(OP_TABLE) == list(Op)

@@ -10,8 +10,9 @@ from collections import Counter
 
 from engine.core.action import COMPUTE_OPS, Op
 from engine.core.ownership import Slot
+from engine.core.program.verify import verify
 from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.planner import Plan, PlanInput
+from engine.core.recovery.planner import Plan, PlanInput, healing_in, held_at_start
 from engine.core.value import Kind, Value
 from tests.simulation.case import Violation
 
@@ -19,7 +20,7 @@ Task = tuple[Op, int, int, int]  # op, pipeline, stage, microbatch
 
 
 def check_plan(given: PlanInput, plan: Plan) -> None:
-    """Raises Violation when a plan is of another step, loses what is there, or computes more or less than it must."""
+    """Raises Violation if a plan is of another step, loses values, computes more or less than it must, or is wrong."""
     if plan.step != given.committed + 1:
         raise Violation(f"a plan of step {plan.step} after step {given.committed}")
     if plan.lost_stages != lost_stages(given):
@@ -36,6 +37,8 @@ def check_plan(given: PlanInput, plan: Plan) -> None:
     if computed != least:
         more, less = computed - least, least - computed
         raise Violation(f"the plan computes {_words(more)} more and {_words(less)} less than it must")
+    for violation in verify(plan.program, given.ownership, healing_in(given), held=held_at_start(given)):
+        raise Violation(f"the plan is wrong: {violation}")
 
 
 def lost_stages(given: PlanInput) -> tuple[int, ...]:

@@ -32,10 +32,7 @@ _OF_REPLICAS = tuple(op for op, row in OP_TABLE.items() if row.stands is Stands.
 
 
 def expected_actions(
-    program: Program,
-    ownership: Ownership,
-    healing: Collection[tuple[int, Slot]],
-    held: Collection[Held] | None = None,
+    program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]], held: Collection[Held] | None = None
 ) -> Whole:
     """Returns the actions that a whole step must have or, if `held` is given, the rest of a step.
 

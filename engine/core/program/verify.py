@@ -182,9 +182,9 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
 
 # op -> the columns of the table about the place of an action in its worker's list
 _PLACES = {
-    op: (row.touches, row.closes, row.finds, row.leaves)
+    op: (row.touches, row.closes, Form.WHOLE if row.work else row.finds, row.leaves)
     for op, row in OP_TABLE.items()
-    if row.touches or row.closes is not None or row.finds
+    if row.touches or row.closes is not None or row.finds or row.work
 }
 _AS_READ = {Form.WHOLE: "whole", Form.IN_SHARDS: "in shards"}
 

@@ -1,4 +1,4 @@
-"""The recovery planner: from what the survivors hold to a program for the rest of the step.
+"""The recovery planner: from the inventories of the survivors to a program for the rest of the step.
 
 It walks backwards from the values that are missing: the gradient of every slot at its owner. A value that a live worker
 holds is sent; any other value is recomputed, recursively. A backward that has been added is redone for its input
