@@ -45,6 +45,8 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.core.config",
         "engine.core.faults",
         "engine.core.membership",
+        "engine.core.program",
+        "engine.core.recovery",
         "engine.core.schedules",
         "engine.core.store",
         "engine.models",
