@@ -7,29 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from engine.core.history.process_records import (
-    CutShortRecord,
-    EndedRecord,
-    ExitRecord,
-    FailedRecord,
-    ForkServerEndedRecord,
-    InterruptRecord,
-    KilledRecord,
-    LeftBehindRecord,
-    RendezvousRecord,
-    StoreEndedRecord,
-    StoreSilentRecord,
-)
-from engine.core.history.record import Record, StampedRecord, kind_of
+from engine.core.history.process_records import ExitRecord, RendezvousRecord
+from engine.core.history.record import StampedRecord, kind_of
+from engine.core.history.record_lines import RECORDS
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import (
-    EpochRecord,
-    FaultRecord,
-    GoRecord,
-    NoticeRecord,
-    StaysRecord,
-    SuspicionRecord,
-)
+from engine.core.history.run_records import EpochRecord
 from engine.report.workers import how_it_ended
 
 COLUMNS = ["at_ms", "what", "epoch", "worker", "text"]
@@ -39,11 +21,11 @@ def history_table(history: RunHistory) -> pd.DataFrame:
     """Returns one row per decision or sign; times in milliseconds since training began."""
     rows: list[tuple[Any, ...]] = []
     first_store = history.first(RendezvousRecord)  # every run begins with one
-    for epoch, record in history.in_epochs(*_TELLING):
+    for epoch, record in history.in_epochs(*(RECORDS[kind] for kind in _TELLING)):
         if record is not first_store and isinstance(record, StampedRecord):
             at_ns = record.seen_ns if isinstance(record, ExitRecord) else record.at_ns
             kind, worker = kind_of(type(record)), getattr(record, "of", None)
-            rows.append(((at_ns - history.begin_ns) / 1e6, kind, epoch, worker, _TELLING[type(record)](record)))
+            rows.append(((at_ns - history.begin_ns) / 1e6, kind, epoch, worker, _TELLING[kind](record)))
     return pd.DataFrame(rows, columns=COLUMNS).astype({"worker": "Int64"}).sort_values("at_ms", kind="stable")
 
 
@@ -53,22 +35,22 @@ def verdict_text(epoch: EpochRecord) -> str:
     return f"{out} ({epoch.reason})" if out and epoch.reason not in out else out or epoch.reason
 
 
-_TELLING: dict[type[Record], Callable[[Any], str]] = {
-    FaultRecord: lambda record: f"injected {record.fault}",
-    NoticeRecord: lambda record: f"gave notice, {record.grace_s:g} s",
-    StaysRecord: lambda record: str(record.text),
-    SuspicionRecord: lambda record: str(record.text),
-    ExitRecord: how_it_ended,
-    EpochRecord: verdict_text,
-    GoRecord: lambda record: "training goes on" if record.epoch > 1 else "training begins",
-    InterruptRecord: lambda record: str(record.signal),
-    RendezvousRecord: lambda record: "the rendezvous store was started again",
-    StoreEndedRecord: lambda record: "the coordinator's store has ended",
-    StoreSilentRecord: lambda record: f"the rendezvous store (pid {record.child}) did not answer and was killed",
-    ForkServerEndedRecord: lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
-    CutShortRecord: lambda record: f"after the last commit: {record.reason}",
-    KilledRecord: lambda record: str(record.why),
-    LeftBehindRecord: lambda record: f"pid {record.child} does not end by SIGKILL",
-    FailedRecord: lambda record: str(record.error),
-    EndedRecord: lambda record: f"{record.outcome}, exit code {record.exit_code}",
+_TELLING: dict[str, Callable[[Any], str]] = {
+    "fault": lambda record: f"injected {record.fault}",
+    "notice": lambda record: f"gave notice, {record.grace_s:g} s",
+    "stays": lambda record: str(record.text),
+    "suspicion": lambda record: str(record.text),
+    "exit": how_it_ended,
+    "epoch": verdict_text,
+    "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",
+    "interrupt": lambda record: str(record.signal),
+    "rendezvous": lambda record: "the rendezvous store was started again",
+    "store_ended": lambda record: "the coordinator's store has ended",
+    "store_silent": lambda record: f"the rendezvous store (pid {record.child}) did not answer and was killed",
+    "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
+    "cut_short": lambda record: f"after the last commit: {record.reason}",
+    "killed": lambda record: str(record.why),
+    "left_behind": lambda record: f"pid {record.child} does not end by SIGKILL",
+    "failed": lambda record: str(record.error),
+    "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
 }

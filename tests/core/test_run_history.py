@@ -1,0 +1,73 @@
+"""The history of a run: what its records add up to, after each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.core.config.job import Job
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, FaultRecord, StaysRecord
+from tests.core.made_records import made, made_history
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "job", "stages": 2, "steps": 9, "at_ns": 1},
+    {"event": "started", "of": 0, "slots": [[0, 0]], "at_ns": 2},
+    {"event": "started", "of": 1, "slots": [[0, 1]], "at_ns": 3},
+    {"event": "epoch", "epoch": 1, "owners": [0, 1], "at_ns": 4},
+    {"event": "go", "epoch": 1, "at_ns": 5},
+    {"event": "commit", "step": 0, "at_ns": 6},
+    {"event": "fault", "fault": "1:1", "of": 1, "at_ns": 7},
+    {"event": "confirmed", "fault": "1:1", "at_ns": 8},
+    {"event": "epoch", "epoch": 2, "owners": [0, 1], "at_ns": 9},
+    {"event": "heirs", "epoch": 2, "owners": [0, 0], "at_ns": 10},
+    {"event": "commit", "step": 1, "at_ns": 11},
+    {"event": "failed", "error": "why", "at_ns": 12},
+    {"event": "ended", "outcome": "failed", "exit_code": 3, "at_ns": 13},
+]
+
+
+def test_owners_follow_epochs_and_the_heirs_that_were_known_later() -> None:
+    assert made_history(EVENTS[:3]).owners == {(0, 0): 0, (0, 1): 1}
+    assert made_history(EVENTS[:9]).owners == {(0, 0): 0, (0, 1): 1}
+    history = made_history(EVENTS[:10])
+    assert history.owners == {(0, 0): 0, (0, 1): 0}
+    assert [each.owners for each in history.epochs] == [(0, 1), (0, 0)]
+
+
+def test_the_progress_the_faults_and_the_end_are_known_after_each_record() -> None:
+    history = RunHistory()
+    assert (history.committed, history.begin_ns, history.ended, history.error) == (-1, 0, None, "")
+    said = []
+    for event in EVENTS:
+        history.add(made(**event))
+        said.append((history.committed, len(history.struck), len(history.confirmed_ns), history.error))
+    assert said == [
+        *5 * [(-1, 0, 0, "")],
+        (0, 0, 0, ""),
+        (0, 1, 0, ""),
+        *3 * [(0, 1, 1, "")],
+        (1, 1, 1, ""),
+        *2 * [(1, 1, 1, "why")],
+    ]
+    assert history.ended is not None
+    assert (history.ended.exit_code, history.job.steps, history.begin_ns) == (3, 9, 5)
+
+
+def test_training_that_never_began_counts_from_the_first_record() -> None:
+    assert made_history(EVENTS[:4]).begin_ns == 1
+
+
+def test_records_of_some_kinds_come_with_their_epoch() -> None:
+    history = made_history([*EVENTS, {"event": "stays", "of": 0, "text": "x"}])
+    kinds = [(epoch, type(each)) for epoch, each in history.in_epochs(CommitRecord, StaysRecord, FaultRecord)]
+    assert kinds == [(1, CommitRecord), (1, FaultRecord), (2, CommitRecord), (2, StaysRecord)]
+    assert [each.step for each in history.of(CommitRecord)] == [0, 1]
+    assert history.of(StaysRecord) == [history.first(StaysRecord)]
+
+
+def test_a_reader_that_begins_in_the_middle_says_what_was_before() -> None:
+    history = RunHistory(Job(stages=2), True, {(0, 0): 0, (0, 1): 1})
+    history.add(made(**EVENTS[9]))  # of an epoch that was not read
+    assert history.owners == {(0, 0): 0, (0, 1): 1}
+    history.add(made(**(EVENTS[8] | {"owners": [1, 1]})))
+    assert history.owners == {(0, 0): 1, (0, 1): 1}
