@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from engine.core.action import Op
+from engine.core.action import ops_at
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker
 from engine.core.faults.scenario import Every, Scenario, Target, Wanted
+from engine.core.op_row import Stands
 from engine.core.ownership import Slot
 from engine.core.random_key import random_key
 
 # Ops that each slot has in every step under any ownership; a transfer between two stages of one worker does not exist.
-_ALWAYS = frozenset({Op.F, Op.B, Op.LOG, Op.COMMIT, Op.STEP})
+_ALWAYS = ops_at(Stands.FORWARD, Stands.BACKWARD, Stands.REPLICA)
 
 
 def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:

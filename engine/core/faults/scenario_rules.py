@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
@@ -181,9 +181,10 @@ def _action(place: str, action: Action, own: Collection[Action], job: Job, failu
 
 def _why_never(op: Op, stage: int, job: Job) -> str:
     """Returns the reason why a stage lacks this op, for some microbatches or all, also after failures."""
-    if op in (Op.RECV_F, Op.SEND_B) and stage == 0:
+    other = stage + OP_TABLE[op].peer
+    if other < 0:
         return f"the first stage has no stage before it: no {op}"
-    if op in (Op.SEND_F, Op.RECV_B) and stage == job.stages - 1:
+    if other == job.stages:
         return f"the last stage has no stage after it: no {op}"
     if op is Op.STREAM:
         return f"log_every is {job.log_every}, and after the last backward the log is sent"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.core.action import RECEIVE_OPS, Action, Op
+from engine.core.action import RECEIVE_OPS, Action
 from engine.core.ownership import Grid
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import Routes
-from engine.core.value import Value
+from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.tensor_spec import Border
@@ -112,15 +112,14 @@ def receives_of(
 
 def carrier_key(grid: Grid, transfer: Action, validation: bool = False) -> int:
     """Returns the key of a SEND or RECV."""
-    _, pipeline, stage, microbatch = carried(transfer)
-    backward = transfer.op in (Op.SEND_B, Op.RECV_B)
-    purpose = Purpose.GRADIENT if backward else Purpose.VALIDATION if validation else Purpose.ACTIVATION
+    kind, pipeline, stage, microbatch = carried(transfer)
+    purpose = Purpose.GRADIENT if kind is Kind.GRADIENT else Purpose.VALIDATION if validation else Purpose.ACTIVATION
     return transfer_key(grid, purpose, pipeline, stage, microbatch)
 
 
 def border_of_carried(transfer: Action, borders: Sequence[Border]) -> Border:
     """Returns the specs of a SEND or RECV: the outputs of a stage, or the gradients of inputs that require one."""
-    stage = carried(transfer).stage
-    if transfer.op in (Op.SEND_F, Op.RECV_F):
+    kind, _, stage, _ = carried(transfer)
+    if kind is Kind.ACTIVATION:
         return borders[stage]
     return tuple(spec.as_gradient() for spec in borders[stage - 1] if spec.needs_grad)
