@@ -21,9 +21,9 @@ from rich.text import Text
 
 from engine.core.config.job import Job
 from engine.harness.live_recoveries import GONE, LiveRecoveries
-from engine.harness.run_driver import Screen
+from engine.harness.screen import Screen
 from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.session import View, WorkerView
+from engine.runtime.agent.run_view import View, WorkerView
 
 _PLAIN_EVERY_S = 2.0
 _RATE_OVER_S = 3.0

@@ -131,16 +131,21 @@ def impure_core(modules: Iterable[Module]) -> list[str]:
     return problems
 
 
-def import_cycles(modules: Iterable[Module]) -> list[str]:
-    """No module reaches itself over imports, wherever in the file they stand."""
+def import_graph(modules: Iterable[Module]) -> dict[str, set[str]]:
+    """Returns the modules that each module imports, wherever in the file the imports stand."""
     known = {module.name: module for module in modules}
     graph: dict[str, set[str]] = {}
     for name, module in known.items():
         targets = {target for _, target in imports_of(module.tree)}
         reached = {target if target in known else target.rpartition(".")[0] for target in targets}
         graph[name] = {target for target in reached if target in known}
+    return graph
+
+
+def import_cycles(modules: Iterable[Module]) -> list[str]:
+    """No module reaches itself over imports."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(import_graph(modules)).prepare()
     except CycleError as error:
         return [" -> ".join(reversed(error.args[1]))]
     return []

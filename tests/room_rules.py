@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
-from tests.house_rules import OUR_PACKAGES, Module, floor_of, imports_of
+from tests.house_rules import OUR_PACKAGES, Module, floor_of, import_graph, imports_of
 
 MOST_MODULES = 16
+MOST_STOREYS = 16
 
 _GROUND = frozenset({"engine.core"})
 _PLANS = _GROUND | {"engine.core.schedules", "engine.core.program", "engine.core.config"}
@@ -130,3 +131,13 @@ def crowded(modules: Iterable[Module]) -> list[str]:
     return [
         f"{room}: {number} modules, at most {MOST_MODULES}" for room, number in count.items() if number > MOST_MODULES
     ]
+
+
+def too_high(modules: Iterable[Module]) -> list[str]:
+    """No chain of imports is longer than the house is high; imports for types and inside functions count."""
+    graph = import_graph(modules)
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter(graph).static_order():  # each module comes after those that it imports
+        chains[name] = [name, *max((chains[each] for each in sorted(graph[name])), key=len, default=[])]
+    longest = max(chains.values(), key=len, default=[])
+    return [f"{len(longest)} storeys: {' -> '.join(longest)}"] if len(longest) > MOST_STOREYS else []

@@ -20,8 +20,8 @@ from torch import distributed
 
 from engine.bench.figures.rows import SIDES, Stamps, in_turns
 from engine.bench.figures.schedules import timed_program
+from engine.core.action import Program
 from engine.core.config.job import Job
-from engine.core.program.build import Program
 from engine.core.schedules.registry import SCHEDULES
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
@@ -34,8 +34,9 @@ from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.worker_program import share_of
-from engine.runtime.worker.executor import Executor, Surroundings
+from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.handlers import Call, Handler, register
+from engine.runtime.worker.surroundings import Surroundings
 from engine.runtime.worker.worker import Joined, join
 
 _LEAD_NS = 5_000_000  # from the agreement on a moment to that moment

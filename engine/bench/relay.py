@@ -25,6 +25,7 @@ from engine.core.history.run_records import MarkRecord
 from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
+from engine.runtime.agent.message_handlers import hear
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.session import first_state, join_store
 from engine.runtime.agent.worker_handles import RendezvousStore, close_members, start_members
@@ -156,7 +157,7 @@ def _round(
                 prefix=f"round-{number}",
                 victim=number % num_workers,
             )
-        supervise(agent, server, interrupts)
+        supervise(agent, hear, server, interrupts)
     return agent
 
 

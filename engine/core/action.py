@@ -11,6 +11,7 @@ A new op is a member of `Op` and a row of `OP_TABLE`. The passes place it, and `
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -211,6 +212,9 @@ class Action(NamedTuple):
         microbatch = "" if self.microbatch == WHOLE_STAGE else str(self.microbatch)
         pipeline = f"@{self.pipeline}" if self.pipeline else ""
         return f"{self.stage}{self.op.value}{microbatch}{pipeline}"
+
+
+Program = Mapping[int, tuple[Action, ...]]  # the actions of each worker, in order
 
 
 def make_action(stage: int, op: Op, microbatch: int, pipeline: int = 0) -> Action:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -24,9 +24,11 @@ from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import Row
+    from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
-    from engine.harness.run_driver import Screen
+    from engine.harness.screen import Screen
+    from engine.runtime.agent.run_view import Ending
     from engine.runtime.process.children import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
@@ -62,7 +64,6 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     from engine.files.events_file import add_event, read_history
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
-    from engine.harness.run_driver import drive, summary_of
     from engine.models.offer import unreadable_data
     from engine.runtime.doctor.leak_check import Traces
 
@@ -75,7 +76,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
         write_atomically(folder.path / "scenario.yaml", case.file.path.read_text(encoding="utf-8"))
     _write_facts(folder, case)
     traces = Traces() if expect.leftovers else None
-    ending = drive(job, folder, screen, etcd, faults=faults, grace_s=case.grace_s, server=server)
+    ending = _drive(job, folder, screen, etcd, faults=faults, grace_s=case.grace_s, server=server)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     if case.file is not None:
@@ -87,9 +88,41 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     if needs_twin(expect, faults, seen):
         seen = replace(seen, twin=_compared(case, rows, folder, etcd, screen, server))
     result = judged(case.scenario, faults, folder.path, seen)
-    result = replace(result, run_error=ending.error, summary=summary_of(folder, ending, wall_s))
+    result = replace(result, run_error=ending.error, summary=_summary(folder, ending, wall_s))
     _write_facts(folder, case, result.of_run() if case.file is None else result.of_scenario())
     return result
+
+
+def _drive(
+    job: Job,
+    folder: RunFolder,
+    screen: Screen,
+    etcd: EtcdSettings | None,
+    *,
+    run_id: str = "",
+    faults: Sequence[Fault] = (),
+    grace_s: float = 120.0,
+    server: ForkServer | None = None,
+) -> Ending:
+    """Runs a job in a run folder, whose name is the run's unless it has another.
+
+    Raises:
+        BambooError: it could not be started.
+    """
+    from engine.runtime.agent.session import run_session
+
+    with screen.picture(job, folder.events) as show:
+        return run_session(
+            job,
+            folder.events,
+            folder.logs,
+            show,
+            run_id=run_id or folder.path.name,
+            etcd=etcd,
+            faults=faults,
+            grace_s=grace_s,
+            server=server,
+        )
 
 
 def _compared(
@@ -103,10 +136,39 @@ def _compared(
     """Returns how the rows of a run compare with those of its twin, or why there is no twin."""
     from engine.harness.twin_run import twin_rows
 
+    def run(twin: Job, own: RunFolder) -> Ending:
+        screen.say("running the fault-free twin, to compare the weights with")
+        return _drive(twin, own, screen, etcd, run_id=f"{folder.path.name}-twin", server=server)
+
     try:
-        return compare(rows, twin_rows(case.scenario.job, folder, etcd, screen, server))
+        return compare(rows, twin_rows(case.scenario.job, folder, run))
     except BambooError as error:
         return error
+
+
+def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
+    """Returns the result of a run, as run.json keeps it."""
+    from engine.core.checks.trajectory import trajectory_hash
+
+    account = ending.view.account
+    last = max(account.validations, default=None)
+    return {
+        "run_dir": str(folder.path),
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "error": None if ending.error is None else str(ending.error),
+        "steps": len(account.losses),
+        "loss_first": account.losses[0] if account.losses else None,
+        "loss_last": account.losses[-1] if account.losses else None,
+        "validation_loss": None if last is None else account.validations[last][0],
+        "validation_metric": None if last is None else account.validations[last][1],
+        "trajectory": trajectory_hash(account.rows) if account.rows else None,
+        "missing": list(ending.missing),
+        "wall_s": round(wall_s, 3),
+        "launch_s": round((account.going_at_ns - ending.started_at_ns) / 1e9, 3) if account.going_at_ns else None,
+        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
+        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
+    }
 
 
 def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:

@@ -15,7 +15,7 @@ from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory
 from engine.core.ownership import Slot
 from engine.files.events_file import read_events
-from engine.runtime.agent.session import View
+from engine.runtime.agent.run_view import View
 
 GONE = ("dead", "failed", "left")
 _MAX_LOOKS = 8  # at the events, for a recovery that the picture expects; there may be none

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
     """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
     from engine.files.scenarios.scenario_file import load_document
+    from engine.files.scenarios.scenario_text import scenario_text
     from engine.files.strict_yaml import read_yaml
     from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
@@ -48,7 +49,7 @@ def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
 
 def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str]:
     from engine.harness.case_runner import case_of_file, run_case
-    from engine.harness.run_driver import lines_only
+    from engine.harness.screen import lines_only
 
     case = run_case(case_of_file(loaded), None, lines_only(partial(print, flush=True)), server)
     if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
@@ -56,13 +57,6 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
     if not keep and case.verdict == "passed":
         shutil.rmtree(case.folder, ignore_errors=True)
     return *judged(case.checks), case.folder.name
-
-
-def scenario_text(values: dict[str, Any]) -> str:
-    """Returns plain values of a scenario as a YAML file."""
-    import yaml
-
-    return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100, allow_unicode=False))
 
 
 def main(fd: int) -> None:

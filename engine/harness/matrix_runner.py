@@ -99,7 +99,7 @@ class MatrixRun:
         from engine.core.faults.scenario_plain import scenario_plain
         from engine.core.faults.shrink import shrink
         from engine.files.atomic_write import write_atomically
-        from engine.harness.matrix_lane import scenario_text
+        from engine.files.scenarios.scenario_text import scenario_text
         from engine.runtime.faults.registry import kinds
 
         def fails(smaller: Scenario) -> bool:

@@ -1,7 +1,8 @@
-"""Compares a run with its fault-free twin, which is run unless one of before may be used again."""
+"""The rows of a run's fault-free twin: of an earlier twin of the same job if it was kept, else of a new one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,11 @@ if TYPE_CHECKING:
     from engine.core.checks.trajectory import Row
     from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
-    from engine.harness.run_driver import Screen
-    from engine.runtime.process.children import ForkServer
-    from engine.runtime.store.etcd_settings import EtcdSettings
+    from engine.runtime.agent.run_view import Ending
 
 
-def twin_rows(
-    job: Job, folder: RunFolder, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None
-) -> list[Row]:
-    """Returns the rows of the twin of a run; if it is run, its own files go to ``twin/`` in `folder`.
+def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[Row]:
+    """Returns the rows of the twin of a run; `run` makes a new one, whose files go to ``twin/`` in `folder`.
 
     Its losses are added to the events of the run, for reports are made of these alone.
 
@@ -36,8 +33,7 @@ def twin_rows(
     name = fingerprint(job, host_facts(Path.cwd()), sources)
     twin = kept_twin(Path(job.results), name) if name else None
     if twin is None:
-        screen.say("running the fault-free twin, to compare the weights with")
-        twin = _run_twin(job, folder, etcd, screen, server)
+        twin = _new_rows(job, folder, run)
         if name:
             keep_twin(Path(job.results), name, twin)
     losses = {row.step: row.loss for row in twin if row.loss is not None}
@@ -45,17 +41,13 @@ def twin_rows(
     return twin
 
 
-def _run_twin(
-    job: Job, folder: RunFolder, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None
-) -> list[Row]:
+def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[Row]:
     from engine.core.checks.twin import twin_of
     from engine.files.run_folder import RunFolder
-    from engine.harness.run_driver import drive
 
     own = RunFolder(folder.path / "twin")
     own.logs.mkdir(mode=0o700, parents=True)
-    twin = twin_of(job)
-    ending = drive(twin, own, screen, etcd, run_id=f"{folder.path.name}-twin", server=server)
+    ending = run(twin_of(job), own)
     if ending.exit_code:
         error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
         interrupted = ending.outcome == "interrupted"

@@ -12,7 +12,7 @@ import bamboo_cli.live
 from bamboo_cli.live import LivePicture
 from engine.core.config.job import Job
 from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.session import View, WorkerView
+from engine.runtime.agent.run_view import View, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 
 BAR = "\u2501\u2578\u257a"

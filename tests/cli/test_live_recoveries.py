@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.harness.live_recoveries import LiveRecoveries
 from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.session import View, WorkerView
+from engine.runtime.agent.run_view import View, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import lines_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.core.action import Action, parse_action
-from engine.core.program.build import Program
+from engine.core.action import Action, Program, parse_action
 
 
 def drawn(lists: Iterable[Iterable[Action]]) -> str:

@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from engine.core.action import Action, Op
+from engine.core.action import Action, Op, Program
 from engine.core.ownership import Ownership
-from engine.core.program.build import Program
 from engine.core.program.dry_run import Span
 
 State = Literal["ready", "blocked", "illegal"]

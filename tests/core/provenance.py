@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import dropwhile, takewhile
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 
-from engine.core.action import Action, Op
+from engine.core.action import Action, Op, Program
 from engine.core.ownership import Grid, Ownership
-from engine.core.program.build import Program
 from tests.core.machine import TRANSFERS, Machine, Replica, slot_of
 
 

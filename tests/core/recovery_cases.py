@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from engine.core.action import Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.verify import verify
 from engine.core.recovery.inventory import Inventory
 from engine.core.recovery.planner import Plan, PlanInput, healing_in, held_at_start, make_plan

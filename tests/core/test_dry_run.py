@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.action import Action, Op
+from engine.core.action import Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.dry_run import DryRun, Span, dry_run, peak_stash, unit_costs
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.value import WIRE, Kind, Value

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, STAGE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.action import RECEIVE_OPS, SEND_OPS, STAGE_OPS, WHOLE_STAGE, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, fresh, one_slot_each
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.dependencies import carried, makes, needs, rendezvous
 from engine.core.program.dependency_index import TAKEN, Line, Numbers, Thing
 from engine.core.program.verify import verify

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Op
+from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Op, Program
 from engine.core.errors import InvariantError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each
-from engine.core.program.build import Program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.recovery import planner as recovery

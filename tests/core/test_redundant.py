@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.program.build import Program, build_program, on_owners
+from engine.core.program.build import build_program, on_owners
 from engine.core.program.dry_run import Cost, dry_run, unit_costs
 from engine.core.program.list_scheduler import merged_compute
 from engine.core.program.redundant_forward_pass import overhead_floor, redundant_slots, with_redundant_forwards

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.action import Program
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program.build import Program, build_program, build_validation
+from engine.core.program.build import build_program, build_validation
 from engine.core.program.routes import Routes, routes_of
 from engine.core.value import Kind, Value
 from tests.core.drawing import program_of

@@ -7,9 +7,10 @@ import re
 
 import pytest
 
+from engine.core.action import Program
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.verify import verify
 from engine.core.schedules.registry import SCHEDULES

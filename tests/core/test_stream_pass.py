@@ -8,9 +8,9 @@ from statistics import mean
 
 import pytest
 
-from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, one_slot_each, with_shadows
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.stream_pass import is_streamed
 from engine.core.program.verify import verify

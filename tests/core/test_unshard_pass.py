@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.action import COMPUTE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, Action, Op, Program
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.ownership import Grid, Ownership, fresh
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.unshard_pass import with_unshards
 from engine.core.program.verify import verify
 from engine.core.schedules.registry import SCHEDULES

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.dependencies import carried, makes, needs
 from engine.core.program.verify import Violation, verify
 from engine.core.schedules.registry import SCHEDULES

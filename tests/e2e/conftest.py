@@ -9,7 +9,8 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.ownership import Ownership
-from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.session import run_session
 from engine.runtime.process.children import ForkServer
 from tests.e2e.launcher import ROOT, Launcher
 

@@ -16,7 +16,8 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
 from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.session import run_session
 from engine.runtime.process.children import ForkServer
 from tests.e2e.kill_forecast import Kill, without_redundancy
 from tests.kills import parse_kills

@@ -16,7 +16,8 @@ from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.runtime.agent import agent
-from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.session import run_session
 from engine.runtime.process.children import Child, ForkServer
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import SERVER, STORE, Moment, Strike, Striker, committed

@@ -14,7 +14,8 @@ from engine.core.action import parse_action
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.faults.fault import After, At, Fault, Owner, Phase, Role, Victim, Worker, slot_owner
-from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process.children import ForkServer
 

@@ -12,7 +12,7 @@ import pytest
 from engine.core.config.job import Job
 from engine.models.catalogue import open_data
 from engine.models.datasets.text import TokenData
-from engine.runtime.agent.session import Ending
+from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.children import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # some 15 s of the processor each

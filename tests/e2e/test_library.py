@@ -10,7 +10,7 @@ import pytest
 
 from engine.files.scenarios.scenario_file import load_scenario, scenario_names
 from engine.harness.case_runner import case_of_file, run_case
-from engine.harness.run_driver import lines_only
+from engine.harness.screen import lines_only
 from engine.runtime.doctor.leak_check import mark_processes
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process.children import ForkServer

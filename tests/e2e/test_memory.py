@@ -10,7 +10,7 @@ from engine.core.config.job import Job
 from engine.core.ownership import Grid, one_slot_each
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
-from engine.runtime.agent.session import Ending
+from engine.runtime.agent.run_view import Ending
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

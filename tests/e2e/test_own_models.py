@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.core.config.job import Job
-from engine.runtime.agent.session import Ending
+from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.children import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Event, Runs

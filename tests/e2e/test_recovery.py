@@ -14,7 +14,8 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.session import Ending, run_session
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.session import run_session
 from engine.runtime.process.children import ForkServer
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import STORE, Strike, Striker, committed, computed, healing, marked, told

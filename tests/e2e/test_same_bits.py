@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.agent.session import Ending
+from engine.runtime.agent.run_view import Ending
 from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
 from tests.e2e.plain_loop import train as train_plainly
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.agent.session import Ending
+from engine.runtime.agent.run_view import Ending
 from tests.e2e.plain_loop import PlainLoop, Texts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -37,7 +37,8 @@ from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.worker_program import share_of
-from engine.runtime.worker.executor import Executor, Surroundings
+from engine.runtime.worker.executor import Executor
+from engine.runtime.worker.surroundings import Surroundings
 from tests.runtime.peers import PeerServer
 
 WIDTH = 32  # of the synthetic vectors

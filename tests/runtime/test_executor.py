@@ -18,7 +18,8 @@ from engine.models.catalogue import build_model, open_data
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.value_store import Holdings
-from engine.runtime.worker.executor import Executor, Surroundings
+from engine.runtime.worker.executor import Executor
+from engine.runtime.worker.surroundings import Surroundings
 from tests.runtime.peers import PeerServer
 from tests.runtime.small_run import NORMED, STATEFUL, TIED_GPT, Rows, SmallRun, small_job
 

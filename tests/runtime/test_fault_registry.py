@@ -10,7 +10,8 @@ import pytest
 
 from engine.core.faults.fault_kind import ParameterForm
 from engine.runtime.faults import registry
-from engine.runtime.faults.registry import Scene, at_once, fault_kind, kinds, registered
+from engine.runtime.faults.registry import at_once, fault_kind, kinds, registered
+from engine.runtime.faults.scene import Scene
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.action import SEND_OPS
+from engine.core.action import SEND_OPS, Program
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program.build import Program, build_program, build_validation
+from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
 from engine.core.schedules.registry import SCHEDULES

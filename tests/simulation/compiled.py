@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.value import Kind
 from tests.simulation.case import Violation
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from engine.core.action import Program
 from engine.core.config.job import Job
 from engine.core.ownership import Ownership
-from engine.core.program.build import Program, on_owners
+from engine.core.program.build import on_owners
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.overlap_pairs import with_pairs_together
 from engine.core.schedules.registry import SCHEDULES

@@ -17,7 +17,7 @@ from engine.core.config.partition import partition
 from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Batch, Model
 from engine.runtime.stage.build_layer import build_layer
-from engine.runtime.worker.executor import Surroundings
+from engine.runtime.worker.surroundings import Surroundings
 
 LOOPBACK_INTERFACE = "lo"
 

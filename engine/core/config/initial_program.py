@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from engine.core.action import Program
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.ownership import Ownership
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 
 
 def planned(job: Job) -> tuple[Program, Ownership]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from engine.core.ownership import Redundancy
 from engine.core.placement import PlacementChoice
 from engine.core.scalar import Args, Scalar
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.schedules.names import SCHEDULE_NAMES
 
 Backend = Literal["auto", "gloo", "nccl"]
 Dtype = Literal["float32", "bfloat16"]
@@ -48,7 +48,7 @@ class Job:
     steps: int = _field(80, "optimizer steps")
     schedule: str = _field(
         "1f1b",
-        f"pipeline schedule: {', '.join(sorted(SCHEDULES))}, FILE.csv with compute lists, "
+        f"pipeline schedule: {', '.join(SCHEDULE_NAMES)}, FILE.csv with compute lists, "
         "or package.module:generator (trusted code)",
     )
     stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.core.action import Program
 from engine.core.errors import Problem, ScheduleError, nearest
 from engine.core.ownership import Grid, fresh
 from engine.core.placement import PlacementChoice
-from engine.core.program.build import Program, build_program
+from engine.core.program.build import build_program
 from engine.core.program.verify import Violation, verify
 from engine.core.schedules.csv_text import cell_of, is_text, lists_from_csv, stages_on
 from engine.core.schedules.placement_choice import placement_of, stands_as

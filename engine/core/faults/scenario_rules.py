@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op
+from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
 from engine.core.config.initial_program import planned
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
@@ -18,7 +18,6 @@ from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
 from engine.core.faults.fault_kind import AT_ONCE
 from engine.core.faults.scenario import Every, Expect, Scenario, Target, Wanted
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.schedules.csv_text import is_text
 
 _MOST_LISTED = 8

@@ -5,9 +5,9 @@ Each pass maps a program to a program. The order of passes is `build_program`, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from engine.core.action import Action, Op
+from engine.core.action import Action, Op, Program
 from engine.core.ownership import Ownership, Redundancy, Slot
 from engine.core.program.early_receive_pass import with_early_receives
 from engine.core.program.list_scheduler import merged_compute
@@ -20,8 +20,6 @@ from engine.core.schedules.compute import ComputeLists
 from engine.core.schedules.csv_text import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
 from engine.core.schedules.overlap_pairs import with_pairs_together
 from engine.core.schedules.registry import SCHEDULES
-
-Program = Mapping[int, tuple[Action, ...]]
 
 
 def build_program(

@@ -19,7 +19,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op
+from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
 from engine.core.program.dependency_index import TAKEN, Line, Numbers
@@ -27,7 +27,6 @@ from engine.core.program.list_scheduler import COSTS
 from engine.core.schedules.overlap_pairs import overlapped_costs
 from engine.core.value import WIRE, Held, Kind
 
-Program = Mapping[int, tuple[Action, ...]]  # as in `build`, which imports this module
 Cost = Callable[[Action], float]
 _NEVER = inf
 _PLACES = {WIRE: "on the wire", TAKEN: "to be taken"}

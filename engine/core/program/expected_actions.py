@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, WHOLE_STAGE, Action, Op, ops_at
+from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, WHOLE_STAGE, Action, Op, Program, ops_at
 from engine.core.op_row import Stands
 from engine.core.ownership import Grid, Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.program.dependencies import makes
 from engine.core.program.remaining_tasks import progress_of
 from engine.core.value import Held, Kind, Value

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.core.action import OP_TABLE, Action
+from engine.core.action import OP_TABLE, Action, Program
 from engine.core.op_row import At
 from engine.core.ownership import Ownership
-from engine.core.program.build import Program
 from engine.core.program.dependencies import makes, needs
 from engine.core.value import WIRE, Kind, Value
 

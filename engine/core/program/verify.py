@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op
+from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.op_row import ALL, Form
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.program.dependencies import carried, makes, needs
 from engine.core.program.dependency_index import Numbers
 from engine.core.program.dry_run import refuse_stuck

@@ -18,9 +18,9 @@ import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from engine.core.action import Program
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.program.dry_run import refuse_stuck
 from engine.core.program.list_scheduler import list_schedule
 from engine.core.program.remaining_tasks import tasks_left

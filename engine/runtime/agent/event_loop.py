@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
+from collections.abc import Callable
 
 from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
 from engine.runtime.agent.agent import Agent
-from engine.runtime.agent.message_handlers import hear
 from engine.runtime.agent.worker_handles import Member
+from engine.runtime.ipc.link import Message
 from engine.runtime.process.children import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
 _TICK_S = 0.25
+Hear = Callable[[Agent, Member, Message], None]
 
 
-def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
-    """Serves until every worker has ended, or is left behind; afterwards the agent says how it went."""
+def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrupts) -> None:
+    """Serves until every worker has ended, or is left behind; `hear` takes in each message of a worker."""
     members = list(agent.members.values())
     server_pid = _look_at(server, agent, 0)
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
         _watch_store(selector, agent)
         for member in members:
-            _watch(selector, agent, member)
+            _watch(selector, agent, hear, member)
         ticked_s = 0.0
         while any(member.exit_code is None and not member.is_left_behind for member in members):
             due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
@@ -45,10 +47,10 @@ def supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
     agent.close()
 
 
-def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> None:
+def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: Member) -> None:
     def ended() -> None:
         agent.sees_end(member)
-        _hear_last_words(agent, member)
+        _hear_last_words(agent, hear, member)
         code = member.child.wait()
         assert code is not None
         agent.exited(member, code)
@@ -68,7 +70,7 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, member: Member) -> No
     selector.register(member.link, selectors.EVENT_READ, spoken)
 
 
-def _hear_last_words(agent: Agent, member: Member) -> None:
+def _hear_last_words(agent: Agent, hear: Hear, member: Member) -> None:
     """Takes in what a worker said before it ended, which comes before its end, whoever told of that first.
 
     Something that it started itself may still hold its link open: then nothing is left to receive, which is no end.

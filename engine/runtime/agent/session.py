@@ -6,12 +6,12 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
-from engine.core.errors import BambooError, CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
+from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import EndedRecord, KeysLeftRecord, StartedRecord, StoreRecord
 from engine.core.history.record import VERSION
@@ -21,10 +21,11 @@ from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
+from engine.runtime.agent.message_handlers import hear
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.run_view import Ending, View, WorkerView
 from engine.runtime.agent.worker_handles import Member, RendezvousStore, close_members, start_members
-from engine.runtime.ipc.progress_board import Progress, ProgressBoard
+from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.children import ForkServer
 from engine.runtime.process.interrupts import Interrupts
@@ -33,43 +34,6 @@ from engine.runtime.store.etcd_settings import EtcdSettings
 from engine.runtime.store.store_keeper import StoreKeeper
 
 _PATIENCE_S = 600
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker as a picture shows it."""
-
-    worker: int
-    pid: int
-    slots: tuple[tuple[int, int], ...]
-    state: str
-    progress: Progress
-    peak_stash: int
-    peak_memory_kib: int
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A run as a picture shows it, a few times a second; the account is the agent's own and grows."""
-
-    account: Account
-    workers: tuple[WorkerView, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a session ended: outcome in a word, the error if there was one, and all that was learned until then.
-
-    `missing` is what a run that has finished lacks of its last step, in words: its last witness went after that commit.
-    """
-
-    outcome: str
-    exit_code: int
-    error: BambooError | None
-    view: View
-    started_at_ns: int
-    ended_at_ns: int
-    missing: tuple[str, ...] = ()
 
 
 def run_session(
@@ -118,7 +82,7 @@ def run_session(
         agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
         for member in members.values():
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
-        supervise(agent, server, interrupts)
+        supervise(agent, hear, server, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.write(EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
         return ending

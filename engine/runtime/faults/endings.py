@@ -9,7 +9,8 @@ import signal
 from typing import Any
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import Parameters, Scene, Sign, exit_by, fault_kind
+from engine.runtime.faults.registry import Parameters, Sign, exit_by, fault_kind
+from engine.runtime.faults.scene import Scene
 
 _CODE = Parameter("code", "count", "exit code, 0 to 255", 0)
 

@@ -6,7 +6,8 @@ import resource
 import signal
 from typing import Any
 
-from engine.runtime.faults.registry import Parameters, Scene, Sign, fault_kind
+from engine.runtime.faults.registry import Parameters, Sign, fault_kind
+from engine.runtime.faults.scene import Scene
 
 _CHUNK_BYTES = 64 << 20
 _MARGIN_BYTES = 256 << 20  # a few allocations succeed first

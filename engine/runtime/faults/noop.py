@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.runtime.faults.registry import Scene, at_once, fault_kind
+from engine.runtime.faults.registry import at_once, fault_kind
+from engine.runtime.faults.scene import Scene
 
 
 @fault_kind("noop", "Nothing is done; the moment is recorded.", "worker", at_once)

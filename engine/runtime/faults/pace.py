@@ -6,7 +6,8 @@ import ctypes
 import time
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import Scene, at_once, fault_kind
+from engine.runtime.faults.registry import at_once, fault_kind
+from engine.runtime.faults.scene import Scene
 
 _POLL_S = 0.05
 _FOREVER_S = 1_000_000

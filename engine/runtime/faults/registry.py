@@ -1,7 +1,7 @@
 """The registry of kinds of faults: the function that carries out each kind, and the sign that confirms its effect.
 
 Rules: a kind is defined in one place, its function. The agent strikes through a pidfd (`Blow`). A worker strikes itself
-in its main thread (`Scene`), on a message of the agent, which has recorded the fault before. A fault that no sign
+in its main thread (`scene.Scene`), on a message of the agent, which has recorded the fault before. A fault that no sign
 confirms counts as not struck.
 """
 
@@ -19,10 +19,7 @@ from engine.core.faults.fault_kind import FaultKind, Parameter
 from engine.core.scalar import Scalar
 
 if TYPE_CHECKING:
-    from engine.core.ownership import Slot
-    from engine.runtime.ipc.control import Control
     from engine.runtime.process.children import Child
-    from engine.runtime.replica.replicas import Replicas
 
 Parameters = Mapping[str, Scalar]
 # exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
@@ -37,23 +34,6 @@ class Blow:
     child: Child
     parameters: Parameters
     later: Callable[[int, Callable[[], None]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The context of a fault by the worker itself; `slot` is the target of the fault, if it has one.
-
-    `tell` confirms the effect with a description. `drag(factor, ns)` slows down compute actions from now on, for `ns`
-    nanoseconds or, with None, to the end of the step.
-    """
-
-    fault: str
-    parameters: Parameters
-    slot: Slot | None
-    control: Control
-    replicas: Replicas
-    tell: Callable[[str], None]
-    drag: Callable[[float, int | None], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import Scene, at_once, fault_kind
+from engine.runtime.faults.registry import at_once, fault_kind
+from engine.runtime.faults.scene import Scene
 
 if TYPE_CHECKING:
     from engine.runtime.stage.stage import Stage

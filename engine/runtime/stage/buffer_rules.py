@@ -17,7 +17,7 @@ from engine.core.errors import Problem, UserError
 from engine.models.layers import Model
 from engine.runtime.stage.buffers import Snapshot, lending, modules_of, same_bits, snapshot_of
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.transport.bulk_transfer import bytes_of
+from engine.runtime.transport.tensor_spec import bytes_of
 
 Form = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
 _KEPT_FORM = "each layer to have all its buffers when it is built, and to keep their shapes, types and shared memory"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.transport.data_plane import DataPlane, Key
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.tensor_spec import TensorSpec, bytes_of
 
 _LARGE = 1 << 20  # bytes from which a tensor has pieces of its own
 _PIECE = 16 << 20  # maximum bytes of a piece
@@ -61,11 +61,6 @@ def take_parcel(
             payload[index][start:end] = arrived[at : at + end - start]
             at += end - start
     return tensors
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor as bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from engine.core.errors import WorkerFailedError
 from engine.models.layers import Tensors
-from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import LOOPBACK
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border
+from engine.runtime.transport.waiter import Waiter
 
 _JOIN_S = 0.05
 
@@ -38,8 +38,8 @@ class DataPlane:
     The constructor returns when all workers have joined; raises WorkerFailedError if one does not within `timeout_s`.
     """
 
-    def __init__(self, control: Control, store: Store, worker: int, workers: Sequence[int], timeout_s: float = 1800.0):
-        self.control = control
+    def __init__(self, waiter: Waiter, store: Store, worker: int, workers: Sequence[int], timeout_s: float = 1800.0):
+        self._waiter = waiter
         self._rank = {each: rank for rank, each in enumerate(workers)}
         before = descriptors_by_inode().keys()
         with _suspecting("joining the others"):
@@ -89,7 +89,7 @@ class DataPlane:
                 raise self._failed
             return self.take_arrived(source, key)
 
-        return self.control.wait_until(look)
+        return self._waiter.wait_until(look)
 
     def send(self, target: int, key: Key, tensors: Tensors) -> None:
         """Starts one transfer to worker `target`; the tensors must not change before the commit of the step."""
@@ -135,11 +135,11 @@ class DataPlane:
                     work.wait()
             except RuntimeError as error:
                 self._failed = _suspicion(f"transfer {'to' if key is None else 'from'} worker {peer}", error)
-                self.control.wake()
+                self._waiter.wake()
                 return
             if key is not None:
                 self._arrived[peer, key] = tensors
-                self.control.wake()
+                self._waiter.wake()
             del item, tensors, works  # so that a waiting thread keeps no tensor alive
 
 

@@ -80,3 +80,8 @@ def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)

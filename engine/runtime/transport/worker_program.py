@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.build import Program
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import Routes, routes_of
 from engine.runtime.transport.tensor_spec import Border

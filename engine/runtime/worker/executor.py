@@ -9,49 +9,25 @@ the last STEP of a step there is no wait, so all replicas here have taken the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from engine.core.action import COMPUTE_OPS, Action, Op
-from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
 from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
-from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
-from engine.runtime.ipc.control import Control, Fenced
+from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.link import Message
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.gradient_stream import Streams
-from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.sharded_stages import Shards
 from engine.runtime.replica.value_store import Holdings
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfers import Receiver
 from engine.runtime.transport.worker_program import Share
-from engine.runtime.worker.failpoints import Failpoints
-from engine.runtime.worker.handlers import run_in_order
-from engine.runtime.worker.step_end import Method, StepEnd
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What an executor works with: fixed for the whole job."""
-
-    job: Job
-    worker: int
-    starts: tuple[int, ...]
-    borders: tuple[Border, ...]
-    replicas: Replicas
-    data: Data
-    control: Control
-    recorder: Recorder
-    board: ProgressBoard
-    failpoints: Failpoints
-    shards: Shards | None = None
+from engine.runtime.worker.handlers import Method, run_in_order
+from engine.runtime.worker.step_end import StepEnd
+from engine.runtime.worker.surroundings import Surroundings
 
 
 class Executor:

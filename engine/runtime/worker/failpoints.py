@@ -16,7 +16,8 @@ from functools import partial
 
 from engine.core.action import COMPUTE_OPS, Action
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
-from engine.runtime.faults.registry import Scene, registered
+from engine.runtime.faults.registry import registered
+from engine.runtime.faults.scene import Scene
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Message
 from engine.runtime.ipc.recorder import now_ns

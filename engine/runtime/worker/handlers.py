@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.schedules.overlap_pairs import OVERLAPS, Overlap, pairs_of
-from engine.runtime.worker.step_end import Method
 
 Handler = Callable[..., None]  # takes one Call for an op, two for a pair
+Method = Callable[[Action, int], None]  # takes an action and the open step
 Entry = tuple[Action, str, Method]  # an action, its text, and the executor's method for it
 Run = Callable[[Action, str, Method], None]
 

@@ -27,7 +27,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Message
 from engine.runtime.process.host_lock import Turn
 from engine.runtime.transport.worker_program import Share, share_of
-from engine.runtime.worker.executor import Surroundings
+from engine.runtime.worker.surroundings import Surroundings
 
 _MOST_S = 60.0  # for what was begun a step ago
 _CHOOSY_LOOKS = 10  # of a millisecond each

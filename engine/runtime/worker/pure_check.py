@@ -23,7 +23,7 @@ from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, Marked, drawn_like
 from engine.runtime.stage.random_streams import set_back
 from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.worker.executor import Surroundings
+from engine.runtime.worker.surroundings import Surroundings
 
 _ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # so that a message fits into a packet
 

@@ -6,7 +6,6 @@ begins its slots anew: what was logged of them before a failure is dropped, for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -26,8 +25,6 @@ from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.reduction import Circle, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose, transfer_key
-
-Method = Callable[[Action, int], None]  # takes an action and the open step
 
 
 class StepEnd:

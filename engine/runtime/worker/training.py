@@ -27,8 +27,9 @@ from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.group_formation import Forming
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.worker_program import Share
-from engine.runtime.worker.executor import Executor, Surroundings
+from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.planner_thread import Foresight, Planned
+from engine.runtime.worker.surroundings import Surroundings
 from engine.runtime.worker.validation import Validation
 
 _ROWS_PER_MESSAGE, _MARKS_PER_ROW = 10, 100  # so that a message fits into a packet

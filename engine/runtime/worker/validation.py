@@ -13,7 +13,7 @@ from engine.core.program.routes import routes_of
 from engine.models.layers import Tensors
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.transfers import Receiver, carrier_key, receives_of
-from engine.runtime.worker.executor import Surroundings
+from engine.runtime.worker.surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
-from engine.runtime.worker.executor import Surroundings
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
+from engine.runtime.worker.surroundings import Surroundings
 from engine.runtime.worker.training import Out, Training
 
 _LINGER_S = 0.05  # to end takes milliseconds of a core, and the others are about to begin a step

@@ -1,0 +1,29 @@
+"""The screen of a command: it shows runs while they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.core.config.job import Job
+    from engine.runtime.agent.run_view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What shows runs while they go on; the harness itself prints nothing.
+
+    `say` shows a line. `picture` is called with a job and its events file; the function that it yields gets each view.
+    """
+
+    say: Callable[[str], None]
+    picture: Callable[[Job, Path], AbstractContextManager[Callable[[View], None]]]
+
+
+def lines_only(say: Callable[[str], None]) -> Screen:
+    """Returns a screen without pictures."""
+    return Screen(say, lambda job, events: nullcontext(lambda view: None))

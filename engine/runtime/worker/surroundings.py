@@ -1,0 +1,32 @@
+"""The parts of a worker that stay the same for a whole job, handed to everything that trains, plans or validates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.config.job import Job
+from engine.models.data import Data
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.sharded_stages import Shards
+from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.worker.failpoints import Failpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an executor works with: fixed for the whole job."""
+
+    job: Job
+    worker: int
+    starts: tuple[int, ...]
+    borders: tuple[Border, ...]
+    replicas: Replicas
+    data: Data
+    control: Control
+    recorder: Recorder
+    board: ProgressBoard
+    failpoints: Failpoints
+    shards: Shards | None = None
