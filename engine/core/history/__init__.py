@@ -1,1 +1,1 @@
-"""The history of a run: its records, the lines that hold them, and what they add up to."""
+"""The history of a run: its records, their lines in the file, and the state that they add up to."""

@@ -1,4 +1,4 @@
-"""What all records of a run have in common, and the version of their format.
+"""The base classes of all records of a run, and the version of their format.
 
 Rules: the kind of a record, as its line names it, is the name of its class in lower case, without `Record`. A field
 that may be missing in a line has a default, and is left out where it has that value. Times end in `_ns`: nanoseconds on

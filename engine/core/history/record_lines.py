@@ -45,7 +45,7 @@ def encoded(record: Record) -> str:
 
 
 def decoded(line: str) -> Record:
-    """Returns the record that a line holds; raises InvariantError, which names what is wrong with it."""
+    """Returns the record of a line; raises InvariantError that names the mistake in the line."""
     try:
         told = json.loads(line)
         kind = told.pop("event")

@@ -1,6 +1,6 @@
-"""What the records of a run add up to: the job, the owners of its slots, how far it is, its faults and its end.
+"""The state of a run by its records: the job, the owners of its slots, the last commit, the faults and the end.
 
-It is fed record by record, so that a file which still grows can be followed. The order is that of the file.
+It takes records one by one in the order of the file, so that it can follow a file that still grows.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class PreparedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord(StampedRecord):
-    """All members know what the plan of an epoch is made from; `committed` is the last committed step."""
+    """All members have the input of the plan of an epoch; `committed` is the last committed step."""
 
     epoch: int
     committed: int
