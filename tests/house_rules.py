@@ -31,12 +31,12 @@ IMPORTING_CALLS = frozenset({"importlib.import_module", "import_module", "__impo
 EFFECTFUL_BUILTINS = frozenset({"open", "print", "input", "breakpoint"})
 REPORT_ONLY = frozenset({"pandas", "plotly"})
 NOT_AT_TOP_OF_CLI = frozenset({"torch", "pandas", "numpy", "plotly"})
-# Each module and each call runs code that a file or a peer has chosen, or writes what could only be read that way.
+# Modules and calls that run code chosen by a file or a peer, or write data for such a reader.
 UNSAFE_MODULES = frozenset({"pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"})
 UNSAFE_CALLS = frozenset(
     {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
 )
-# torch.distributed's object collectives pickle what they carry.
+# torch.distributed's object collectives pickle their arguments.
 UNSAFE_SUFFIXES = ("_object_list", "gather_object")
 # Pronouns that stand where a reader needs the noun.
 PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybody)\b", re.IGNORECASE)
@@ -194,7 +194,7 @@ def patterns(modules: Iterable[Module]) -> list[str]:
 
 
 def too_long(modules: Iterable[Module]) -> list[tuple[str, str]]:
-    """Returns (what, how long) of each file and function over its limit; `what` is a path, or ``path:function``."""
+    """Returns (place, length) of each file and function over its limit; a place is a path, or ``path:function``."""
     problems = []
     for module in modules:
         num_lines = len(module.text.splitlines())
@@ -210,14 +210,14 @@ def too_long(modules: Iterable[Module]) -> list[tuple[str, str]]:
 
 
 def against_exceptions(found: Iterable[tuple[str, str]], exceptions: Mapping[str, str]) -> list[str]:
-    """Returns what `exceptions` (what -> reason) does not excuse, and the exceptions that excuse nothing."""
+    """Returns the findings without an exception (place -> reason), and the exceptions without a finding."""
     found = list(found)
     problems = [f"{what}: {text}" for what, text in found if what not in exceptions]
     return problems + [f"{what}: exception no longer needed" for what in exceptions if what not in dict(found)]
 
 
 def bad_shape(modules: Iterable[Module]) -> list[str]:
-    """Names have a subject, each module says what it is for, and an ``__init__.py`` says that and nothing else."""
+    """Names have a subject, each module says its purpose, and an ``__init__.py`` has only that docstring."""
     problems = []
     for module in modules:
         problems += [f"{module.path}: name {part!r}" for part in module.name.split(".") if part in FORBIDDEN_NAMES]
@@ -261,7 +261,7 @@ def second_op_tables(modules: Iterable[Module]) -> list[str]:
 
 
 def not_ascii(path: str, text: str) -> list[str]:
-    """Code is ASCII: what a reader sees is what the interpreter sees."""
+    """Code is ASCII: the reader and the interpreter see the same."""
     return [f"{path}:{number}: not ASCII" for number, line in enumerate(text.splitlines(), 1) if not line.isascii()]
 
 

@@ -73,7 +73,7 @@ ROOMS: dict[str, frozenset[str]] = {
 COMMANDS = ("bamboo_cli", "bamboo_cli.options")  # they may import any room of the engine but where torch is
 NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}
 
-# floor -> floors that it may import, beside itself: what the rooms come to
+# floor -> floors that it may import, beside itself: the union of its rooms
 FLOORS: dict[str, frozenset[str]] = {
     floor: frozenset(floor_of(other) for room in ROOMS if floor_of(room) == floor for other in ROOMS[room]) - {floor}
     for floor in map(floor_of, ROOMS)

@@ -1,4 +1,4 @@
-"""The rooms of the house: who may import whom, no circles, none crowded; and for each rule a planted offence."""
+"""The rooms of the house: the imports that each may have, no circles, none crowded; each rule has a planted offence."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""A machine that executes programs by what actions do, not by what they require: values, channels and barriers.
+"""A machine that executes programs with values, channels and barriers: an oracle for the happens-before rule.
 
-It knows nothing of the engine's happens-before rule, so that the two can disagree. A send never blocks; a receive
-blocks until its transfer is there, `latency` after it was sent; a reduction blocks until everybody with that stage has
-come to it; what is logged blocks until the gradients of tied stages are reduced, at a shadow until the owner has logged
-it; an optimizer step blocks until every replica has committed. Forwards and backwards of a replica count in order. A
-state is of the step boundary, whatever its owner has counted, but not logged; what is logged goes into a whole replica.
+It shares no code with the engine's rule, so that the two can disagree. Its rules:
+- A send never blocks. A receive blocks until its transfer arrives, `latency` after the send.
+- A reduction blocks until all owners of the stage have reached it.
+- A LOG blocks until the gradients of tied stages are reduced; at a shadow, until the owner has logged.
+- An optimizer step blocks until every replica has committed.
+- Forwards and backwards of a replica count in order.
+- HEAL sends the state of the step boundary, so that the owner may not have logged; a LOG needs a whole replica.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from engine.core.program.dry_run import Span
 State = Literal["ready", "blocked", "illegal"]
 Slot = tuple[int, int]
 Replica = tuple[int, Slot]  # worker and slot
-Value = tuple[str, int, int, int]  # what it is, pipeline, stage, microbatch
-# op -> what it makes, and the stage of the worker at the other end, counted from its own
+Value = tuple[str, int, int, int]  # kind, pipeline, stage, microbatch
+# op -> (kind of the value, stage of the other end minus its own stage)
 TRANSFERS = {
     Op.SEND_F: ("activation", 1),
     Op.RECV_F: ("activation", -1),
@@ -32,7 +34,7 @@ TRANSFERS = {
 
 
 def drawn_by(seed: int) -> random.Random:
-    """Returns what draws the order of things in a test, the same for the same seed."""
+    """Returns the random generator that draws the order of actions in a test."""
     return random.Random(seed)  # noqa: S311 - nothing here is secret
 
 
@@ -42,7 +44,7 @@ def no_cost(action: Action) -> int:
 
 
 class Machine:
-    """Executes one step. With `in_order` a channel hands out transfers in the order of sending, else by their name."""
+    """Executes one step. With `in_order`, a channel delivers transfers in the order of sending, else by name."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Machine:
         self.spans: list[Span] = []
 
     def run(self, program: Program, order: random.Random) -> bool:
-        """Executes a program, always going on with a worker drawn by `order`; returns whether it came to its end."""
+        """Executes a program, each time an action of a worker drawn by `order`; returns whether it ended."""
         cursor = dict.fromkeys(program, 0)
         waiting: set[int] = set()
         while True:
@@ -94,14 +96,14 @@ class Machine:
             waiting.clear()
 
     def state(self, worker: int, action: Action) -> State:
-        """Returns whether `worker` may execute the action now, must wait, or lacks what it must itself have made."""
+        """Returns ready, blocked, or illegal if `worker` lacks a value that it must have made itself."""
         if action.op in (Op.RECV_F, Op.RECV_B):
             return self._state_of_receive(worker, action)
         legal, ready = self._conditions(worker, action)
         return "illegal" if not legal else "ready" if ready else "blocked"
 
     def _conditions(self, worker: int, action: Action) -> tuple[bool, bool]:
-        """Returns whether an action is legal, and whether what it waits for is there."""
+        """Returns whether an action is legal, and whether its inputs from elsewhere are there."""
         held, slot, whole = self.held[worker], slot_of(action), self.grid.microbatches
         replica = (worker, slot)
         owns = self.ownership.owner(*slot) == worker
@@ -182,7 +184,7 @@ class Machine:
                 self.voted_at[worker, slot] = end
 
     def _awaited(self, worker: int, action: Action) -> list[int]:
-        """Returns the times of what comes from elsewhere; takes a received transfer out of its channel."""
+        """Returns the arrival times of inputs from elsewhere; takes a received transfer out of its channel."""
         slot = slot_of(action)
         owner = self.ownership.owner(*slot)
         times: list[int] = []

@@ -21,7 +21,7 @@ _MOST_TURNS = 200
 
 @dataclass(frozen=True)
 class History:
-    """What came of a seed; `problem` is empty if every promise was kept."""
+    """The result of a seed; `problem` is empty if every invariant held."""
 
     seed: int
     trace: int
@@ -32,7 +32,7 @@ class History:
 
 
 def run(seed: int, tell: Callable[[str], None] | None = None) -> History:
-    """Runs the history of a seed: twice trouble and a while of peace, then peace until the end."""
+    """Runs the history of a seed: two rounds of faults and a quiet time, then no faults until the end."""
     world = World(Random(seed), tell)  # noqa: S311
     problem = ""
     try:
@@ -53,7 +53,7 @@ def run(seed: int, tell: Callable[[str], None] | None = None) -> History:
 
 
 def _trouble(world: World, num_turns: int) -> None:
-    """Time passes slowly, everything comes in any order, and things break, most of all while they are being mended."""
+    """Injects faults, most of them during a recovery; time passes slowly, and messages come in any order."""
     pick = world.pick
     for _ in range(num_turns):
         chance = pick()
@@ -147,7 +147,7 @@ def _break_link(world: World, worker: Worker) -> None:
 
 
 def _slander(world: World, worker: Worker) -> None:
-    """A healthy worker suspects another, or nobody in particular."""
+    """A healthy worker suspects another worker, or reports a suspicion without a peer."""
     if worker.mode == TRAINING and worker.alive and not worker.stopped:
         peer = int(world.pick() * (len(world.workers) + 1)) - 1
         world.complain(worker, None if peer < 0 else peer)
@@ -162,7 +162,7 @@ _FAULTS: tuple[Callable[[World, Worker], None], ...] = (
 
 
 def _peace(world: World, num_rounds: int, most_turns: int = _MOST_TURNS) -> None:
-    """Whoever can act acts at once; between two rounds time passes and hearts beat."""
+    """Runs without faults: all workers act at once; between two rounds time passes and heartbeats come."""
     for _ in range(num_rounds):
         _flush(world, most_turns)
         if world.has_ended() and not any(worker.alive and not worker.stopped for worker in world.workers):

@@ -1,8 +1,8 @@
-"""A world in which the membership protocol lives through faults: workers, a bus and a coordinator, all in one seed.
+"""A simulated world for the membership protocol: workers, a bus and a coordinator, driven by one seed.
 
-The workers obey orders as real ones must; the bus reorders, repeats and delays what is said to the coordinator; what
-the coordinator orders may be lost, told twice or told late, and the coordinator may be replaced at any moment. The
-world knows what it did to whom, and so what the protocol may never say.
+The workers follow orders like real ones. The bus reorders, repeats and delays messages to the coordinator. Orders may
+be lost, repeated or late, and the coordinator may be replaced at any moment. The world knows every fault that it has
+injected, and therefore the decisions that the protocol must never take.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Options, Phase, State, begin, resume, to_json
 
 ROUND = 10  # time between two rounds of heartbeats
-FENCED, FROZEN, PLANNED, TRAINING, DONE = range(5)  # what a worker has come to in its epoch; it only goes up
+FENCED, FROZEN, PLANNED, TRAINING, DONE = range(5)  # the state of a worker in its epoch; it only increases
 EVICTED_AFTER = 2  # repeats
 _ONCE = (effects.PublishEpoch, effects.GatherInventories, effects.PublishPlanInput)  # one of a kind in an epoch
 _CODES = {event: code for code, event in enumerate(events.EVENTS)}
@@ -33,7 +33,7 @@ class Violation(Exception):
 
 
 class Worker:
-    """A process: what it has heard, what it has come to, and what was done to it."""
+    """A worker process: the orders it has received, its state, and the faults injected into it."""
 
     __slots__ = ("alive", "committed", "epoch", "inbox", "joined", "mode", "number", "spins", "stopped")
 
@@ -45,8 +45,8 @@ class Worker:
         self.committed = -1
         self.joined = False
         self.alive = True
-        self.stopped = False  # does not run, and says nothing
-        self.spins = False  # does not run, but its heart beats
+        self.stopped = False  # does not run and sends nothing
+        self.spins = False  # does not run, but sends heartbeats
 
 
 @cache
@@ -76,7 +76,7 @@ class World:
         self.trace = 0
         self.votes: dict[tuple[int, int], int] = {}
         self.broken: tuple[int, int] | None = None  # these two cannot talk
-        # What the world knows better than the protocol.
+        # The truth, which the protocol does not know.
         self.struck: set[int] = set()
         self.noticed: set[int] = set()
         self.complaints: list[set[int]] = [set() for _ in self.workers]  # the epochs in which a transfer failed at each
@@ -92,7 +92,7 @@ class World:
     # The coordinator
 
     def say(self, kind: type, *words: Any) -> None:
-        """Somebody says something to the coordinator; when it arrives is another matter."""
+        """Sends an event to the coordinator; it arrives at a later, random time."""
         self.bus.append((kind, words))
 
     def join(self, worker: Worker) -> None:
@@ -124,7 +124,7 @@ class World:
             self.emit(found)
 
     def emit(self, found: tuple[Effect, ...]) -> None:
-        """Tells everybody, once or as it happens."""
+        """Sends effects to all workers: usually once, sometimes twice, late, or not at all."""
         for effect in found:
             kind = type(effect)
             if isinstance(effect, effects.PublishPlanInput) and effect.epoch not in self.owners:
@@ -144,7 +144,7 @@ class World:
                     worker.inbox.append(found)
 
     def replace_coordinator(self) -> None:
-        """Another coordinator goes on from what the first one wrote; what the first had not read is lost."""
+        """Replaces the coordinator: the new one resumes the written state; events not read before are lost."""
         if self.tell:
             self.tell(f"{self.now:5} another coordinator")
         self.state = resume(to_json(self.state), self.now)
@@ -162,10 +162,10 @@ class World:
         """Whether the job is over."""
         return self.state.phase in (Phase.FINISHED, Phase.HALTED)
 
-    # What may never happen
+    # Invariants
 
     def check_words(self, old: State, kind: type, words: tuple[Any, ...]) -> None:
-        """Old words count for nothing, and steps are committed one by one, each by a full ballot of its epoch."""
+        """Old messages change nothing, and steps are committed one by one, each by a full ballot of its epoch."""
         new = self.state
         if kind in _ANSWERS and words[1] != old.epoch and new.decided() != old.decided():
             raise Violation(f"{kind.__name__} of epoch {words[1]} counts in epoch {old.epoch}")
@@ -194,12 +194,12 @@ class World:
                 raise Violation(f"worker {worker} {why}, but nothing was done to it")
         for slot, owner in enumerate(new.owners):
             if owner in new.members and owner in self.holders_of(slot):
-                self.holders[slot].add(owner)  # whoever holds the stage of another pipeline has adopted the slot
+                self.holders[slot].add(owner)  # a holder of the stage in another pipeline has adopted the slot
             elif not self.has_ended() and (not self.redundant or self.holders_of(slot) & {*new.members}):
                 raise Violation(f"worker {owner} owns what it does not hold")
 
     def check_owners(self, document: effects.PublishPlanInput) -> None:
-        """When everybody has said what it holds, every slot has an owner that holds it, and its new replicas count."""
+        """After the last inventory, every slot has an owner that holds it, and newly healed replicas count."""
         self.owners[document.epoch] = document.owners
         for slot, (owner, shadows) in enumerate(zip(document.owners, document.shadows, strict=True)):
             copies = {worker for worker in document.members if slot in self.copies[worker]}
@@ -217,7 +217,7 @@ class World:
         return slot % self.stages == other % self.stages
 
     def holders_of(self, slot: int) -> set[int]:
-        """Returns who holds the stage of a slot, in whatever pipeline."""
+        """Returns the workers that hold the stage of a slot, in any pipeline."""
         return {
             each for same in range(slot % self.stages, len(self.holders), self.stages) for each in self.holders[same]
         }
@@ -239,7 +239,7 @@ class World:
             for number in state.members:
                 if self.workers[number].epoch < state.epoch or self.workers[number].mode < PLANNED:
                     raise Violation(f"training goes on, but worker {number} has not made the plan")
-        healing = () if state.is_over else state.members  # what was healed in the last step is known with its commit
+        healing = () if state.is_over else state.members  # the last commit makes all healed replicas known
         copied = {slot % self.stages for member in healing for slot in self.copies[member]}
         lost = [each for each in state.lost_stages if self.holders_of(each) <= set(state.out) and each not in copied]
         is_lost = state.lost_stages and lost == list(state.lost_stages)
@@ -257,7 +257,7 @@ class World:
     # The workers
 
     def turn(self, worker: Worker) -> None:
-        """A worker reads what it was told, in order; of another epoch it takes the news, and what ends it."""
+        """A worker reads its orders in sequence; of another epoch it takes only a new epoch, or the end."""
         batches, worker.inbox = worker.inbox, []
         for batch in batches:
             for effect in batch:
@@ -272,7 +272,7 @@ class World:
             self.say(events.ExitSeen, worker.number, code)
 
     def vote(self, worker: Worker) -> None:
-        """A worker holds all that its next step needs; the ballot may be full with it."""
+        """A worker votes for its next step, which may complete the ballot."""
         if self.broken and worker.number in self.broken and self.workers[sum(self.broken) - worker.number].alive:
             self.complain(worker, sum(self.broken) - worker.number)
             return
@@ -288,7 +288,7 @@ class World:
             self.say(events.StepCommitted, *key, self.healed(published) if heals else (), waits)
 
     def healed(self, published: effects.PublishEpoch) -> tuple[tuple[int, ...], ...]:
-        """Returns one shadow for each slot, which stays if anybody does."""
+        """Returns one shadow for each slot, a staying worker if there is one."""
         found = []
         for owner in self.owners_in(published.epoch):
             others = [each for each in published.members if each != owner]
@@ -365,7 +365,7 @@ class World:
         pass
 
 
-# Obeyed in whatever epoch a worker is.
+# Orders that a worker follows in any epoch.
 _ALWAYS = frozenset({effects.PublishEpoch, effects.Finish, effects.Halt, effects.Evict, effects.Fence})
 _OBEY: dict[type, Any] = {
     effects.PublishEpoch: World.obey_epoch,

@@ -1,8 +1,8 @@
-"""A machine that runs programs on provenance: what an action makes is the hash of the action and its inputs, in order.
+"""A machine that runs programs on provenance: an action results in the hash of the action and its inputs, in order.
 
-So two runs with the same hashes have added the same numbers in the same order. Every forward reads the buffers that the
-forwards before it have changed. The machine knows nothing of the engine's rule of what needs what; it asserts what each
-action finds. Workers can be killed between any two actions, and the survivors say what they hold.
+Two runs with equal hashes have therefore added the same numbers in the same order. Every forward reads the buffers that
+earlier forwards have changed. The machine shares no code with the engine's dependency rule; each action asserts that
+its inputs are there. Workers can be killed between any two actions; the survivors report inventories.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Log = tuple[str, tuple[str, ...]]  # gradient of a stage, final buffers of all p
 
 
 def hashed(*parts: object) -> str:
-    """Returns what stands for the outcome of an operation on `parts`."""
+    """Returns the hash that stands for the result of an operation on `parts`."""
     return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 @dataclass
 class Replica:
-    """One worker's copy of a slot: its state as of the boundary, and what the step has done in place since."""
+    """One worker's replica of a slot: its state at the boundary, and the changes of the open step in place."""
 
     weights: str
     boundary: tuple[str, ...]  # buffers of all pipelines
@@ -46,7 +46,7 @@ class Replica:
 
 @dataclass
 class Body:
-    """What one worker holds."""
+    """The replicas and values of one worker."""
 
     step: int = 0
     replicas: dict[Slot, Replica] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Body:
 
 
 class Machine:
-    """The live workers, each in its open step. `retain`: what a worker has made is kept until the commit."""
+    """The live workers, each in its open step. With `retain`, a worker keeps its outputs until the commit."""
 
     def __init__(self, ownership: Ownership, retain: bool):
         self.ownership = ownership
@@ -97,14 +97,14 @@ class Machine:
         return left
 
     def _forget_logs(self, stages: Collection[int], step: int) -> None:
-        """What is reduced anew is logged anew, whoever holds it."""
+        """Drops the reductions and log entries of these stages: the plan reduces and logs them again."""
         for body in self.bodies.values():
             if body.step == step:
                 body.logged = {slot: log for slot, log in body.logged.items() if slot[1] not in stages}
                 body.reduced = {stage: log for stage, log in body.reduced.items() if stage not in stages}
 
     def newest(self) -> int:
-        """Returns the newest step that is open at anybody."""
+        """Returns the newest step that is open at any worker."""
         return max(body.step for body in self.bodies.values())
 
     def run(self, order: random.Random, limit: int = 1 << 30) -> bool:
@@ -140,7 +140,7 @@ class Machine:
         return all((step, slot, worker) in self.votes for slot in slots for worker in self.ownership.replicas(*slot))
 
     def inventories(self) -> tuple[Inventory, ...]:
-        """Returns what everybody says that it holds."""
+        """Returns the inventories of all workers."""
         return tuple(_inventory(worker, self.bodies[worker]) for worker in sorted(self.bodies))
 
     def catch_up(self, committed: int) -> None:
@@ -168,7 +168,7 @@ class Machine:
         return found
 
     def _do(self, worker: int, action: Action) -> bool:
-        """Does the action, or returns False when what it waits for is not there yet."""
+        """Runs the action, or returns False if one of its inputs is not there yet."""
         match action.op:
             case Op.F | Op.REDO_F:
                 self._forward(worker, action)
@@ -311,7 +311,7 @@ class Machine:
         return self.bodies[worker].replicas[action.pipeline, action.stage]
 
     def _forget(self, worker: int, action: Action) -> None:
-        """Drops what `action` has used for the last time, unless it is retained."""
+        """Drops the values of which `action` was the last use, unless they are retained."""
         uses, values = self.uses[worker], self.bodies[worker].values
         for value in _used(action):
             uses[value] -= 1

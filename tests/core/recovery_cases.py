@@ -22,7 +22,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """The shape and the policy of a job; `retain`: workers keep what they have made until the commit."""
+    """The shape and the policy of a job; with `retain`, workers keep their outputs until the commit."""
 
     grid: Grid
     schedule: str = "1f1b"
@@ -33,12 +33,12 @@ class Job:
     log_every: int = 0
 
     def ownership(self) -> Ownership:
-        """Returns who owns and shadows what before anything has failed."""
+        """Returns the ownership before any failure."""
         whole = fresh(self.grid, self.stages_per_worker, SCHEDULES[self.schedule].placement)
         return self.healed(whole, whole.workers())
 
     def healed(self, ownership: Ownership, members: Collection[int]) -> Ownership:
-        """Returns the ownership with as many shadows as the policy wants."""
+        """Returns the ownership with the shadows that the policy wants."""
         return with_shadows(ownership, self.redundancy, self.level, members)
 
     def program(self, ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> Program:
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """What has happened: who is left as they were frozen, what the plan was made from, and the plan."""
+    """A failure: the frozen survivors, the input of the plan, and the plan."""
 
     machine: Machine
     given: PlanInput
@@ -68,7 +68,7 @@ class Failure:
 
 
 def heirs(ownership: Ownership, inventories: Collection[Inventory]) -> Ownership:
-    """Returns who owns what when only those that say what they hold are left: -1 where nobody holds the stage."""
+    """Returns the owner of each slot among the workers with an inventory; -1 if none of them holds the stage."""
     holders: dict[Slot, list[int]] = {}
     for inventory in inventories:
         for slot in inventory.whole:
@@ -83,9 +83,9 @@ def heirs(ownership: Ownership, inventories: Collection[Inventory]) -> Ownership
 
 
 def fail(machine: Machine, victims: Collection[int], order: random.Random) -> Failure | None:
-    """Returns what is left when `victims` are killed, ready to run the plan; None when a stage is lost with them.
+    """Returns the survivors after `victims` are killed, with their plan; None if a stage is lost.
 
-    A step of which all votes were cast may count as committed or not; it must when somebody has taken it.
+    A step with all votes may be committed or not; it must be if a worker has taken it.
     """
     newest = machine.newest()
     committed = newest if machine.all_voted(newest) and order.random() < 0.5 else newest - 1
@@ -104,7 +104,7 @@ def fail(machine: Machine, victims: Collection[int], order: random.Random) -> Fa
 
 
 def seeded(number: int) -> random.Random:
-    """Returns what draws the history of that number."""
+    """Returns the random generator of the history with that number."""
     return random.Random(number)  # noqa: S311 - nothing here is secret
 
 
@@ -121,7 +121,7 @@ def faultless(grid: Grid) -> tuple[State, ...]:
 
 
 def assert_faultless(machine: Machine) -> None:
-    """Every replica of every slot is what it is without a fault."""
+    """Asserts that every replica of every slot equals that of a run without a fault."""
     assert machine.state() == faultless(machine.ownership.grid)[machine.newest() - 1]
 
 
