@@ -11,24 +11,26 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import distributed
 
+from engine.bench.figures.bench_messages import Timed, Turns
 from engine.bench.figures.rows import SIDES, Stamps, in_turns
 from engine.bench.figures.schedules import timed_program
 from engine.core.action import Program
 from engine.core.config.job import Job
+from engine.core.messages import Finished, Welcome
+from engine.core.process_messages import Bye
 from engine.core.schedules.registry import SCHEDULES
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.layers import Batch
 from engine.models.networks import timed
 from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
@@ -91,25 +93,25 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the descriptors that the launcher handed to it."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd), die_with_launcher)
-    welcome = control.take("welcome")
-    recorder = Recorder(events_fd, welcome["worker"])
-    joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome["num_lines"]))
+    turns, welcome = control.take(Turns), control.take(Welcome)
+    recorder = Recorder(events_fd, welcome.worker)
+    joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome.num_lines))
     around = joined.around
     # The import takes a second, which only this role needs, and leaves temporary files.
-    tempfile.tempdir = welcome["temporary"]
+    tempfile.tempdir = turns.temporary
     from engine.bench.peers.torch_side import TorchSide, join_default_group
 
-    join_default_group(connect(welcome["store_port"], "torch"), around.worker, len(welcome["ranks"]))
+    join_default_group(connect(welcome.store_port, "torch"), around.worker, len(welcome.ranks))
     job, ownership = around.job, joined.ownership
     if SCHEDULES[job.schedule].overlaps:
         register("OVERLAP_F_B", _at_once())
     sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(around)
     calls = {name: partial(_run_once, around, side) for name, side in zip(SIDES, sides, strict=True)}
-    taken = in_turns(calls, _NUM_WARM_UP + welcome["iterations"])
+    taken = in_turns(calls, _NUM_WARM_UP + turns.iterations)
     for name, stamps in ((name, each) for name, figures in taken.items() for each in figures[_NUM_WARM_UP:]):
-        control.send("timed", side=name, **asdict(stamps))
-    control.send("finished")
-    control.take("bye")
+        control.send(Timed(name, stamps))
+    control.send(Finished(control.accepted, (), 0))
+    control.take(Bye)
     return os.EX_OK
 
 
@@ -125,8 +127,8 @@ def _at_once() -> Handler:
     return run
 
 
-def _form(control: Control, welcome: Message, recorder: Recorder, board: ProgressBoard) -> Joined:
-    job = Job(**welcome["job"])
+def _form(control: Control, welcome: Welcome, recorder: Recorder, board: ProgressBoard) -> Joined:
+    job = Job(**welcome.job)
     torch.set_num_threads(job.threads)
     data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
     return join(control, welcome, job, data, build_model(job, data.facts), recorder, board)

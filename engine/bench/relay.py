@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.bench.figures.bench_messages import Round
 from engine.bench.figures.rows import Cases, Row, limit_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
@@ -149,14 +150,8 @@ def _round(
         agent = Agent(job, members, recorder, node, store, lambda agent: None)
         recorder.write(MarkRecord(phase="welcomed", epoch=0))
         for member in members.values():
-            member.link.send(
-                "welcome",
-                worker=member.worker,
-                ranks=ownership.workers(),
-                store_port=store.port,
-                prefix=f"round-{number}",
-                victim=number % num_workers,
-            )
+            victim = number % num_workers
+            member.link.send(Round(member.worker, ownership.workers(), store.port, f"round-{number}", victim))
         supervise(agent, hear, server, interrupts)
     return agent
 

@@ -9,17 +9,18 @@ import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from engine.bench.figures.bench_messages import Timed, Turns
 from engine.bench.figures.rows import SIDES, Cases, Row, Stamps, pipeline_rows
 from engine.bench.figures.schedules import REMARKS, schedule_job, timed_job
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.errors import WorkerFailedError
+from engine.core.messages import Border, Cut, Finished, Partition, Welcome
+from engine.core.process_messages import Bye
 from engine.core.scalar import Args
 from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.agent.worker_handles import Member, RendezvousStore, close_members, start_members
-from engine.runtime.ipc.link import Message
+from engine.runtime.agent.worker_handles import Member, RendezvousStore, close_members, start_members, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events
 from engine.runtime.process.children import ForkServer
@@ -77,27 +78,21 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
         members = start_members(server, ownership, events_fd, board, folder, role="bench-pipeline")
         stack.callback(close_members, list(members.values()))
         for worker, member in members.items():
-            member.link.send(
-                "welcome",
+            member.link.send(Turns(num_iterations, str(folder)))
+            welcome = Welcome(
                 worker=worker,
                 job=asdict(job),
                 owners=ownership.owners,
                 shadows=ownership.shadows,
-                faults=(),
                 ranks=ownership.workers(),
                 num_lines=num_workers,
                 store_port=store.port,
-                iterations=num_iterations,
-                temporary=str(folder),
+                faults=(),
             )
+            member.link.send(welcome)
         taken = _gather(members)
-        _send_all(members, "bye")
+        tell_all(members.values(), Bye())
     return [list(zip(*(taken[side, worker] for worker in members), strict=True)) for side in SIDES]
-
-
-def _send_all(members: dict[int, Member], kind: str, **fields: Any) -> None:
-    for member in members.values():
-        member.link.send(kind, **fields)
 
 
 def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
@@ -113,17 +108,13 @@ def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
                 message = member.link.receive()
                 if message is None:
                     raise WorkerFailedError(f"worker {member.worker} of the benchmark ended:\n{member.log.read_text()}")
-                if message["kind"] == "timed":
-                    taken[message["side"], member.worker].append(_stamps(message))
-                elif message["kind"] == "finished":
-                    working.remove(member.worker)
-                elif message["kind"] == "partition":
-                    _send_all(members, "partition", starts=message["starts"])
-                else:
-                    _send_all(members, "border", stage=message["stage"], specs=message["specs"])
+                match message:
+                    case Timed():
+                        taken[message.side, member.worker].append(message.stamps)
+                    case Finished():
+                        working.remove(member.worker)
+                    case Cut():
+                        tell_all(members.values(), Partition(message.starts))
+                    case Border():
+                        tell_all(members.values(), message)
     return taken
-
-
-def _stamps(message: Message) -> Stamps:
-    sleeps = (tuple(message[name]) for name in ("forwards_ns", "backwards_ns"))
-    return Stamps(message["start_ns"], message["end_ns"], *sleeps)

@@ -18,11 +18,12 @@ from engine.core.checks.cell_result import CellResult, judged
 from engine.core.errors import BambooError, ExitCode
 
 if TYPE_CHECKING:
+    from engine.core.message_codec import Plain
     from engine.files.scenarios.scenario_file import Loaded
     from engine.runtime.process.children import ForkServer
 
 
-def run_cell(task: dict[str, Any], server: ForkServer) -> CellResult:
+def run_cell(task: Plain, server: ForkServer) -> CellResult:
     """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.scenarios.scenario_text import scenario_text
@@ -61,6 +62,7 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
 
 def main(fd: int) -> None:
     """Answers cases until the other end is gone."""
+    from engine.core.process_messages import Case, Done
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.ipc.link import Link
     from engine.runtime.process.children import ForkServer
@@ -68,10 +70,10 @@ def main(fd: int) -> None:
     link = Link.from_fd(fd)
     mark_processes()
     with ForkServer() as server:
-        while (message := link.receive()) is not None:
-            result = run_cell(message["task"], server)
+        while isinstance(message := link.receive(), Case):
+            result = run_cell(message.task, server)
             print(json.dumps(result.to_plain()), flush=True)
-            link.send("done", result=result.to_plain())
+            link.send(Done(result.to_plain()))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from engine.core.checks.cell_result import CellResult, key_of
 if TYPE_CHECKING:
     from engine.core.faults.scenario import Scenario
     from engine.core.faults.shrink import Shrunk
+    from engine.core.message_codec import Plain
     from engine.files.scenarios.matrix_file import Planned
     from engine.runtime.process.lanes import Lanes
 
@@ -60,7 +61,7 @@ class MatrixRun:
         started_s, expected_done_s = time.monotonic(), 0.0
         results: list[CellResult] = []
 
-        def take(task: dict[str, Any], answer: dict[str, Any]) -> None:
+        def take(task: dict[str, Any], answer: Plain) -> None:
             nonlocal left_s, expected_done_s
             planned = by_name[task["cell"]]
             result = self._result(planned, answer)
@@ -75,7 +76,7 @@ class MatrixRun:
         lanes.run(tasks, self.limit_s, take)
         return results
 
-    def _result(self, planned: Planned, answer: dict[str, Any]) -> CellResult:
+    def _result(self, planned: Planned, answer: Plain) -> CellResult:
         from engine.core.checks.cell_result import from_plain
 
         labels = dict(planned.cell.labels)
@@ -103,7 +104,7 @@ class MatrixRun:
         from engine.runtime.faults.registry import kinds
 
         def fails(smaller: Scenario) -> bool:
-            found: list[dict[str, Any]] = []
+            found: list[Plain] = []
             tasks = [self.task(f"shrink/{failed.cell}", scenario_plain(smaller))]
             lanes.run(tasks, self.limit_s, lambda task, answer: found.append(answer))
             result = found[0].get("result", {"result": "failed", "failure": found[0].get("ended")})

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from engine.core.messages import Vote
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.recovery.ballot import Ballot, Commit, Vote, clip_factor
+from engine.core.recovery.ballot import Ballot, Commit, clip_factor
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}
@@ -28,22 +29,24 @@ def ballot_of(num_pipelines: int, num_stages: int = 2, clip_norm: float = 0.0, s
     return Ballot(EPOCH, step, one_slot_each(grid(num_pipelines, num_stages)), clip_norm)
 
 
-def votes(num_pipelines: int, step: int = 0) -> list[Vote]:
+Cast = tuple[int, Vote]  # by a worker
+
+
+def vote_of(step: int, pipeline: int, stage: int) -> Vote:
+    layers = (3 * stage + 2, 3 * stage, 3 * stage + 1)
+    norms = tuple(NORMS[layer] for layer in layers)
+    return Vote(EPOCH, step, pipeline, stage, layers, norms, LOSSES[pipeline] if stage == 1 else None)
+
+
+def votes(num_pipelines: int, step: int = 0) -> list[Cast]:
     """Returns the votes of a step of two stages with three layers each, which stand in any order."""
-    return [
-        Vote(
-            *(2 * pipeline + stage, EPOCH, step, pipeline, stage),
-            {layer: NORMS[layer] for layer in (3 * stage + 2, 3 * stage, 3 * stage + 1)},
-            LOSSES[pipeline] if stage == 1 else None,
-        )
-        for pipeline in range(num_pipelines)
-        for stage in range(2)
-    ]
+    slots = [(pipeline, stage) for pipeline in range(num_pipelines) for stage in range(2)]
+    return [(worker, vote_of(step, *slot)) for worker, slot in enumerate(slots)]
 
 
-def commit_of(ballot: Ballot, cast: list[Vote]) -> Commit:
+def commit_of(ballot: Ballot, cast: list[Cast]) -> Commit:
     """Casts all votes; the last one commits, and no other."""
-    answers = [ballot.add(vote) for vote in cast]
+    answers = [ballot.add(*vote) for vote in cast]
     assert answers[:-1] == [None] * (len(cast) - 1)
     assert answers[-1] is not None
     return answers[-1]
@@ -70,15 +73,15 @@ def test_the_norm_is_of_one_pipeline_as_reduced_gradients_are_equal() -> None:
 
 def test_the_word_of_every_shadow_is_waited_for() -> None:
     ballot = Ballot(EPOCH, 0, Ownership(grid(1), (0, 1), ((1, 2), (0,))), clip_norm=0.0)
-    shadows = [Vote(worker, EPOCH, 0, 0, stage) for worker, stage in ((1, 0), (2, 0), (0, 1))]
-    assert [ballot.add(vote) for vote in [*shadows[:2], *votes(1)]] == [None] * 4
+    shadows = [(worker, Vote(EPOCH, 0, 0, stage)) for worker, stage in ((1, 0), (2, 0), (0, 1))]
+    assert [ballot.add(*vote) for vote in [*shadows[:2], *votes(1)]] == [None] * 4
     assert ballot.missing == {(0, (0, 1))}
-    commit = ballot.add(shadows[2])
+    commit = ballot.add(*shadows[2])
     assert commit == commit_of(ballot_of(1), votes(1))
 
 
 def test_a_worker_that_owns_several_slots_votes_for_each() -> None:
-    cast = [replace(vote, worker=5) for vote in votes(1)]
+    cast = [(5, vote) for _, vote in votes(1)]
     assert commit_of(Ballot(EPOCH, 0, Ownership(grid(1), (5, 5)), 0.0), cast) == commit_of(ballot_of(1), votes(1))
 
 
@@ -86,21 +89,21 @@ def test_a_worker_that_owns_several_slots_votes_for_each() -> None:
 def test_a_vote_of_another_epoch_means_nothing(epoch: int) -> None:
     ballot = ballot_of(1)
     first, last = votes(1)
-    assert ballot.add(first) is None
-    assert ballot.add(replace(last, epoch=epoch, step=9)) is None
+    assert ballot.add(*first) is None
+    assert ballot.add(last[0], replace(last[1], epoch=epoch, step=9)) is None
     assert ballot.missing == {(1, (0, 1))}
-    assert ballot.add(last) is not None
+    assert ballot.add(*last) is not None
 
 
 def test_a_vote_without_a_replica_is_a_bug() -> None:
     with pytest.raises(AssertionError, match=r"worker 1 has no replica of \(0, 0\)"):
-        ballot_of(1).add(Vote(1, EPOCH, 0, 0, 0))
+        ballot_of(1).add(1, Vote(EPOCH, 0, 0, 0))
 
 
 def test_a_slot_that_votes_twice_is_one_slot() -> None:
     ballot = ballot_of(1)
     first, *rest = votes(1)
-    assert ballot.add(first) is None
+    assert ballot.add(*first) is None
     assert commit_of(ballot, [first, *rest]).step == 0
 
 
@@ -108,23 +111,23 @@ def test_a_slot_that_votes_twice_is_one_slot() -> None:
 def test_a_vote_for_another_step_is_a_bug(step: int) -> None:
     ballot = ballot_of(1, step=1)
     with pytest.raises(AssertionError, match=f"vote for step {step} while step 1 is open"):
-        ballot.add(votes(1, step)[0])
+        ballot.add(*votes(1, step)[0])
 
 
 def test_the_last_stage_votes_with_its_loss() -> None:
     with pytest.raises(AssertionError, match="votes with its loss"):
-        ballot_of(1, 1).add(Vote(0, EPOCH, 0, 0, 0, {0: 1.0}))
+        ballot_of(1, 1).add(0, Vote(EPOCH, 0, 0, 0, (0,), (1.0,)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
-    commit = ballot_of(1, 1, clip_norm=1.0).add(Vote(0, EPOCH, 0, 0, 0, {0: 1.0, 1: bad}, 0.5))
+    commit = ballot_of(1, 1, clip_norm=1.0).add(0, Vote(EPOCH, 0, 0, 0, (0, 1), (1.0, bad), 0.5))
     assert commit is not None
     assert not math.isfinite(commit.grad_norm)
 
 
 def test_a_layer_without_parameters_adds_nothing() -> None:
-    commit = ballot_of(1, 1, clip_norm=1.0).add(Vote(0, EPOCH, 0, 0, 0, {}, 0.5))
+    commit = ballot_of(1, 1, clip_norm=1.0).add(0, Vote(EPOCH, 0, 0, 0, (), (), 0.5))
     assert commit == Commit(0, 0.5, 0.0, 1.0)
 
 

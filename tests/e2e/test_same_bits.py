@@ -111,7 +111,7 @@ def test_every_cut_equals_the_plain_loop(
     account = ending.view.account
     rows, validations = plain(workload)
     assert len(account.starts) == stages
-    assert partition[:1].isalpha() or account.starts == [0, *map(int, partition.split(",") if partition else ())]
+    assert partition[:1].isalpha() or account.starts == (0, *map(int, partition.split(",") if partition else ()))
     assert len(rows) == job.steps * len(account.layers)
     assert rows_of(ending) == rows
     assert account.validations == validations

@@ -22,6 +22,7 @@ import pytest
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import forkserver
 from engine.runtime.process.children import Child, ForkServer
+from tests.runtime.peer_messages import Call, Result
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 THIS_MODULE = "tests.runtime.peers"
@@ -39,7 +40,8 @@ class Peer:
         """Waits for the peer's answer; fails the test with the peer's output if it gives none."""
         message = self.link.receive()
         assert message is not None, f"{self.child.name} ended without an answer:\n{self.log.read_text()}"
-        return message["value"]
+        assert isinstance(message, Result)
+        return message.value
 
 
 class PeerServer:
@@ -60,7 +62,7 @@ class PeerServer:
         child = self.server.fork("peer", name, log_fd, [far.fileno(), *fds])
         os.close(log_fd)
         far.close()
-        near.send("call", module=function.__module__, function=function.__name__, arguments=arguments)
+        near.send(Call(function.__module__, function.__name__, arguments))
         self.peers.append(Peer(child, near, log))
         return self.peers[-1]
 
@@ -97,9 +99,9 @@ def be_peer(link_fd: int, *fds: int) -> int:
     """What a peer does with its life."""
     link = Link.from_fd(link_fd)
     call = link.receive()
-    assert call is not None
-    function = getattr(importlib.import_module(call["module"]), call["function"])
-    link.send("result", value=function(*fds, *call["arguments"]))
+    assert isinstance(call, Call)
+    function = getattr(importlib.import_module(call.module), call.function)
+    link.send(Result(function(*fds, *call.arguments)))
     return 0
 
 

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from engine.core.action import Action
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
+from engine.core.message_codec import Message, ToWorker
+from engine.core.messages import Commit, Inventory, Vote
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
-from engine.core.recovery.ballot import Ballot, Vote
+from engine.core.recovery.ballot import Ballot
 from engine.core.recovery.inventory import from_json, to_json
 from engine.core.recovery.planner import PlanInput, make_plan
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.layers import Model
 from engine.runtime.ipc.control import Control, Fenced
-from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.replica.replicas import Replicas
@@ -39,6 +41,7 @@ from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.worker_program import share_of
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.surroundings import Surroundings
+from tests.runtime.peer_messages import Report, SmallPlan, an_epoch
 from tests.runtime.peers import PeerServer
 
 WIDTH = 32  # of the synthetic vectors
@@ -137,16 +140,16 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
     while True:
         epoch = control.next_epoch()
         if executor is not None:
-            control.send("inventory", holds=to_json(executor.inventory()))
+            control.send(Inventory(control.accepted, to_json(executor.inventory()), ()))
         try:
-            told = control.take("plan")
+            told = control.take(SmallPlan)
         except Fenced:  # somebody else has died meanwhile
             continue
-        ownership = Ownership(grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
-        if epoch["regroup"]:
+        ownership = Ownership(grid, told.owners, told.shadows)
+        if epoch.regroup:
             if plane is not None:
                 plane.close()
-            plane = DataPlane(control, connect(port, f"{prefix}/{epoch['epoch']}"), worker, epoch["members"], 60.0)
+            plane = DataPlane(control, connect(port, f"{prefix}/{epoch.epoch}"), worker, epoch.members, 60.0)
         if replicas is None or executor is None:
             replicas = Replicas(job, model, starts, (*ownership.slots_of(worker), *ownership.shadowed_by(worker)))
             borders = borders_of(job, model, data)
@@ -154,13 +157,13 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
             board, recorder = ProgressBoard.create(worker + 1), Recorder(os.open(os.devnull, os.O_WRONLY), worker)
             around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, doom)
             executor = Executor(around)
-        executor.catch_up(told["commit"])
-        if told["inventories"] is None:
-            healing = frozenset((each, (d, s)) for each, d, s in told["healing"])
+        executor.catch_up(told.commit)
+        if told.inventories is None:
+            healing = frozenset((each, (d, s)) for each, d, s in told.healing)
             program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every)
         else:
-            inventories = tuple(from_json(text) for text in told["inventories"])
-            plan = make_plan(PlanInput(epoch["epoch"], told["committed"], ownership, inventories))
+            inventories = tuple(from_json(text) for text in told.inventories)
+            plan = make_plan(PlanInput(epoch.epoch, told.committed, ownership, inventories))
             assert plan.lost_stages == ()
             program = plan.program
             for slot in plan.adopted:
@@ -169,20 +172,20 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
         assert plane is not None
         executor.enter(plane, share_of(worker, program, ownership, executor.around.borders))
         try:
-            while executor.run_step()["then"] != "report":
+            while executor.run_step().then != "end":
                 pass
-            control.send("report", rows=[[*slot, *_hashes(replicas.stages[slot])] for slot in replicas.whole()])
+            control.send(Report(tuple((*slot, *_hashes(replicas.stages[slot])) for slot in replicas.whole())))
         except (Fenced, WorkerFailedError):
             pass  # the test hears of a death by itself
 
 
-def _hashes(stage: Stage) -> list[str]:
+def _hashes(stage: Stage) -> tuple[str, str, str]:
     """Returns what must be equal over runs: weights and optimizer state, buffers, buffers of all pipelines."""
     weights = [each for optimizer in stage.optimizers.values() for each in optimizer.state_tensors()]
     buffers = [("", buffer) for buffer in stage.buffers()]
     boundary = [("", buffer) for buffers in stage.boundary for buffer in buffers]
     assert stage.residuals == {} and stage.losses == {} and stage.counted == stage.added == 0
-    return [hash_tensors(weights), hash_tensors(buffers), hash_tensors(boundary)]
+    return hash_tensors(weights), hash_tensors(buffers), hash_tensors(boundary)
 
 
 Rows = dict[int, dict[Slot, list[str]]]  # by worker and slot
@@ -201,7 +204,7 @@ class SmallRun:
         self.job = job
         self.epoch = 0
         self.step = 0
-        self.commits: list[Message] = []
+        self.commits: list[Commit] = []
         self.dead: list[int] = []
         self.links: dict[int, Link] = {}
         for worker in self.ownership.workers():
@@ -212,25 +215,25 @@ class SmallRun:
         self._tell_epoch(regroup=True)
         self._tell_plan(None, ())
 
-    def _tell_all(self, kind: str, **fields: Any) -> None:
+    def _tell_all(self, message: ToWorker) -> None:
         for link in self.links.values():
-            link.send(kind, **fields)
+            link.send(message)
 
     def _tell_epoch(self, regroup: bool) -> None:
         self.epoch += 1
-        self._tell_all("epoch", epoch=self.epoch, members=sorted(self.links), regroup=regroup)
+        self._tell_all(an_epoch(self.epoch, tuple(sorted(self.links)), regroup=regroup))
 
-    def _tell_plan(self, inventories: list[str] | None, healing: Collection[tuple[int, Slot]]) -> None:
+    def _tell_plan(self, inventories: tuple[str, ...] | None, healing: Collection[tuple[int, Slot]]) -> None:
         self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
-        self._tell_all(
-            "plan",
+        plan = SmallPlan(
             owners=self.ownership.owners,
             shadows=self.ownership.shadows,
-            healing=[[worker, *slot] for worker, slot in sorted(healing)],
+            healing=tuple((worker, *slot) for worker, slot in sorted(healing)),
             committed=self.step - 1,
             commit=self.commits[-1] if self.commits else None,
             inventories=inventories,
         )
+        self._tell_all(plan)
 
     def _hear(self) -> tuple[int, Message | None]:
         poll = select.poll()  # which takes descriptors of any number
@@ -250,23 +253,18 @@ class SmallRun:
             if message is None:
                 self._bury(worker)
                 return None
-            if message["kind"] == "vote":
+            if isinstance(message, Vote):
                 self._count(worker, message, until)
-            elif message["kind"] == "report":
-                rows[worker] = {(row[0], row[1]): row[2:] for row in message["rows"]}
+            elif isinstance(message, Report):
+                rows[worker] = {(row[0], row[1]): list(row[2:]) for row in message.rows}
         return rows
 
-    def _count(self, worker: int, message: Message, until: int) -> None:
-        slot = (message["pipeline"], message["stage"])
-        norms = dict(message["norms"] or ())
-        commit = self.ballot.add(Vote(worker, message["epoch"], message["step"], *slot, norms, message["loss"]))
+    def _count(self, worker: int, vote: Vote, until: int) -> None:
+        commit = self.ballot.add(worker, vote)
         if commit is not None:
             self.step += 1
-            then = "report" if self.step == until else ""
-            self.commits.append(
-                {"step": commit.step, "clip_factor": commit.clip_factor, "then": then, "loss": commit.loss}
-            )
-            self._tell_all("commit", **self.commits[-1])
+            self.commits.append(Commit(commit.step, commit.clip_factor, "end" if self.step == until else "step"))
+            self._tell_all(self.commits[-1])
             self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
 
     def _bury(self, worker: int) -> None:
@@ -291,16 +289,16 @@ class SmallRun:
         self._tell_plan(inventories, ())
         return True
 
-    def _gather(self) -> list[str] | None:
+    def _gather(self) -> tuple[str, ...] | None:
         found: dict[int, str] = {}
         while len(found) < len(self.links):
             worker, message = self._hear()
             if message is None:
                 self._bury(worker)
                 return None
-            if message["kind"] == "inventory":
-                found[worker] = message["holds"]
-        return [found[worker] for worker in sorted(found)]
+            if isinstance(message, Inventory):
+                found[worker] = message.holds
+        return tuple(found[worker] for worker in sorted(found))
 
     def close(self) -> None:
         """Lets every peer end."""

@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.messages import Commit, Exit, Go, Heartbeat, Mark, Validated, Vote
+from engine.core.process_messages import Ping, Stop
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, open_events
+from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def commit(step: int) -> Commit:
+    return Commit(step, 1.0, "step")
 
 
 def later(act: Callable[[], object]) -> None:
@@ -25,39 +32,37 @@ def later(act: Callable[[], object]) -> None:
 def test_messages_wait_by_kind_until_they_are_taken(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     for number in range(3):
-        agent.send("commit", step=number)
-        agent.send("border", stage=number)
-    assert [control.take("border")["stage"] for _ in range(3)] == [0, 1, 2]
-    assert [control.take("commit")["step"] for _ in range(3)] == [0, 1, 2]
+        agent.send(commit(number))
+        agent.send(Validated(number))
+    assert [control.take(Validated).step for _ in range(3)] == [0, 1, 2]
+    assert [control.take(Commit).step for _ in range(3)] == [0, 1, 2]
 
 
 def test_take_waits_for_a_message_of_its_kind(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    agent.send("other")
-    later(lambda: agent.send("go", number=1))
-    assert control.take("go")["number"] == 1
+    agent.send(Word())
+    later(lambda: agent.send(Go(True, False)))
+    assert control.take(Go).end
 
 
 def test_what_it_says_reaches_the_agent(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    control.send("vote", step=3, norms=[[0, 0.5]])
-    message = agent.receive()
-    assert message is not None
-    assert message.items() >= {"kind": "vote", "step": 3}.items()
-    assert message["norms"] == [[0, 0.5]]
+    vote = Vote(1, 3, 0, 2, (0, 1), (0.5, 0.25), 2.5)
+    control.send(vote)
+    assert agent.receive() == vote
 
 
 def test_stop_ends_a_wait_and_every_later_one(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     control.check()
-    later(lambda: agent.send("stop"))
+    later(lambda: agent.send(Stop()))
     with pytest.raises(Stopped):
-        control.take("never")
+        control.take(Go)
     with pytest.raises(Stopped):
         control.check()
-    agent.send("never")
+    agent.send(Go(False, False))
     with pytest.raises(Stopped):
-        control.take("never")
+        control.take(Go)
 
 
 def test_a_wait_ends_when_what_it_looks_for_is_found(pair: tuple[Control, Link]) -> None:
@@ -85,59 +90,61 @@ def test_what_a_look_raises_comes_through(pair: tuple[Control, Link]) -> None:
 
 def test_a_new_epoch_ends_a_wait_and_every_later_one_until_it_is_accepted(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    later(lambda: agent.send("epoch", epoch=2, members=[0]))
+    later(lambda: agent.send(an_epoch(2)))
     with pytest.raises(Fenced):
-        control.take("never")
+        control.take(Go)
     with pytest.raises(Fenced):
         control.check()
     with pytest.raises(Fenced):
         control.wait_until(lambda: "found")
-    assert control.next_epoch().items() >= {"epoch": 2, "members": [0]}.items()
+    assert control.next_epoch() == an_epoch(2)
     control.check()
 
 
 def test_what_was_said_before_an_epoch_is_dropped_and_what_came_after_is_kept(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    agent.send("commit", step=1)
-    agent.send("epoch", epoch=2)
-    agent.send("commit", step=2)
-    assert control.next_epoch()["epoch"] == 2
-    assert control.take("commit")["step"] == 2
+    agent.send(commit(1))
+    agent.send(an_epoch(2))
+    agent.send(commit(2))
+    assert control.next_epoch().epoch == 2
+    assert control.take(Commit).step == 2
 
 
 def test_only_the_newest_epoch_is_accepted(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     for number in (1, 2, 3, 2):
-        agent.send("epoch", epoch=number)
-    agent.send("seen")
+        agent.send(an_epoch(number))
+    agent.send(Word())
     while control.accepted < 3:  # however many of them it sees
         control.next_epoch()
-    assert control.take("seen")
+    assert control.take(Word)
     control.check()
 
 
 def test_it_speaks_in_the_epoch_that_it_has_accepted(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    agent.send("epoch", epoch=2)
+    control.tells_marks = True
+    agent.send(an_epoch(2))
     with pytest.raises(Fenced):
-        control.take("never")
-    control.send("vote")
-    assert control.next_epoch()["epoch"] == 2
-    control.send("inventory")
-    said = [agent.receive(), agent.receive()]
-    assert [(each["kind"], each["epoch"]) for each in said if each] == [("vote", 0), ("inventory", 2)]
+        control.take(Go)
+    control.mark("fence")
+    assert control.next_epoch().epoch == 2
+    control.mark("plan")
+    assert [agent.receive(), agent.receive()] == [Mark(0, "fence"), Mark(2, "plan")]
+    agent.send(Ping())
+    assert agent.receive() == Heartbeat(2, *control.at)
 
 
 def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
     control, agent = pair
-    agent.send("exit", of=1)  # before anybody knows where to record it
-    agent.send("seen")
-    assert control.take("seen")
+    agent.send(Exit(1))  # before anybody knows where to record it
+    agent.send(Word())
+    assert control.take(Word)
     events_fd = open_events(tmp_path / "events.jsonl")
     control.recorder = Recorder(events_fd, 2)
-    agent.send("exit", of=3)
-    agent.send("seen")
-    assert control.take("seen")
+    agent.send(Exit(3))
+    agent.send(Word())
+    assert control.take(Word)
     control.check()
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert event.items() >= {"event": "known", "worker": 2, "of": 3}.items()
@@ -146,6 +153,6 @@ def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Con
 
 def test_stop_is_heard_while_an_epoch_is_awaited(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    later(lambda: agent.send("stop"))
+    later(lambda: agent.send(Stop()))
     with pytest.raises(Stopped):
         control.next_epoch()

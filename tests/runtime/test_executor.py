@@ -11,6 +11,7 @@ import torch
 
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
+from engine.core.messages import Commit
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
@@ -233,9 +234,9 @@ def test_a_commit_is_taken_once_and_none_is_missed() -> None:
     executor = lone_executor()
     executor.step = 3
     assert not executor.catch_up(None)
-    assert not executor.catch_up({"step": 2})
+    assert not executor.catch_up(Commit(2, 1.0, "step"))
     with pytest.raises(InvariantError, match="step 4 is committed, and worker 0 is at 3"):
-        executor.catch_up({"step": 4})
+        executor.catch_up(Commit(4, 1.0, "step"))
     assert executor.step == 3
     assert executor.inventory() == Inventory(0, 3, ((0, 0),), {(0, 0): 0}, {(0, 0): 0})
 

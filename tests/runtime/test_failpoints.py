@@ -10,11 +10,15 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.faults.fault import At, Fault, slot_owner
+from engine.core.message_codec import ToWorker
+from engine.core.messages import Fired, Inflict, Strike, Suffered
+from engine.core.process_messages import Stop
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.worker import failpoints
 from engine.runtime.worker.failpoints import Failpoints
+from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -24,13 +28,12 @@ BEFORE = Fault("5:2:B:3", At(5, ACTION), (slot_owner(ACTION),))
 DURING = Fault("5:2:B:3:during", At(5, ACTION, "during"), (slot_owner(ACTION),))
 
 
-def answer(agent: Link, kind: str, **fields: Any) -> threading.Thread:
+def answer(agent: Link, with_message: ToWorker) -> threading.Thread:
     """Answers the next strike; returns the thread that does."""
 
     def run() -> None:
-        message = agent.receive()
-        assert message is not None and (message["kind"], message["fault"]) == ("strike", BEFORE.id)
-        agent.send(kind, **fields)
+        assert agent.receive() == Strike(BEFORE.id)
+        agent.send(with_message)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -41,7 +44,7 @@ def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pa
     control, agent = pair
     points = Failpoints(control, 2, [BEFORE])
     assert points.armed
-    thread = answer(agent, "fired", fault=BEFORE.id)
+    thread = answer(agent, Fired(BEFORE.id))
     points.at(5, ACTION, "before")
     thread.join(5.0)
     assert control.fired == {BEFORE.id}
@@ -51,7 +54,7 @@ def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pa
 
 def test_an_heir_passes_the_moment_of_a_fault_that_has_fired(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    agent.send("fired", fault=BEFORE.id)
+    agent.send(Fired(BEFORE.id))
     control.wait_until(lambda: control.fired or None)
     Failpoints(control, 1, [BEFORE]).at(5, ACTION, "before")  # nobody would answer
 
@@ -59,9 +62,7 @@ def test_an_heir_passes_the_moment_of_a_fault_that_has_fired(pair: tuple[Control
 def test_during_an_action_it_goes_on_at_once(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     Failpoints(control, 2, [DURING]).at(5, ACTION, "during")
-    message = agent.receive()
-    assert message is not None
-    assert (message["kind"], message["fault"]) == ("strike", DURING.id)
+    assert agent.receive() == Strike(DURING.id)
 
 
 def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Link]) -> None:
@@ -71,16 +72,15 @@ def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Li
     points.at(5, ACTION, "after")
     points.at(5, Action(1, Op.B, 3), "before")
     assert points.armed
-    control.send("other")
-    message = agent.receive()
-    assert message is not None and message["kind"] == "other"
+    control.send(Word("nothing else"))
+    assert agent.receive() == Word("nothing else")
     assert not Failpoints(control, 2).armed
 
 
-@pytest.mark.parametrize(("kind", "error"), [("stop", Stopped), ("epoch", Fenced)])
-def test_it_is_taken_out_of_the_wait(pair: tuple[Control, Link], kind: str, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("message", "error"), [(Stop(), Stopped), (an_epoch(1), Fenced)], ids=["stop", "epoch"])
+def test_it_is_taken_out_of_the_wait(pair: tuple[Control, Link], message: ToWorker, error: type[Exception]) -> None:
     control, agent = pair
-    thread = answer(agent, kind, epoch=1)
+    thread = answer(agent, message)
     with pytest.raises(error):
         Failpoints(control, 2, [BEFORE]).at(5, ACTION, "before")
     thread.join(5.0)
@@ -101,14 +101,11 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     control.at = (5, 1, True)
     replicas: Any = object()  # which it leaves alone
     points = Failpoints(control, 2, replicas=replicas)
-    assert control.on_fault is not None
-    parameters = {"factor": 3.0, "for_ns": 1_000_000}
-    control.on_fault({"kind": "suffer", "fault": "slow", "do": "slow", "slot": None, "parameters": parameters})
+    control.on_fault(Inflict("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
     time.sleep(0.005)
     points.linger(5, ACTION, now_ns())
     message = agent.receive()
-    assert message is not None
-    assert (message["kind"], message["fault"]) == ("suffered", "slow")
+    assert isinstance(message, Suffered) and message.fault == "slow"
     assert points.armed
     points.linger(5, ACTION, now_ns())
     assert not points.armed

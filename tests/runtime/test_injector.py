@@ -18,11 +18,15 @@ from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, excluded
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker, slot_owner
+from engine.core.faults.fault import Phase as RecoveryPhase
 from engine.core.membership.effects import Commit, Effect, PublishEpoch, StartTraining
 from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.message_codec import Message
+from engine.core.messages import Arm, Fired, Inflict
+from engine.core.ownership import Slot
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.worker_handles import Member
-from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.children import Child
@@ -130,15 +134,15 @@ def crew(tmp_path: Path) -> Iterator[Crew]:
 
 def test_a_fault_is_recorded_strikes_once_and_is_confirmed_by_the_exit(crew: Crew) -> None:
     injector = crew.injector(kill())
-    injector.hear(1, {"kind": "strike", "fault": "first"})
+    injector.strike("first")
     (event,) = crew.events("fault")
     wanted = {"fault": "first", "do": "kill", "of": 1, "step": 3, "action": "1B2", "when": "before", "slot": [0, 1]}
     assert wanted.items() <= event.items()
     assert crew.events("confirmed") == []
     assert crew.ended(injector, 1) == -signal.SIGKILL
     assert [each["fault"] for each in crew.events("confirmed")] == ["first"]
-    assert [[each["kind"], each["fault"]] for each in crew.told(0)] == [["fired", "first"]]
-    injector.hear(0, {"kind": "strike", "fault": "first"})  # the heir comes by
+    assert crew.told(0) == [Fired("first")]
+    injector.strike("first")  # the heir comes by
     assert len(crew.events("fault")) == 1
     assert crew.told(0) == []
     injector.close()
@@ -177,20 +181,20 @@ def test_a_fault_whose_moment_never_comes_is_said_to_have_missed(crew: Crew) -> 
 @pytest.mark.parametrize(
     ("victim", "worker", "slot"),
     [
-        (Owner(0, 2), 2, [0, 2]),
-        (Worker(0), 0, [0, 0]),
-        (Role("shadow"), 0, [0, 1]),
-        (Role("neighbour"), 2, [0, 2]),
-        (Role("recoverer"), 1, [0, 1]),  # nobody is dead: the owner
+        (Owner(0, 2), 2, (0, 2)),
+        (Worker(0), 0, (0, 0)),
+        (Role("shadow"), 0, (0, 1)),
+        (Role("neighbour"), 2, (0, 2)),
+        (Role("recoverer"), 1, (0, 1)),  # nobody is dead: the owner
     ],
     ids=str,
 )
-def test_victims_of_a_moment_are_those_of_its_slot(crew: Crew, victim: Victim, worker: int, slot: list[int]) -> None:
+def test_victims_of_a_moment_are_those_of_its_slot(crew: Crew, victim: Victim, worker: int, slot: Slot) -> None:
     injector = crew.injector(Fault("first", At(3, ACTION), (victim,), "noop"))
     injector.strike("first")
-    assert [(each["of"], each["slot"]) for each in crew.events("fault")] == [(worker, slot)]
+    assert [(each["of"], each["slot"]) for each in crew.events("fault")] == [(worker, [*slot])]
     (order, _) = crew.told(worker)
-    assert (order["kind"], order["do"], order["slot"]) == ("inflict", "noop", slot)
+    assert order == Inflict("first", "noop", {}, slot)
 
 
 def test_the_neighbour_of_the_last_stage_is_the_first(crew: Crew) -> None:
@@ -207,7 +211,7 @@ def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
     injector.close()
     assert crew.events("fault") == []
     assert [each["how"] for each in crew.events("unconfirmed")] == ["nobody was there to be struck"]
-    assert crew.told(1)[-1]["kind"] == "fired"  # whoever stands at the moment goes on
+    assert crew.told(1)[-1] == Fired("first")  # whoever stands at the moment goes on
 
 
 def effect(kind: type[Effect], epoch: int) -> Effect:
@@ -264,13 +268,13 @@ def test_whoever_is_given_up_while_he_lives_is_detected_with_the_verdict(crew: C
 
 
 @pytest.mark.parametrize("phase", ["fence", "regroup"])
-def test_phases_that_the_workers_know_of_are_told_by_them(crew: Crew, phase: str) -> None:
+def test_phases_that_the_workers_know_of_are_told_by_them(crew: Crew, phase: RecoveryPhase) -> None:
     injector = crew.injector(kill(), after("first", phase))
     injector.strike("first")
     crew.moves_on(1)
-    injector.hear(0, {"kind": "mark", "phase": "plan", "epoch": 2})
+    injector.reached("plan", 2)
     assert len(crew.events("fault")) == 1
-    injector.hear(0, {"kind": "mark", "phase": phase, "epoch": 2})
+    injector.reached(phase, 2)
     assert len(crew.events("fault")) == 2
 
 
@@ -337,12 +341,13 @@ def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> No
     crew.told(0)
     injector.begins(effect(StartTraining, 2))
     (order,) = crew.told(0)
-    moments = [(each["id"], each["moment"]) for each in order["faults"]]
+    assert isinstance(order, Arm)
+    moments = [(each["id"], each["moment"]) for each in order.faults]
     assert moments == [
         ("second", {"step": 3, "action": "1B2", "when": "after"}),
         ("second", {"step": 3, "action": "1COMMIT", "when": "before"}),
     ]
-    injector.hear(0, {"kind": "strike", "fault": "second"})
+    injector.strike("second")
     assert [each["of"] for each in crew.events("fault")] == [1, 0]
 
 
@@ -362,7 +367,7 @@ def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
     assert injector.known == {"first"}
     for worker in range(3):
         (order,) = crew.told(worker)
-        assert [each["id"] for each in order["faults"]] == ["first"]
+        assert isinstance(order, Arm) and [each["id"] for each in order.faults] == ["first"]
     injector.strike("first")
     crew.ended(injector, 1)
     assert len(crew.events("confirmed")) == 1
@@ -372,7 +377,7 @@ def test_a_word_about_one_fault_confirms_no_other(crew: Crew) -> None:
     injector = crew.injector(kill(do="noop"), Fault("other", At(3, ACTION), (Worker(1),), "noop"))
     injector.strike("first")
     injector.strike("other")
-    injector.hear(1, {"kind": "suffered", "fault": "other", "how": "nothing was done"})
+    injector.sees(1, "suffered", "nothing was done", "other")
     assert [each["fault"] for each in crew.events("confirmed")] == ["other"]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from engine.core.message_codec import Plain
+from engine.core.process_messages import Case, Done
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.lanes import Lanes
 
@@ -21,9 +23,9 @@ def answered(tmp_path: Path, tasks: list[dict[str, Any]], count: int, limit_s: f
     """Runs tasks in lanes that this module makes; returns the answers by number of the task."""
     answers: dict[int, Any] = {}
 
-    def take(task: dict[str, Any], answer: dict[str, Any]) -> None:
+    def take(task: dict[str, Any], answer: Plain) -> None:
         assert task["number"] not in answers
-        answers[task["number"]] = answer.get("value", answer)
+        answers[task["number"]] = answer["result"]["pid"] if "result" in answer else answer
 
     before = set(psutil.Process().children(recursive=True))  # what tests of this package share
     with Lanes(THIS_MODULE, count, tmp_path) as lanes:
@@ -62,8 +64,8 @@ def test_no_task_starts_no_lane(tmp_path: Path) -> None:
 
 
 def _lane(link: Link) -> None:
-    while (message := link.receive()) is not None:
-        task = message["task"]
+    while isinstance(message := link.receive(), Case):
+        task = message.task
         match task["do"]:
             case "sleep":
                 time.sleep(60)
@@ -71,7 +73,7 @@ def _lane(link: Link) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "meet":
                 _meet(Path(task["place"]))
-        link.send("done", value=os.getpid())
+        link.send(Done({"pid": os.getpid()}))
 
 
 def _meet(place: Path) -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engine.core import messages
 from engine.core.config.job import Job
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import Event, ExitSeen, Inventory, PlanAcknowledged, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import State
+from engine.core.message_codec import Message, decode
+from engine.core.messages import Epoch, Go
 from engine.core.recovery.ballot import Commit
 from engine.runtime.agent.effect_executor import Orders
 from engine.runtime.agent.run_state import Account
@@ -25,7 +28,7 @@ class Told:
     """Orders for three workers, and what each was told, as (worker, message)."""
 
     def __init__(self, events: Path = Path(os.devnull)) -> None:
-        self.words: list[tuple[int, dict[str, Any]]] = []
+        self.words: list[tuple[int, Message]] = []
         self.heard_ns: list[int] = []
         self.members: dict[int, Any] = {
             worker: SimpleNamespace(slots=(), exit_code=None, link=SimpleNamespace(send_packet=self._ear(worker)))
@@ -38,9 +41,14 @@ class Told:
     def _ear(self, worker: int) -> Callable[[bytes], None]:
         def hear(data: bytes) -> None:
             self.heard_ns.append(now_ns())
-            self.words.append((worker, json.loads(data)))
+            self.words.append((worker, decode(data)))
 
         return hear
+
+    def epochs(self) -> list[tuple[int, Go | None]]:
+        """Returns who was told of an epoch, and whether to go on at once; fails if anything else was told."""
+        assert all(isinstance(word, Epoch) for _, word in self.words)
+        return [(worker, word.go) for worker, word in self.words if isinstance(word, Epoch)]
 
     def decide(self, state: State, *events: Event) -> State:
         """Carries out what some events bring, which are decided as one; returns the new state."""
@@ -57,9 +65,7 @@ class Told:
 def test_who_has_nothing_to_answer_hears_of_an_epoch_and_its_start_at_once() -> None:
     told = Told()
     told.decide(forming(), *JOINED)
-    assert [(worker, word["kind"], word["go"]) for worker, word in told.words] == [
-        (worker, "epoch", {"end": False, "validate": False}) for worker in range(3)
-    ]
+    assert told.epochs() == [(worker, Go(end=False, validate=False)) for worker in range(3)]
 
 
 def test_who_has_to_answer_hears_of_the_start_when_all_have_and_the_first_stage_hears_first() -> None:
@@ -68,23 +74,20 @@ def test_who_has_to_answer_hears_of_the_start_when_all_have_and_the_first_stage_
     told.members[0].exit_code = -9
     state = told.decide(state, ExitSeen(3, 0, -9))
     assert state.owners == (2, 1, 2)
-    assert [(worker, word["kind"], word["go"]) for worker, word in told.words] == [
-        (2, "epoch", None),
-        (1, "epoch", None),
-    ]
+    assert told.epochs() == [(2, None), (1, None)]
     state = told.decide(state, *(Inventory(4, worker, 2, "") for worker in (1, 2)))
     state = told.decide(state, *(PlanAcknowledged(5, worker, 2, "plan") for worker in (1, 2)))
-    assert [(worker, word["kind"]) for worker, word in told.words] == [(2, "go"), (1, "go")]
+    assert told.words == [(2, Go(False, False)), (1, Go(False, False))]
 
 
 def test_nobody_hears_of_a_commit_before_the_time_at_which_it_is_said_to_have_been(tmp_path: Path) -> None:
     """What a worker did after it, a heal for one, would lie before it, and be taken for nothing."""
     told = Told(tmp_path / "events.jsonl")
     state = told.decide(forming(), *JOINED)
-    told.orders.decided = Commit(0, 0.5, 1.0, 1.0)
+    told.orders.decided(Commit(0, 0.5, 1.0, 1.0))
     told.heard_ns.clear()
     told.decide(state, StepCommitted(6, state.epoch, 0, state.shadows))
-    assert [(worker, word["kind"]) for worker, word in told.words] == [(worker, "commit") for worker in range(3)]
+    assert told.words == [(worker, messages.Commit(0, 1.0, "step")) for worker in range(3)]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (commit,) = [event for event in events if event["event"] == "commit"]
     assert commit["at_ns"] <= min(told.heard_ns)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import WorkerFailedError
+from engine.core.process_messages import Stop
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.data_plane import DataPlane
@@ -319,7 +320,7 @@ def is_stopped_while_blocked(port: int, prefix: str) -> list[float]:
 
 def _say_stop(link: Link, said_s: list[float]) -> None:
     said_s.append(time.monotonic())
-    link.send("stop")
+    link.send(Stop())
 
 
 def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer, port: int) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from engine.core import messages
+from engine.core.errors import ExitCode, Problem
 from engine.core.membership.state import Options, State, begin
+from engine.core.message_codec import ToAgent, kinds
+from engine.core.messages import Failed, Raised, Refused
+from engine.runtime.agent.message_handlers import _HANDLERS
+from engine.runtime.agent.run_state import error_of
 from engine.runtime.agent.worker_errors import RaisedErrors
 
 SHADOWED: State = begin(Options(stages=3, redundant=True), (0, 1, 2), ((2,), (0,), (1,)), 7, 0)
 ALONE: State = begin(Options(stages=3, redundant=False), (0, 1, 2), ((), (), ()), 7, 0)
 
 
-def words(what: str = "RuntimeError: planted", step: int = 3) -> dict[str, Any]:
-    return {"traceback": "Traceback ...", "what": what, "step": step, "code": 3}
+def words(error: str = "RuntimeError: planted", step: int = 3) -> Raised:
+    return Raised(step, error, "Traceback ...")
 
 
 def test_who_raises_is_dead_where_somebody_can_take_over() -> None:
@@ -28,6 +37,27 @@ def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
     assert not raised.is_survivable(0, words(), SHADOWED)
 
 
-def test_what_is_no_exception_ends_the_run() -> None:
-    assert not RaisedErrors().is_survivable(1, {"problems": []}, SHADOWED)
-    assert not RaisedErrors().is_survivable(1, {"error": "the loss is nan", "code": 1}, SHADOWED)
+@pytest.mark.parametrize(
+    ("last", "code", "text"),
+    [
+        (Refused((Problem("lr", "a number", "x"),)), ExitCode.USAGE, "lr: expected a number, found x"),
+        (
+            Failed("the loss is nan", ExitCode.EXPECTATION_FAILED),
+            ExitCode.EXPECTATION_FAILED,
+            "worker 1 (pid 7): the loss",
+        ),
+        (Failed("no etcd", ExitCode.ENVIRONMENT), ExitCode.ENVIRONMENT, "worker 1 (pid 7): no etcd"),
+        (words(), ExitCode.NOT_RECOVERED, "worker 1 (pid 7) raised\nTraceback ..."),
+    ],
+    ids=["refused", "diverged", "failed", "raised"],
+)
+def test_a_last_message_ends_the_run_with_its_error(last: Any, code: ExitCode, text: str) -> None:
+    member: Any = SimpleNamespace(worker=1, child=SimpleNamespace(pid=7))
+    error = error_of(member, last)
+    assert error.exit_code == code
+    assert str(error).startswith(text)
+
+
+def test_every_message_to_the_agent_has_a_handler() -> None:
+    to_agent = {made for made in kinds().values() if issubclass(made, ToAgent) and made.__module__ == messages.__name__}
+    assert to_agent == _HANDLERS.keys()

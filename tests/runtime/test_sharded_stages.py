@@ -19,6 +19,7 @@ from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tensor_shards import put_together
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
+from tests.runtime.peer_messages import an_epoch
 from tests.runtime.peers import PeerServer
 
 JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)
@@ -96,7 +97,7 @@ def waits_alone(port: int, prefix: str, worker: int) -> Any:
     shards.enter(plane, ownership)
     outcome = "stayed away"
     if worker == 0:
-        far.send("epoch", epoch=1, members=[0, 1])
+        far.send(an_epoch(1, (0, 1)))
         try:
             shards.unshard(WHOLE, 0)
         except Fenced:

@@ -14,8 +14,9 @@ from engine.core.membership import effects, events
 from engine.core.membership.prepared_epoch import Foreseen, foresee
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.messages import Vote
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
-from engine.core.recovery.ballot import Ballot, Vote
+from engine.core.recovery.ballot import Ballot
 from engine.core.recovery.ballot import Commit as Outcome
 from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import Case, Violation
@@ -81,8 +82,8 @@ class Agent:
             return
         if epoch != self.state.epoch:
             raise Violation(f"a vote of epoch {epoch} counts in epoch {self.state.epoch}")
-        norms = {} if norm is None else {slot[1]: norm}
-        outcome = self.ballot.add(Vote(worker, epoch, number, *slot, norms, loss))
+        layers, norms = ((), ()) if norm is None else ((slot[1],), (norm,))
+        outcome = self.ballot.add(worker, Vote(epoch, number, *slot, layers, norms, loss))
         if outcome is None:
             return
         self.world.judge.committed(outcome, self.ballot.ownership)

@@ -52,7 +52,9 @@ def test_zombie_is_listened_to_by_its_peers(monkeypatch: pytest.MonkeyPatch) -> 
 def test_zombie_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     add = commit.Ballot.add
     monkeypatch.setattr(Agent, "counts", lambda self, epoch, worker: True)
-    monkeypatch.setattr(commit.Ballot, "add", lambda self, vote: add(self, replace(vote, epoch=self.epoch)))
+    monkeypatch.setattr(
+        commit.Ballot, "add", lambda self, worker, vote: add(self, worker, replace(vote, epoch=self.epoch))
+    )
     caught(troubled(2000), "a vote of epoch . counts in epoch")
 
 

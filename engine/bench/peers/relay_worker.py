@@ -9,7 +9,10 @@ import os
 import signal
 import time
 
+from engine.bench.figures.bench_messages import Round
 from engine.core.history.run_records import MarkRecord
+from engine.core.messages import Ready
+from engine.core.process_messages import Bye
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -36,18 +39,18 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one round."""
     sleep_exactly()
     control = _Stamped(Link.from_fd(control_fd), die_with_launcher)
-    welcome = control.take("welcome")
-    control.recorder = recorder = Recorder(events_fd, welcome["worker"])
-    store = connect(welcome["store_port"], welcome["prefix"])
-    plane = DataPlane(control, store, welcome["worker"], welcome["ranks"])  # kept, as its end would be seen by others
+    told = control.take(Round)
+    control.recorder = recorder = Recorder(events_fd, told.worker)
+    store = connect(told.store_port, told.prefix)
+    plane = DataPlane(control, store, told.worker, told.ranks)  # kept, as its end would be seen by others
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
-        control.send("ready")
+        control.send(Ready())
         control.next_epoch()  # which begins training, as nobody has anything to answer
-        if welcome["worker"] == welcome["victim"]:
+        if told.worker == told.victim:
             time.sleep(_SETTLE_S)
             os.kill(os.getpid(), signal.SIGKILL)
-        control.take("bye")
+        control.take(Bye)
     except Stopped:
         time.sleep(_LINGER_S)
         recorder.write(MarkRecord(phase="told", epoch=0, at_ns=control.told_ns))

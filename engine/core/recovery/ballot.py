@@ -11,26 +11,10 @@ result does not depend on the order of the votes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.core.messages import Vote
 from engine.core.ownership import Ownership, Slot
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """A worker's word for its replica of a slot.
-
-    An owner adds the squared gradient norm of each layer of the slot; that of a last stage the training loss.
-    """
-
-    worker: int
-    epoch: int
-    step: int
-    pipeline: int
-    stage: int
-    squared_norms: Mapping[int, float] = field(default_factory=dict)
-    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +42,8 @@ class Ballot:
         slots = self.ownership.grid.slots()
         self.missing = {(worker, slot) for slot in slots for worker in self.ownership.replicas(*slot)}
 
-    def add(self, vote: Vote) -> Commit | None:
-        """Takes a vote; returns the commit if it was the last one missing.
+    def add(self, worker: int, vote: Vote) -> Commit | None:
+        """Takes a worker's vote; returns the commit if it was the last one missing.
 
         A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
         """
@@ -67,9 +51,9 @@ class Ballot:
         if vote.epoch != self.epoch:
             return None
         assert vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open"
-        assert vote.worker in self.ownership.replicas(*slot), f"worker {vote.worker} has no replica of {slot}"
-        self.votes[vote.worker, slot] = vote
-        self.missing.discard((vote.worker, slot))
+        assert worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}"
+        self.votes[worker, slot] = vote
+        self.missing.discard((worker, slot))
         return None if self.missing else self._commit()
 
     def _of_owner(self, pipeline: int, stage: int) -> Vote:
@@ -84,9 +68,9 @@ class Ballot:
             total += loss
         squared = 0.0
         for stage in range(grid.stages):
-            norms = self._of_owner(0, stage).squared_norms
-            for layer in sorted(norms):
-                squared += norms[layer]
+            vote = self._of_owner(0, stage)
+            for _, norm in sorted(zip(vote.layers, vote.squared_norms, strict=True)):
+                squared += norm
         norm = math.sqrt(squared) if squared >= 0 else math.nan
         return Commit(self.step, total / grid.pipelines, norm, clip_factor(norm, self.clip_norm))
 

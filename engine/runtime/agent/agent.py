@@ -36,6 +36,8 @@ from engine.core.history.process_records import (
 from engine.core.membership.effects import Effect, Finish, Halt, PublishEpoch
 from engine.core.membership.events import Event, ExitSeen, Notice, Tick
 from engine.core.membership.state import Phase
+from engine.core.messages import Exit
+from engine.core.process_messages import Bye, Ping, Stop
 from engine.runtime.agent.effect_executor import Orders
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.node import Node
@@ -106,7 +108,7 @@ class Agent:
         if member.worker not in self._seen_ns:
             self._seen_ns[member.worker] = now_ns()
             if not self._may_end(member):
-                self.orders.broadcast("exit", of=member.worker)
+                self.orders.broadcast(Exit(member.worker))
 
     def _may_end(self, member: Member) -> bool:
         is_out = member.worker in self.node.state.out
@@ -169,7 +171,7 @@ class Agent:
     def _finish(self, effect: Finish) -> None:
         """Lets everybody go at once, or, where somebody is missing, when the others have said what they know."""
         if not effect.cut_short:
-            self.orders.broadcast("bye")
+            self.orders.broadcast(Bye())
         if self._is_let_go:
             return
         self._is_let_go = True
@@ -199,7 +201,7 @@ class Agent:
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         self.decide(Tick(now_ns()))
-        self.orders.broadcast("ping")
+        self.orders.broadcast(Ping())
 
     def close(self) -> None:
         """Closes the account when every worker has ended."""
@@ -219,7 +221,7 @@ class Agent:
     def _stop(self) -> None:
         if not self.is_stopping:
             self.is_stopping = True
-            self.orders.broadcast("stop")
+            self.orders.broadcast(Stop())
             # Before training begins, workers may be forming a group that cannot be left; there is nothing to lose yet.
             self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.account.going_at_ns else _START_GRACE_S)
 

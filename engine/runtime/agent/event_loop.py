@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
+from engine.core.message_codec import Message
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.worker_handles import Member
-from engine.runtime.ipc.link import Message
 from engine.runtime.process.children import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 

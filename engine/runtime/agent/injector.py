@@ -18,11 +18,11 @@ from engine.core.history.run_records import ConfirmedRecord, FaultRecord, Unconf
 from engine.core.membership.effects import Commit, Effect, PublishEpoch, PublishPlanInput, StartTraining
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
+from engine.core.messages import Arm, Fired, Inflict
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.scalar import Scalar
 from engine.runtime.agent.worker_handles import Member, tell_all
 from engine.runtime.faults.registry import Blow, Registered, Sign, registered
-from engine.runtime.ipc.link import Message
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.process_state import process_state
@@ -104,7 +104,7 @@ class Injector:
     def add(self, faults: Sequence[Fault]) -> None:
         """Takes in more faults while the job runs; their ids must be new."""
         self._waiting.update((fault.id, fault) for fault in faults)
-        tell_all(self._members.values(), "arm", faults=[to_plain(fault) for fault in faults])
+        tell_all(self._members.values(), Arm(tuple(to_plain(fault) for fault in faults)))
 
     def reached(self, phase: Phase, epoch: int) -> None:
         """Takes in that a phase of the recovery that leads to an epoch has begun."""
@@ -140,16 +140,6 @@ class Injector:
         else:
             self.strike(fault.id)
 
-    def hear(self, worker: int, message: Message) -> None:
-        """Takes in what a worker says of faults: a moment has come, it has done what was asked, a phase has begun."""
-        match message["kind"]:
-            case "strike":
-                self.strike(message["fault"])
-            case "suffered":
-                self.sees(worker, "suffered", message["how"], message["fault"])
-            case "mark":
-                self.reached(message["phase"], message["epoch"])
-
     def begins(self, effect: Effect) -> None:
         """Takes in what the agent is about to do."""
         if isinstance(effect, StartTraining):
@@ -176,9 +166,9 @@ class Injector:
                 continue
             at = self._board.read(cause.before.owner(*slot))
             points = catch_up_points(self._job, cause.before, slot, (at.step, at.action), state.committed + 1)
-            armed = [to_plain(replace(fault, moment=point)) for point in points]
+            armed = tuple(to_plain(replace(fault, moment=point)) for point in points)
             if armed:
-                self._members[state.owners[self._grid.place(slot)]].link.send("arm", faults=armed)
+                self._members[state.owners[self._grid.place(slot)]].link.send(Arm(armed))
             else:
                 self._schedule(fault)
 
@@ -197,7 +187,7 @@ class Injector:
             self._recorder.write(_record(fault, state, worker, slot))
         for worker, slot in victims.items():
             self._strike(struck, worker, slot)
-        tell_all(self._members.values(), "fired", fault=fault.id)
+        tell_all(self._members.values(), Fired(fault.id))
         for next_one, cause in self._after(None):
             if cause is struck:
                 self._schedule(next_one)
@@ -215,7 +205,7 @@ class Injector:
             self._look(struck, worker)
         else:
             fault = struck.fault
-            member.link.send("inflict", fault=fault.id, do=fault.do, parameters=dict(struck.parameters), slot=slot)
+            member.link.send(Inflict(fault.id, fault.do, dict(struck.parameters), slot))
 
     def _look(self, struck: _Struck, worker: int) -> None:
         """Looks at a process until it shows what was done to it, or ends."""

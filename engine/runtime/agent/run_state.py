@@ -10,12 +10,12 @@ from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import Row
 from engine.core.config.job import Job
 from engine.core.config.job_wants import is_due, shadowed
-from engine.core.errors import BambooError, DivergedError, ExitCode, Problem, UserError, WorkerFailedError
+from engine.core.errors import BambooError, DivergedError, ExitCode, UserError, WorkerFailedError
 from engine.core.exclusion import Verdict
+from engine.core.messages import Audit, Cut, Failed, Raised, Refused, Validation, Vote
 from engine.core.ownership import Ownership
-from engine.core.recovery.ballot import Ballot, Commit, Vote
+from engine.core.recovery.ballot import Ballot, Commit
 from engine.runtime.agent.worker_handles import Member
-from engine.runtime.ipc.link import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Account:
     """What a run has come to so far. Times are monotonic nanoseconds, 0 for what has not come about."""
 
     job: Job
-    layers: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
+    layers: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -54,9 +54,9 @@ class Account:
         """Who votes in the open step; None while no votes are taken."""
         return self._ballot.ownership if self._ballot is not None else None
 
-    def cut(self, message: Message) -> None:
+    def cut(self, cut: Cut) -> None:
         """Takes in how the model was cut into stages."""
-        self.layers, self.starts = message["layers"], message["starts"]
+        self.layers, self.starts = cut.layers, cut.starts
         self._book = AuditBook(len(self.layers), self.job.pipelines)
 
     def note(self, text: str) -> bool:
@@ -79,16 +79,14 @@ class Account:
         assert ballot is not None
         self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
 
-    def vote(self, worker: int, message: Message) -> Commit | None:
+    def vote(self, worker: int, vote: Vote) -> Commit | None:
         """Takes in a vote; returns what everybody learns if it was the last one missing.
 
         Raises InvariantError when replicas disagree on the step before, DivergedError for a norm that is not finite.
         """
         if self._ballot is None:
             return None
-        norms = dict(message["norms"] or ())
-        slot = (message["pipeline"], message["stage"])
-        commit = self._ballot.add(Vote(worker, message["epoch"], message["step"], *slot, norms, message["loss"]))
+        commit = self._ballot.add(worker, vote)
         if commit is not None:
             # Everyone who voted for this step has told the hashes of the one before.
             self.close_book()
@@ -106,21 +104,21 @@ class Account:
         """Returns the last committed step, in words."""
         return f"last committed step {self.committed}" if self.losses else "no step was committed"
 
-    def audit(self, worker: int, message: Message) -> None:
+    def audit(self, worker: int, audit: Audit) -> None:
         """Takes in the hashes of some layers; raises InvariantError when replicas disagree."""
-        if message["step"] == self.committed:
-            hashes = {layer: (state, buffers) for layer, state, buffers, *_ in message["rows"]}
-            marks = {row[0]: row[3:] for row in message["rows"] if row[3:]}
-            self._book.add(message["step"], worker, message["pipeline"], hashes, marks)
+        if audit.step == self.committed:
+            hashes = {layer: (state, buffers) for layer, state, buffers, _, _ in audit.rows}
+            marks = {layer: (of_state, of_buffers) for layer, _, _, of_state, of_buffers in audit.rows}
+            self._book.add(audit.step, worker, audit.pipeline, hashes, marks)
 
     def close_book(self) -> None:
         """Makes rows of the hashes of the last committed step."""
         if self.losses:
             self.rows += self._book.close(self.committed, self.losses[-1])
 
-    def validated(self, message: Message) -> None:
+    def validated(self, outcome: Validation) -> None:
         """Takes in the outcome of a validation pass."""
-        self.validations[message["step"]] = (message["loss"], message["metric"])
+        self.validations[outcome.step] = (outcome.loss, outcome.metric)
 
     def missing(self) -> tuple[str, ...]:
         """Returns what nobody has told of the last step of a run that has finished, in words."""
@@ -135,15 +133,15 @@ class Account:
         return step >= 0 and step not in self.validations and is_due(every, step, is_last)
 
 
-def error_of(member: Member, message: Message) -> BambooError:
-    """Returns what a worker said of its end as the error that it is."""
-    if "problems" in message:
-        return UserError(Problem(*problem) for problem in message["problems"])
-    who = f"worker {member.worker} (pid {member.child.pid})"
-    if "traceback" in message:
-        return WorkerFailedError(f"{who} raised\n{message['traceback'].rstrip()}")
-    if message["code"] == ExitCode.EXPECTATION_FAILED:
-        return DivergedError(f"{who}: {message['error']}")
-    error = BambooError(f"{who}: {message['error']}")
-    error.exit_code = ExitCode(message["code"])
+def error_of(member: Member, last: Refused | Failed | Raised) -> BambooError:
+    """Returns the error that a worker's last message is about."""
+    if isinstance(last, Refused):
+        return UserError(last.problems)
+    worker = f"worker {member.worker} (pid {member.child.pid})"
+    if isinstance(last, Raised):
+        return WorkerFailedError(f"{worker} raised\n{last.traceback.rstrip()}")
+    if last.code == ExitCode.EXPECTATION_FAILED:
+        return DivergedError(f"{worker}: {last.error}")
+    error = BambooError(f"{worker}: {last.error}")
+    error.exit_code = ExitCode(last.code)
     return error

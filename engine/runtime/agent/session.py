@@ -17,6 +17,7 @@ from engine.core.history.process_records import EndedRecord, KeysLeftRecord, Sta
 from engine.core.history.record import VERSION
 from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, State, begin
+from engine.core.messages import Welcome
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
@@ -118,8 +119,7 @@ def _welcome(
 ) -> None:
     """Tells a worker all that it needs to join."""
     recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
-    member.link.send(
-        "welcome",
+    welcome = Welcome(
         worker=member.worker,
         job=asdict(job),
         owners=ownership.owners,
@@ -127,8 +127,9 @@ def _welcome(
         ranks=ranks,
         num_lines=max(ownership.workers()) + 1,
         store_port=store_port,
-        faults=[to_plain(fault) for fault in faults],
+        faults=tuple(to_plain(fault) for fault in faults),
     )
+    member.link.send(welcome)
 
 
 def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: float = 30.0) -> State:

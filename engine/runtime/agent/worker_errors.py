@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
-from engine.runtime.ipc.link import Message
+from engine.core.messages import Raised
 
 
 class RaisedErrors:
     """What has been raised so far."""
 
     def __init__(self) -> None:
-        self._raised: set[tuple[int, str]] = set()  # step, type and message
+        self._raised: set[tuple[int, str]] = set()  # step and error
 
-    def is_survivable(self, worker: int, message: Message, state: State) -> bool:
-        """Says whether the run goes on after the last words of a worker; a mistake of the user's ends it at once."""
-        if "traceback" not in message:
-            return False
-        what = (message["step"], message["what"])
-        is_known = what in self._raised
-        self._raised.add(what)
+    def is_survivable(self, worker: int, raised: Raised, state: State) -> bool:
+        """Says whether the run goes on after an exception of a worker."""
+        error = (raised.step, raised.error)
+        is_known = error in self._raised
+        self._raised.add(error)
         return not is_known and not heirs(state, (worker,)).lost

@@ -9,10 +9,11 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from engine.core.errors import InvariantError
+from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
+from engine.core.process_messages import Ping
 from engine.runtime.ipc.link import LOOPBACK, Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.children import Child, ForkServer
@@ -90,7 +91,7 @@ class RendezvousStore:
         It may have been stopped. Whoever waits for it would wait in vain; an end ends the wait.
         """
         self._hear()
-        self._num_unanswered += self.link.send("ping")
+        self._num_unanswered += self.link.send(Ping())
         if self._num_unanswered <= _MAX_UNANSWERED:
             return False
         self.child.signal(signal.SIGKILL)
@@ -121,9 +122,9 @@ class RendezvousStore:
         self.child.close()
 
 
-def tell_all(members: Iterable[Member], /, kind: str, **fields: Any) -> None:
-    """Tells every worker that has not ended."""
-    data = packet(kind, **fields)
+def tell_all(members: Iterable[Member], message: ToWorker) -> None:
+    """Sends a message to every worker that has not ended."""
+    data = packet(message)
     for member in members:
         if member.exit_code is None:
             member.link.send_packet(data)

@@ -14,14 +14,18 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import KnownRecord
-from engine.runtime.ipc.link import Link, Message
+from engine.core.message_codec import Message, ToAgent, ToWorker
+from engine.core.messages import Arm, Epoch, Exit, Fired, Heartbeat, Inflict, Mark, Notice, OwnPhase, Prepare
+from engine.core.process_messages import Ping, Stop
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
 
 Found = TypeVar("Found")
+Wanted = TypeVar("Wanted", bound=ToWorker)
 
 NOTICE = signal.SIGTERM  # whoever sends it is going to take the worker away
 
@@ -42,14 +46,14 @@ class Control:
         self._on_first = on_first
         # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._inbox: dict[str, list[Message]] = {}
+        self._inbox: dict[type[Message], list[Message]] = {}
         self._stopped = False
-        self._told: Message = {"epoch": 0}  # the newest epoch
+        self._told: Epoch | None = None  # the newest one
         self.accepted = 0  # the epoch that the main thread is in
         self.fired: set[str] = set()  # ids of the faults that have struck somebody
-        self.on_fault: Callable[[Message], None] = lambda message: None  # called in the main thread
-        self.on_prepare: Callable[[Message], None] = lambda message: None  # called in the control thread
-        self._of_faults: list[Message] = []
+        self.on_fault: Callable[[Arm | Inflict], None] = lambda message: None  # called in the main thread
+        self.on_prepare: Callable[[Prepare], None] = lambda message: None  # called in the control thread
+        self._of_faults: list[Arm | Inflict] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.has_given_notice = False
         self.recorder: Recorder | None = None  # once the main thread knows whose it is
@@ -67,30 +71,29 @@ class Control:
             message = self.link.receive()
 
     def _take_in(self, message: Message) -> None:
-        match message["kind"]:
-            case "ping":
-                step, index, inside = self.at
-                self.send("heartbeat", step=step, index=index, inside=inside)
+        match message:
+            case Ping():
+                self.send(Heartbeat(self.accepted, *self.at))
                 return
-            case "exit":
+            case Exit():
                 if self.recorder is not None:
-                    self.recorder.write(KnownRecord(of=message["of"]))
+                    self.recorder.write(KnownRecord(of=message.of))
                 return
-            case "prepare":
+            case Prepare():
                 self.on_prepare(message)
                 return
-            case "stop":
+            case Stop():
                 self._stopped = True
-            case "epoch":
-                if message["epoch"] > self._told["epoch"]:
+            case Epoch():
+                if self._told is None or message.epoch > self._told.epoch:
                     self._inbox = {}  # one channel, in order: what follows belongs to this epoch
                     self._told = message
-            case "fired":
-                self.fired.add(message["fault"])
-            case "arm" | "inflict":
+            case Fired():
+                self.fired.add(message.fault)
+            case Arm() | Inflict():
                 self._of_faults.append(message)
-            case kind:
-                self._inbox.setdefault(kind, []).append(message)
+            case _:
+                self._inbox.setdefault(type(message), []).append(message)
         self.wake()
 
     def give_notice_of_sigterm(self) -> None:
@@ -102,20 +105,20 @@ class Control:
         def listen() -> None:
             signal.sigwait({NOTICE})
             self.has_given_notice = True
-            self.send("notice")
+            self.send(Notice())
             while True:
                 signal.sigwait({NOTICE})  # once is enough
 
         threading.Thread(target=listen, name="notice", daemon=True).start()
 
-    def send(self, kind: str, **fields: Any) -> None:
-        """Tells the agent something, in the epoch that this worker is in."""
-        self.link.send(kind, epoch=self.accepted, **fields)
+    def send(self, message: ToAgent) -> None:
+        """Sends a message to the agent; nothing happens if the agent is gone."""
+        self.link.send(message)
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase: OwnPhase) -> None:
         """Tells the agent, if a fault waits for it, that this worker has come to a phase of a recovery."""
         if self.tells_marks:
-            self.send("mark", phase=phase)
+            self.send(Mark(self.accepted, phase))
 
     def wake(self) -> None:
         """Has the main thread look again, from any thread, after what it looks for has been put in place."""
@@ -130,14 +133,16 @@ class Control:
                 return found
             self._news.get()
 
-    def take(self, kind: str) -> Message:
+    def take(self, kind: type[Wanted]) -> Wanted:
         """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""
 
         def look() -> Message | None:
             waiting = self._inbox.get(kind)
             return waiting.pop(0) if waiting else None
 
-        return self.wait_until(look)
+        found = self.wait_until(look)
+        assert isinstance(found, kind)
+        return found
 
     def check(self) -> None:
         """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
@@ -148,15 +153,16 @@ class Control:
             self.on_fault(self._of_faults.pop(0))
         if self._stopped:
             raise Stopped
-        if self._told["epoch"] > self.accepted:
+        if self._told is not None and self._told.epoch > self.accepted:
             raise Fenced
 
-    def next_epoch(self) -> Message:
+    def next_epoch(self) -> Epoch:
         """Waits for a newer epoch than the accepted one, accepts the newest and returns it; raises Stopped."""
         while True:
             try:
                 self.wait_until(lambda: None)
             except Fenced:
                 told = self._told
-                self.accepted = told["epoch"]
+                assert told is not None
+                self.accepted = told.epoch
                 return told

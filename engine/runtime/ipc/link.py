@@ -6,12 +6,10 @@ A packet socket keeps message borders, so there is no framing; nothing is ever p
 from __future__ import annotations
 
 import array
-import json
 import socket
 from collections.abc import Sequence
-from typing import Any
 
-Message = dict[str, Any]
+from engine.core.message_codec import Message, decode, encode
 
 LOOPBACK = "127.0.0.1"  # where everything of a run listens, unless it is told otherwise
 
@@ -19,10 +17,10 @@ _MAX_BYTES = 160_000  # below the kernel's default socket buffer of 208 KiB
 _MAX_FDS = 8
 
 
-def packet(kind: str, **fields: Any) -> bytes:
+def packet(message: Message) -> bytes:
     """Returns one message as it travels."""
-    data = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
-    assert len(data) <= _MAX_BYTES, f"a {kind} message of {len(data)} bytes does not fit a packet"
+    data = encode(message)
+    assert len(data) <= _MAX_BYTES, f"a message {type(message).__name__} of {len(data)} bytes does not fit a packet"
     return data
 
 
@@ -52,9 +50,9 @@ class Link:
         """Returns the descriptor, so that selectors take a link."""
         return self.socket.fileno()
 
-    def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> bool:
+    def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
         """Sends one message; returns False when the other end is gone, or does not read and sending must not block."""
-        return self.send_packet(packet(kind, **fields), fds)
+        return self.send_packet(packet(message), fds)
 
     def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
         """Sends one message that `packet` has made, once for many links; returns what `send` does."""
@@ -66,20 +64,20 @@ class Link:
         return True
 
     def receive(self) -> Message | None:
-        """Waits for one message; descriptors that came with it are under ``fds``."""
+        """Waits for one message, with which no descriptor comes; raises InvariantError for bytes that are none."""
+        return self.receive_with_fds()[0]
+
+    def receive_with_fds(self) -> tuple[Message | None, list[int]]:
+        """Waits for one message; returns it with the descriptors that came with it, which the caller then owns."""
         ancillary_size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
             data, ancillary, _, _ = self.socket.recvmsg(_MAX_BYTES, ancillary_size)
         except ConnectionResetError:
-            return None
-        if not data:
-            return None
-        message: Message = json.loads(data)
+            return None, []
         fds = array.array("i")
         for _, _, rights in ancillary:
             fds.frombytes(rights)
-        message["fds"] = list(fds)
-        return message
+        return decode(data) if data else None, list(fds)
 
     def close(self) -> None:
         """Closes this end."""

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from engine.core.errors import EnvironmentLacksError
-from engine.runtime.ipc.link import Link, Message
+from engine.core.message_codec import Message
+from engine.core.process_messages import Begin, Fork, Forked, Leave, Left, Unforked
+from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ctrl_c_held
 from engine.runtime.process.kernel import adopting
 
@@ -118,13 +120,13 @@ class ForkServer:
         self._children = [child for child in self._children if not child.is_closed]
         with self.forking():
             for _ in range(_MAX_STARTS):
-                reply = self._ask(role, name, [log_fd, *fds])
+                reply, came_along = self._ask(role, name, [log_fd, *fds])
                 if reply is None:
                     self._replace()
-                elif reply["kind"] == "unforked":
-                    raise EnvironmentLacksError(f"no process can be started: {reply['error']}")
-                elif reply["kind"] == "forked":
-                    self._children.append(Child(name, reply["pid"], reply["fds"][0]))
+                elif isinstance(reply, Unforked):
+                    raise EnvironmentLacksError(f"no process can be started: {reply.error}")
+                elif isinstance(reply, Forked):
+                    self._children.append(Child(name, reply.pid, came_along[0]))
                     return self._children[-1]
         raise EnvironmentLacksError(f"no fork server answers; {_MAX_STARTS} were started one after the other")
 
@@ -134,33 +136,33 @@ class ForkServer:
             raise EnvironmentLacksError(f"the fork server ended at start with code {code}")
         self._start()
 
-    def _ask(self, role: str, name: str, fds: list[int]) -> Message | None:
-        """Asks the server for a fork; returns its answer, or None if it does not answer."""
+    def _ask(self, role: str, name: str, fds: list[int]) -> tuple[Message | None, list[int]]:
+        """Asks the server for a fork; returns its answer and the descriptors with it, or None if it does not answer."""
         if not self._has_begun:
-            self._link.send("begin")
+            self._link.send(Begin())
             self._has_begun = True
         told, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
-        self._link.send("fork", fds=[told, *fds], role=role, name=name)
-        reply = self._reply(_ANSWER_S if self._has_served else _START_S)
-        self._has_begun = reply is not None and reply["kind"] != "left"
+        self._link.send(Fork(role, name), [told, *fds])
+        reply, came_along = self._reply(_ANSWER_S if self._has_served else _START_S)
+        self._has_begun = reply is not None and not isinstance(reply, Left)
         if reply is not None:
             self._has_served = True
             os.write(tell, b"!")
         os.close(told)
         os.close(tell)
-        return reply
+        return reply, came_along
 
     def _settle(self) -> None:
         """Waits for the end of the intermediate process; kills the server if it does not come."""
         if self._has_begun:
             self._has_begun = False
-            self._link.send("leave")
-            if self._reply(_ANSWER_S) is None:
+            self._link.send(Leave())
+            if self._reply(_ANSWER_S)[0] is None:
                 self._process.kill()
                 self._reply(_GONE_S)  # returns at the end of file
 
-    def _reply(self, timeout_s: float) -> Message | None:
-        return self._link.receive() if _is_readable(self._link.fileno(), timeout_s) else None
+    def _reply(self, timeout_s: float) -> tuple[Message | None, list[int]]:
+        return self._link.receive_with_fds() if _is_readable(self._link.fileno(), timeout_s) else (None, [])
 
     def _end(self) -> int:
         """Ends the server and returns its exit code, negative for a signal."""

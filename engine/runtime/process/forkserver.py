@@ -21,9 +21,11 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.runtime.ipc.link import Link, Message
+from engine.core.process_messages import Fork, Forked, Left, Unforked
+from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
 from engine.runtime.process.kernel import die_with_parent, name_process
 
@@ -47,48 +49,51 @@ def serve(launcher: Link) -> None:
                 die_with_parent(server)
                 _fork_until_told(launcher)
             os.waitpid(between, 0)
-        launcher.send("left")
+        launcher.send(Left())
 
 
 def _fork_until_told(launcher: Link) -> NoReturn:
     """Runs the intermediate process: forks on request, then exits, which makes its children the launcher's."""
     try:
-        while (request := launcher.receive()) is not None and request["kind"] == "fork":
+        while True:
+            request, fds = launcher.receive_with_fds()
+            if not isinstance(request, Fork):
+                break
             try:
                 if (pid := os.fork()) == 0:
-                    _become(request, launcher)
+                    _become(request, fds, launcher)
                 pidfd = os.pidfd_open(pid)
-                launcher.send("forked", fds=[pidfd], pid=pid)
+                launcher.send(Forked(pid), [pidfd])
                 os.close(pidfd)
             except OSError as error:
-                launcher.send("unforked", error=str(error))
-            for fd in request["fds"]:
+                launcher.send(Unforked(str(error)))
+            for fd in fds:
                 os.close(fd)
     finally:
         os._exit(0)
 
 
-def _become(request: Message, launcher: Link) -> NoReturn:
+def _become(request: Fork, fds: Sequence[int], launcher: Link) -> NoReturn:
     """Runs the requested role in the forked child.
 
     Its first descriptor has a byte when the launcher knows the child. Its second one is its standard output and error.
     """
     code = 1
     try:
-        if request["role"] in TAKES_NOTICE:
+        if request.role in TAKES_NOTICE:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before there is any other thread
         os.setsid()
         launcher.close()
-        told, log, *fds = request["fds"]
+        told, log, *own = fds
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        name_process(request["name"])
+        name_process(request.name)
         if not os.read(told, 1):
             os._exit(code)
         os.close(told)
-        module, function = ROLES[request["role"]]
-        code = getattr(importlib.import_module(module), function)(*fds)
+        module, function = ROLES[request.role]
+        code = getattr(importlib.import_module(module), function)(*own)
     except BaseException:
         traceback.print_exc()
     finally:

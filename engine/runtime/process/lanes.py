@@ -14,15 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
-from engine.runtime.ipc.link import Link, Message
+from engine.core.message_codec import Plain
+from engine.core.process_messages import Case, Done
+from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ctrl_c_held
 
 _GRACE_S = 10.0
-_GONE = {"ended": "hang"}
+
+Task = TypeVar("Task", bound=Plain)
 
 
 class Lane:
@@ -43,10 +47,10 @@ class Lane:
             )
         far.close()
 
-    def ask(self, task: Message) -> None:
+    def ask(self, task: Plain) -> None:
         """Sends a case to the lane, if the lane has not ended."""
         with contextlib.suppress(OSError):
-            self.link.send("case", task=task)
+            self.link.send(Case(task))
 
     def close(self) -> int:
         """Ends the lane and returns its exit code, negative for a signal; an idle lane ends at once."""
@@ -84,14 +88,14 @@ class Lanes:
         for lane in lanes:
             lane.close()
 
-    def run(self, tasks: Iterable[Message], limit_s: float, take: Callable[[Message, Message], None]) -> None:
+    def run(self, tasks: Iterable[Task], limit_s: float, take: Callable[[Task, Plain], None]) -> None:
         """Starts the tasks in order, one per free lane; calls `take` with each task and its answer.
 
-        The answer is ``{"ended": "hang"}`` if the lane exceeded `limit_s` seconds, and ``{"ended": exit code}`` if the
-        lane ended.
+        The answer is ``{"result": the lane's}``, or ``{"ended": "hang"}`` if the lane exceeded `limit_s` seconds, or
+        ``{"ended": exit code}`` if the lane ended.
         """
         left = iter(tasks)
-        running: dict[int, tuple[Message, float]] = {}
+        running: dict[int, tuple[Task, float]] = {}
         while True:
             for number in range(len(self._lanes)):
                 if number not in running and (task := next(left, None)) is not None:
@@ -108,23 +112,24 @@ class Lanes:
             lane = self._lanes[number] = Lane(self._module, self._logs / f"lane-{number}.log")
         return lane
 
-    def _answers(self, running: dict[int, tuple[Message, float]]) -> Sequence[tuple[int, Message]]:
+    def _answers(self, running: Mapping[int, tuple[Plain, float]]) -> Sequence[tuple[int, Plain]]:
         """Waits for the first answers or the first deadline; returns (lane, answer) of each."""
         with selectors.DefaultSelector() as selector:
             for number in running:
                 selector.register(self._lane(number).link, selectors.EVENT_READ, number)
             first_s = min(deadline for _, deadline in running.values())
             ready = [key.data for key, _ in selector.select(max(0.0, first_s - time.monotonic()))]
-        answers: list[tuple[int, Message]] = []
+        answers: list[tuple[int, Plain]] = []
         for number in ready:
-            answer = self._lane(number).link.receive()
-            answers.append((number, {"ended": self._drop(number).close()} if answer is None else answer))
+            done = self._lane(number).link.receive()
+            answer = {"result": done.result} if isinstance(done, Done) else {"ended": self._drop(number).close()}
+            answers.append((number, answer))
         late = [number for number, (_, at_s) in running.items() if number not in ready and at_s <= time.monotonic()]
         for number in late:
             lane = self._drop(number)
             lane.interrupt()
             lane.close()
-            answers.append((number, dict(_GONE)))
+            answers.append((number, {"ended": "hang"}))
         return answers
 
     def _drop(self, number: int) -> Lane:

@@ -42,16 +42,15 @@ class TensorSpec:
         """Returns a tensor of zeros as a trial input of a layer."""
         return torch.zeros(self.shape, dtype=self.dtype).requires_grad_(self.needs_grad)
 
-    def to_json(self) -> list[object]:
+    def to_json(self) -> tuple[tuple[int, ...], str, bool]:
         """Returns the spec as plain values."""
-        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.needs_grad]
+        return self.shape, str(self.dtype).removeprefix("torch."), self.needs_grad
 
     @classmethod
-    def from_json(cls, value: list[object]) -> TensorSpec:
+    def from_json(cls, value: tuple[tuple[int, ...], str, bool]) -> TensorSpec:
         """Returns the spec for a value of `to_json`."""
         shape, dtype, needs_grad = value
-        assert isinstance(shape, list)
-        return cls(tuple(shape), getattr(torch, str(dtype)), bool(needs_grad))
+        return cls(tuple(shape), getattr(torch, dtype), needs_grad)
 
 
 Border = tuple[TensorSpec, ...]  # the tensors that one stage hands to the next

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
+from engine.core.messages import Commit
 from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 from engine.models.layers import Batch, Tensors
 from engine.runtime.ipc.control import Fenced
-from engine.runtime.ipc.link import Message
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.gradient_stream import Streams
 from engine.runtime.replica.value_store import Holdings
@@ -79,13 +79,13 @@ class Executor:
         }
         return table | ({Op.UNSHARD: shards.unshard, Op.RESHARD: shards.reshard} if shards is not None else {})
 
-    def run_step(self) -> Message:
+    def run_step(self) -> Commit:
         """Runs the open step to its commit and takes it; returns the commit.
 
         Raises Stopped or Fenced out of any wait before the commit, WorkerFailedError, or what a layer raises.
         """
         self.run_actions()
-        commit = self.around.control.take("commit")
+        commit = self.around.control.take(Commit)
         self._take(commit, self._steps)
         self._plane.reap()
         return commit
@@ -131,25 +131,23 @@ class Executor:
             if action.op is not Op.STEP:  # all replicas here take a step, or none; the fence is met after the last
                 raise
 
-    def catch_up(self, commit: Message | None) -> bool:
+    def catch_up(self, commit: Commit | None) -> bool:
         """Takes the step that `commit` committed, if it is the open one, with all that is logged; says whether it was.
 
         Raises InvariantError when a commit has been missed.
         """
-        if commit is None or commit["step"] < self.step:
+        if commit is None or commit.step < self.step:
             return False
-        if commit["step"] > self.step:
-            raise InvariantError(
-                f"step {commit['step']} is committed, and worker {self.around.worker} is at {self.step}"
-            )
+        if commit.step > self.step:
+            raise InvariantError(f"step {commit.step} is committed, and worker {self.around.worker} is at {self.step}")
         slots = [slot for slot in self.around.replicas.whole() if slot in self.end.logged]
         steps = [Action(stage, Op.STEP, pipeline=pipeline) for pipeline, stage in slots]
         self._take(commit, [(action, str(action), self.end.take_step) for action in steps])
         return True
 
-    def _take(self, commit: Message, steps: Sequence[tuple[Action, str, Method]]) -> None:
-        assert commit["step"] == self.step, f"commit of step {commit['step']} while at step {self.step}"
-        self.end.clip_factor = commit["clip_factor"]
+    def _take(self, commit: Commit, steps: Sequence[tuple[Action, str, Method]]) -> None:
+        assert commit.step == self.step, f"commit of step {commit.step} while at step {self.step}"
+        self.end.clip_factor = commit.clip_factor
         run_in_order(steps, lambda: None, self._run)
         replicas = self.around.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:

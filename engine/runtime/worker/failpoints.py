@@ -16,10 +16,10 @@ from functools import partial
 
 from engine.core.action import COMPUTE_OPS, Action
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
+from engine.core.messages import Arm, Inflict, Strike, Suffered
 from engine.runtime.faults.registry import registered
 from engine.runtime.faults.scene import Scene
 from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Message
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.replicas import Replicas
 
@@ -69,7 +69,7 @@ class Failpoints:
             self.faults = [each for each in self.faults if each.id != fault.id]
             if fault.id in self.control.fired:
                 continue
-            self.control.send("strike", fault=fault.id)
+            self.control.send(Strike(fault.id))
             if when != "during" or registered()[fault.do].kind.by == "worker":
                 self._stand_still(fault)
             else:
@@ -85,23 +85,22 @@ class Failpoints:
         finally:
             alarm.cancel()
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: Arm | Inflict) -> None:
         """Takes in, in the main thread, faults that were not known at the start, or what this worker is to suffer."""
-        if message["kind"] == "arm":
-            self._arm([from_plain(each) for each in message["faults"]])
+        if isinstance(message, Arm):
+            self._arm([from_plain(each) for each in message.faults])
             return
         assert self.replicas is not None
-        slot = None if message["slot"] is None else (message["slot"][0], message["slot"][1])
         scene = Scene(
-            fault=message["fault"],
-            parameters=message["parameters"],
-            slot=slot,
+            fault=message.fault,
+            parameters=message.parameters,
+            slot=message.slot,
             control=self.control,
             replicas=self.replicas,
-            tell=lambda how: self.control.send("suffered", fault=message["fault"], how=how),
-            drag=partial(self._slow_down, message["fault"]),
+            tell=lambda how: self.control.send(Suffered(message.fault, how)),
+            drag=partial(self._slow_down, message.fault),
         )
-        registered()[message["do"]].strike(scene)
+        registered()[message.do].strike(scene)
 
     def _slow_down(self, fault: str, factor: float, for_ns: int | None) -> None:
         self._drag = _Drag(fault, factor, self.control.at[0], None if for_ns is None else now_ns() + for_ns)
@@ -125,4 +124,4 @@ class Failpoints:
         if not drag.is_told:
             drag.is_told = True
             how = f"{action} took {(now_ns() - start_ns) / 1e6:.2f} ms instead of {took_ns / 1e6:.2f} ms"
-            self.control.send("suffered", fault=drag.fault, how=how)
+            self.control.send(Suffered(drag.fault, how))

@@ -19,12 +19,13 @@ from typing import NamedTuple
 from engine.core.config.job_wants import shadowed
 from engine.core.errors import InvariantError
 from engine.core.history.run_records import PreparedRecord
+from engine.core.messages import Epoch, Prepare, Prepared
+from engine.core.messages import Plan as Document
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import from_json
 from engine.core.recovery.planner import Plan, PlanInput, make_plan
 from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Message
 from engine.runtime.process.host_lock import Turn
 from engine.runtime.transport.worker_program import Share, share_of
 from engine.runtime.worker.surroundings import Surroundings
@@ -37,7 +38,7 @@ _SWITCH_S = 0.0002  # after which the thread beside training hands the interpret
 class Planned(NamedTuple):
     """The document of an epoch, and what comes of it."""
 
-    told: Message
+    told: Document
     ownership: Ownership
     plan: Plan
 
@@ -64,11 +65,11 @@ class Foresight:
         self._prepared: dict[int, tuple[Planned, Share]] = {}  # by epoch
         around.control.on_prepare = self._on_prepare
 
-    def plan(self, told: Message) -> Planned:
+    def plan(self, told: Document) -> Planned:
         """Returns the plan that a document makes."""
-        ownership = Ownership(self._grid, tuple(told["owners"]), tuple(map(tuple, told["shadows"])))
-        inventories = tuple(from_json(text) for _, text in told["inventories"])
-        return Planned(told, ownership, make_plan(PlanInput(told["epoch"], told["committed"], ownership, inventories)))
+        ownership = Ownership(self._grid, told.owners, told.shadows)
+        inventories = tuple(from_json(text) for _, text in told.inventories)
+        return Planned(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))
 
     def share(self, planned: Planned) -> Share:
         """Returns what this worker has to do in a plan."""
@@ -80,33 +81,33 @@ class Foresight:
         program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
         return share_of(around.worker, program, ownership, around.borders)
 
-    def _on_prepare(self, told: Message) -> None:
+    def _on_prepare(self, told: Prepare) -> None:
         self._thread.submit(self._prepare, told).add_done_callback(_say_what_failed)
 
-    def _prepare(self, told: Message) -> None:
-        with self._turn_in(told["committed"]):  # with which the epoch begins
+    def _prepare(self, told: Prepare) -> None:
+        with self._turn_in(told.plan.committed):  # with which the epoch begins
             self._make_ready(told)
 
     def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
         return self._turn.when(well_inside(self._around.control, step), self._hurry)
 
-    def _make_ready(self, told: Message) -> None:
-        planned = self.plan(told)
+    def _make_ready(self, told: Prepare) -> None:
+        planned = self.plan(told.plan)
         if not planned.plan.lost_stages and self._around.shards is None:  # shards are no replicas
-            epoch = told["epoch"]
+            epoch = told.plan.epoch
             # The one before may have begun, and training not have come to it yet.
             kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
             self._prepared = {**kept, epoch: (planned, self.share(planned))}
             self._around.recorder.write(PreparedRecord(epoch=epoch))
-            self._around.control.send("prepared", number=told["number"], digest=planned.plan.digest)
+            self._around.control.send(Prepared(told.number, planned.plan.digest))
 
-    def recall(self, epoch: Message) -> tuple[Planned, Share]:
+    def recall(self, epoch: Epoch) -> tuple[Planned, Share]:
         """Returns what has been prepared for an epoch; raises InvariantError when that is something else."""
-        prepared = self._prepared.get(epoch["epoch"])
+        prepared = self._prepared.get(epoch.epoch)
         found = None if prepared is None else prepared[0].plan.digest
-        if prepared is None or found != epoch["digest"]:
-            who = f"worker {self._around.worker} has prepared {found} for epoch {epoch['epoch']}"
-            raise InvariantError(f"{who}, which is said to be {epoch['digest']}")
+        if prepared is None or found != epoch.digest:
+            who = f"worker {self._around.worker} has prepared {found} for epoch {epoch.epoch}"
+            raise InvariantError(f"{who}, which is said to be {epoch.digest}")
         return prepared
 
     def look_past(self, step: int, ownership: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:

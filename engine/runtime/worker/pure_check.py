@@ -16,6 +16,7 @@ from engine.core.checks.purity import DATA, Marks, impure
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
+from engine.core.messages import Pure
 from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
@@ -40,7 +41,7 @@ def check_pure(around: Surroundings, ownership: Ownership) -> None:
         unchecked = tuple(check.unchecked)
         around.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
     for first in range(0, len(rows), _ROWS_PER_MESSAGE):
-        around.control.send("pure", rows=rows[first : first + _ROWS_PER_MESSAGE])
+        around.control.send(Pure(tuple(rows[first : first + _ROWS_PER_MESSAGE])))
 
 
 @dataclass(slots=True)

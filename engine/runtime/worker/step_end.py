@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.core.action import Action
 from engine.core.config.job import Job
 from engine.core.config.lr_schedule import learning_rate
+from engine.core.messages import Vote
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.value import Kind, Value
@@ -160,11 +161,12 @@ class StepEnd:
     def vote(self, action: Action, step: int) -> None:
         """Tells the agent that this replica holds its log entry; the owner adds what the commit is made of."""
         slot = (action.pipeline, action.stage)
-        entry, norms, loss = self.logged[slot], None, None
+        entry, vote = self.logged[slot], Vote(self.control.accepted, step, *slot)
         if self._owns(slot):
-            norms = entry.norms(later_uses(self.replicas.model.ties))
+            norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
             loss = entry.loss(action.pipeline)
-        self.control.send("vote", step=step, pipeline=action.pipeline, stage=action.stage, norms=norms, loss=loss)
+            vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
+        self.control.send(vote)
 
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from what is logged."""

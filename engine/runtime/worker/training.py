@@ -15,13 +15,14 @@ import contextlib
 from collections.abc import Sequence
 from typing import Literal
 
+from engine.core import messages
 from engine.core.config.job_wants import is_due
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.ownership import Ownership, Slot
+from engine.core.process_messages import Bye
 from engine.core.recovery.inventory import to_json
 from engine.runtime.ipc.control import Fenced
-from engine.runtime.ipc.link import Message
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.group_formation import Forming
@@ -72,23 +73,23 @@ class Training:
                 self._reconvene()
 
     def _suspect(self, suspicion: WorkerFailedError) -> None:
-        self.around.control.send("suspicion", text=str(suspicion))
+        self.around.control.send(messages.Suspicion(self.around.control.accepted, str(suspicion)))
 
     def _advance(self) -> None:
         """Runs the open step and what follows its commit."""
         commit = self._run_step()
-        self._is_over = commit["last"]
+        self._is_over = commit.then == "end"
         self._drop_others()  # what had no part in the step has missed it
         self._audit(commit, self._slots())
-        if commit["then"] == "epoch":
+        if commit.then == "epoch":
             self._reconvene()  # an epoch follows at once; it says whether this step is to be validated
             return
-        if is_due(self.around.job.validate_every, commit["step"], commit["last"]):
-            self._validate(commit["step"])
+        if is_due(self.around.job.validate_every, commit.step, self._is_over):
+            self._validate(commit.step)
         if self._program != "usual" and not self._is_over:
             self._heal()
 
-    def _run_step(self) -> Message:
+    def _run_step(self) -> messages.Commit:
         """Runs the open step; records how much was sent for a recovery, whatever becomes of it."""
         step, before = self._executor.step, self._plane.bytes_sent
         try:
@@ -102,9 +103,10 @@ class Training:
 
     def _finish(self) -> None:
         around = self.around
-        peaks = [[*slot, around.replicas.stages[slot].peak_stash] for slot in self.ownership.slots_of(around.worker)]
-        around.control.send("finished", peak_stash=peaks, peak_memory_kib=_peak_memory_kib())
-        around.control.take("bye")  # when everybody has finished, nobody waits for a transfer any more
+        slots = self.ownership.slots_of(around.worker)
+        peaks = tuple((*slot, around.replicas.stages[slot].peak_stash) for slot in slots)
+        around.control.send(messages.Finished(around.control.accepted, peaks, _peak_memory_kib()))
+        around.control.take(Bye)  # when everybody has finished, nobody waits for a transfer any more
         self._plane.close()
 
     def _reconvene(self) -> None:
@@ -119,24 +121,24 @@ class Training:
             except WorkerFailedError as suspicion:
                 self._suspect(suspicion)
 
-    def _enter(self, epoch: Message) -> None:
+    def _enter(self, epoch: messages.Epoch) -> None:
         around, control = self.around, self.around.control
         control.at = (*control.at[:2], False)
-        if around.worker not in epoch["members"]:
+        if around.worker not in epoch.members:
             raise Out
         share: Share | None = None
-        if epoch["gather"]:
+        if epoch.gather:
             share = self._convene(epoch)
-        elif epoch["digest"] is not None:
+        elif epoch.digest is not None:
             share = self._recall(epoch)
-        go = epoch["go"] or control.take("go")
+        go = epoch.go or control.take(messages.Go)
         if self._forming is not None:
             self._plane = self._forming.plane()
             self._forming = None
         self._program = "usual" if share is None else "plan"
-        self._is_over = go["end"]
+        self._is_over = go.end
         self._begin(share or self._foresight.usual_share(self.ownership))
-        if go["validate"]:
+        if go.validate:
             self._validate(self._executor.step - 1)
 
     def _begin(self, share: Share) -> None:
@@ -145,54 +147,55 @@ class Training:
         if self._program != "usual" and not self._is_over:
             self._foresight.look_past(self._executor.step, self.ownership, self._members, self._leaving)
 
-    def _mark(self, phase: str, adopted: tuple[Slot, ...] | None = None) -> None:
+    def _mark(self, phase: messages.OwnPhase, adopted: tuple[Slot, ...] | None = None) -> None:
         self.around.control.mark(phase)
         self.around.recorder.write(MarkRecord(phase=phase, epoch=self.around.control.accepted, adopted=adopted))
 
-    def _regroup(self, epoch: Message) -> None:
+    def _regroup(self, epoch: messages.Epoch) -> None:
         around = self.around
         if self._forming is not None:
             self._forming.give_up()
         self._plane.close()
-        what = (around.worker, epoch["epoch"], epoch["members"], epoch["store_port"])
+        what = (around.worker, epoch.epoch, epoch.members, epoch.store_port)
         self._forming = Forming(around.control, self._rendezvous, around.recorder, *what)
 
-    def _convene(self, epoch: Message) -> Share:
+    def _convene(self, epoch: messages.Epoch) -> Share:
         """Says what this worker holds, and makes the plan of what everybody holds."""
         control = self.around.control
         self._mark("fence")
         inventory = self._executor.inventory()
-        control.send("inventory", holds=to_json(inventory), whole=self.ownership.grid.places(inventory.whole))
+        whole = self.ownership.grid.places(inventory.whole)
+        control.send(messages.Inventory(control.accepted, to_json(inventory), whole))
         self._mark("inventory")
-        if epoch["regroup"]:
+        if epoch.regroup:
             self._regroup(epoch)
-        planned = self._foresight.plan(control.take("plan"))
-        self._catch_up(planned, epoch["commit"])
-        control.send("planned", digest=planned.plan.digest, lost_stages=planned.plan.lost_stages)
-        self._take_over(planned, epoch["commit"])
+        planned = self._foresight.plan(control.take(messages.Plan))
+        self._catch_up(planned, epoch.commit)
+        control.send(messages.Planned(control.accepted, planned.plan.digest, planned.plan.lost_stages))
+        self._take_over(planned, epoch.commit)
         return self._foresight.share(planned)
 
-    def _recall(self, epoch: Message) -> Share:
+    def _recall(self, epoch: messages.Epoch) -> Share:
         """Takes the plan that was made before its epoch began; raises InvariantError when it does not fit."""
         self._mark("fence")
         planned, share = self._foresight.recall(epoch)
-        self._catch_up(planned, epoch["commit"])
+        self._catch_up(planned, epoch.commit)
         worker, holds = self.around.worker, to_json(self._executor.inventory())
-        if [worker, holds] not in planned.told["inventories"]:
-            raise InvariantError(f"worker {worker} holds {holds}, which is not what epoch {epoch['epoch']} begins with")
-        self._take_over(planned, epoch["commit"])
+        if (worker, holds) not in planned.told.inventories:
+            raise InvariantError(f"worker {worker} holds {holds}, which is not what epoch {epoch.epoch} begins with")
+        self._take_over(planned, epoch.commit)
         return share
 
-    def _catch_up(self, planned: Planned, commit: Message | None) -> None:
+    def _catch_up(self, planned: Planned, commit: messages.Commit | None) -> None:
         """Catches up with the last commit, under the ownership of the epoch."""
         self.ownership = planned.ownership
-        self._members, self._leaving = tuple(planned.told["members"]), tuple(planned.told["leaving"])
+        self._members, self._leaving = planned.told.members, planned.told.leaving
         self._executor.catch_up(commit)
-        if commit is not None and commit["step"] > self._audited:
+        if commit is not None and commit.step > self._audited:
             whole = self.around.replicas.whole()
             self._audit(commit, [slot for slot in self._slots() if slot in whole])
 
-    def _take_over(self, planned: Planned, commit: Message | None) -> None:
+    def _take_over(self, planned: Planned, commit: messages.Commit | None) -> None:
         """Takes over what the plan says, unless a stage is lost."""
         plan, replicas = planned.plan, self.around.replicas
         if not plan.lost_stages:
@@ -227,13 +230,13 @@ class Training:
         with self.around.shards.all_whole() if self.around.shards else contextlib.nullcontext():
             result = Validation(self.around, self._plane, self.ownership).run()
         if result is not None:
-            control.send("validation", step=step, loss=result.loss, metric=result.metric)
-        control.take("validated")
+            control.send(messages.Validation(step, result.loss, result.metric))
+        control.take(messages.Validated)
 
-    def _audit(self, commit: Message, slots: Sequence[Slot]) -> None:
+    def _audit(self, commit: messages.Commit, slots: Sequence[Slot]) -> None:
         """Tells the agent the hash of every layer of these replicas, if the step is one to audit."""
-        self._audited = commit["step"]
-        if not is_due(self.around.job.audit, commit["step"], commit["last"]):
+        self._audited = commit.step
+        if not is_due(self.around.job.audit, commit.step, commit.then == "end"):
             return
         for pipeline, index in slots:
             if self.around.shards is not None:
@@ -243,10 +246,11 @@ class Training:
             for layer, module in stage.layers.items():
                 state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
                 buffers, of_buffers = marked_hash(module.named_buffers())
-                rows.append([layer, state, buffers, of_state[:_MARKS_PER_ROW], of_buffers[:_MARKS_PER_ROW]])
+                marks = (tuple(of_state[:_MARKS_PER_ROW]), tuple(of_buffers[:_MARKS_PER_ROW]))
+                rows.append((layer, state, buffers, *marks))
             for first in range(0, len(rows), _ROWS_PER_MESSAGE):
-                part = rows[first : first + _ROWS_PER_MESSAGE]
-                self.around.control.send("audit", step=commit["step"], pipeline=pipeline, rows=part)
+                part = tuple(rows[first : first + _ROWS_PER_MESSAGE])
+                self.around.control.send(messages.Audit(commit.step, pipeline, part))
 
 
 def _peak_memory_kib() -> int:

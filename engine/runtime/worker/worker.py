@@ -13,16 +13,18 @@ from typing import NamedTuple
 
 import torch
 
+from engine.core import messages
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.faults.fault import from_plain
+from engine.core.messages import Cut, Failed, Partition, Raised, Ready, Refused, Welcome
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.layers import Model
 from engine.runtime.ipc.control import Control, Stopped
-from engine.runtime.ipc.link import Link, Message
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
@@ -66,55 +68,53 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         return ExitCode.LEFT_WITH_NOTICE if control.has_given_notice else ExitCode.FENCED
     except UserError as error:
         traceback.print_exc()  # to this worker's log: where in the user's own code it came from
-        control.send("failed", problems=[[p.field, p.expected, p.found, p.hint] for p in error.problems])
+        control.send(Refused(error.problems))
         return error.exit_code
     except BambooError as error:
-        control.send("failed", error=str(error), code=int(error.exit_code))
+        control.send(Failed(str(error), int(error.exit_code)))
         return error.exit_code
     except Exception as error:
-        text = traceback.format_exc()
-        what = f"{type(error).__name__}: {error}"[:_MAX_TRACEBACK]
-        code = int(ExitCode.NOT_RECOVERED)
-        control.send("failed", traceback=text[-_MAX_TRACEBACK:], what=what, step=control.at[0], code=code)
+        text = f"{type(error).__name__}: {error}"[:_MAX_TRACEBACK]
+        control.send(Raised(control.at[0], text, traceback.format_exc()[-_MAX_TRACEBACK:]))
         return ExitCode.NOT_RECOVERED
     return ExitCode.OK
 
 
 def _live(control: Control, events_fd: int, board_fd: int) -> None:
-    welcome = control.take("welcome")
-    job = Job(**welcome["job"])
+    welcome = control.take(Welcome)
+    job = Job(**welcome.job)
     torch.set_num_threads(job.threads)
-    board = ProgressBoard(board_fd, welcome["num_lines"])
+    board = ProgressBoard(board_fd, welcome.num_lines)
     data = open_data(job)
     model = build_model(job, data.facts)
-    control.recorder = Recorder(events_fd, welcome["worker"])
+    control.recorder = Recorder(events_fd, welcome.worker)
     joined = join(control, welcome, job, data, model, control.recorder, board)
     if job.check_pure and model.check_pure:
         check_pure(joined.around, joined.ownership)
     training = Training(*joined)
-    control.send("ready")
+    control.send(Ready())
     training.run()
 
 
 def join(
-    control: Control, welcome: Message, job: Job, data: Data, model: Model, recorder: Recorder, board: ProgressBoard
+    control: Control, welcome: Welcome, job: Job, data: Data, model: Model, recorder: Recorder, board: ProgressBoard
 ) -> Joined:
     """Learns the partition, builds this worker's stages, forms the data plane and learns the borders between stages."""
-    worker, owners = welcome["worker"], tuple(welcome["owners"])
+    worker, owners = welcome.worker, welcome.owners
     if worker == owners[0]:
-        control.send("partition", starts=_partition(job, model, data), layers=[each.name for each in model.layers])
-    starts = tuple(control.take("partition")["starts"])
+        control.send(Cut(_partition(job, model, data), tuple(each.name for each in model.layers)))
+    starts = control.take(Partition).starts
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
-    ownership = Ownership(grid, owners, tuple(map(tuple, welcome["shadows"])))
+    ownership = Ownership(grid, owners, welcome.shadows)
     slots = (*ownership.slots_of(worker), *ownership.shadowed_by(worker))
     replicas = Replicas(job, model, starts, slots)
     rendezvous = Rendezvous()
-    store = rendezvous.of_epoch(0, welcome["store_port"])
-    plane = DataPlane(control, store, worker, welcome["ranks"])
+    store = rendezvous.of_epoch(0, welcome.store_port)
+    plane = DataPlane(control, store, worker, welcome.ranks)
     owned = {slot: replicas.stages[slot] for slot in ownership.slots_of(worker)}
     borders = _learn_borders(control, job, data, owned)
     replicas.learn(borders)
-    failpoints = Failpoints(control, worker, [from_plain(each) for each in welcome["faults"]], replicas)
+    failpoints = Failpoints(control, worker, [from_plain(each) for each in welcome.faults], replicas)
     shards = Shards(worker, replicas, ownership, store) if job.fsdp else None
     around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, shards)
     return Joined(around, ownership, rendezvous, plane)
@@ -138,8 +138,8 @@ def _learn_borders(control: Control, job: Job, data: Data, owned: Mapping[Slot, 
                 else data.microbatch(0, 0, 0, job.microbatch_size).inputs
             )
             border = owned[0, index].probe(inputs)
-            control.send("border", stage=index, specs=[spec.to_json() for spec in border])
-        message = control.take("border")
-        assert message["stage"] == index
-        borders.append(tuple(TensorSpec.from_json(spec) for spec in message["specs"]))
+            control.send(messages.Border(index, tuple(spec.to_json() for spec in border)))
+        learned = control.take(messages.Border)
+        assert learned.stage == index
+        borders.append(tuple(TensorSpec.from_json(spec) for spec in learned.specs))
     return tuple(borders)

@@ -1,0 +1,33 @@
+"""The control messages that only benchmarks have."""
+
+from __future__ import annotations
+
+from engine.bench.figures.rows import Stamps
+from engine.core.message_codec import ToAgent, ToWorker, message
+
+
+@message
+class Turns(ToWorker):
+    """The first message to a worker of the pipeline benchmark: how often it measures each side, and where it writes."""
+
+    iterations: int
+    temporary: str
+
+
+@message
+class Timed(ToAgent):
+    """One iteration of a side at a worker of the pipeline benchmark, told when all are done."""
+
+    side: str
+    stamps: Stamps
+
+
+@message
+class Round(ToWorker):
+    """The first message to a worker of the relay benchmark: its group, and the worker that ends itself."""
+
+    worker: int
+    ranks: tuple[int, ...]
+    store_port: int
+    prefix: str
+    victim: int

@@ -1,0 +1,180 @@
+"""The codec of control messages: a message is a frozen data class, and travels as one JSON object that names its kind.
+
+Rules: the kind is the name of the class in small letters. The object has every field of the class and no other, each
+of the annotated type; an error names kind and field. A tuple is a list in JSON, a data class in a field is an object.
+The annotations of a class are read once, with its first message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+
+from engine.core.errors import InvariantError
+
+Made = TypeVar("Made", bound="Message")
+Plain = Mapping[str, Any]  # a value of a module that has its codec
+Read = Callable[[Any], Any]  # takes a value of JSON and returns the field's; raises TypeError for another type
+Reader = tuple[frozenset[type], Read]
+
+
+class Message:
+    """One control message; its class is made by `message`."""
+
+    __slots__ = ()
+
+
+class ToWorker(Message):
+    """A message from the agent to a worker."""
+
+    __slots__ = ()
+
+
+class ToAgent(Message):
+    """A message from a worker to the agent."""
+
+    __slots__ = ()
+
+
+_SCALARS = frozenset({str, int, float, bool, NoneType})  # JSON has these; a number without a fraction may be a float
+_KINDS: dict[str, type[Message]] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def message(made: type[Made]) -> type[Made]:
+    """Makes a class a frozen data class with slots, and the one kind of message that has its name."""
+    made = dataclass(frozen=True, slots=True)(made)
+    kind = made.__name__.lower()
+    assert kind not in _KINDS, f"two kinds of message are called {kind!r}"
+    _KINDS[kind] = made
+    return made
+
+
+def kinds() -> Mapping[str, type[Message]]:
+    """Returns the class of every kind."""
+    return dict(_KINDS)
+
+
+def encode(of: Message) -> bytes:
+    """Returns a message as it travels."""
+    return _TEXT({"kind": type(of).__name__.lower(), **_plain(of)}).encode()
+
+
+def decode(data: bytes) -> Message:
+    """Returns the message that `encode` made these bytes of; raises InvariantError for any other bytes."""
+    try:
+        found, _ = _PARSE(data.decode())  # which is quicker than json.loads, as there is no space before or after
+        kind = found.pop("kind", None)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvariantError(f"these bytes are no message: {data[:100]!r}") from error
+    made = _KINDS.get(kind)
+    if made is None:
+        raise InvariantError(f"no message is of the kind {kind!r}")
+    decoded: Message = _read(made, found)
+    return decoded
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """Returns the fields of a data class, as the encoder takes them."""
+    return {name: getattr(value, name) for name, _, _ in _form(value.__class__)}
+
+
+_PARSE = json.JSONDecoder().raw_decode
+_TEXT = json.JSONEncoder(separators=(",", ":"), default=_plain).encode
+
+
+@cache
+def _form(made: Any) -> tuple[tuple[str, frozenset[type], Read], ...]:
+    """Returns for each field of a data class its name, and what `_reader` says of its annotation."""
+    hints = get_type_hints(made)
+    return tuple((each.name, *_reader(hints[each.name])) for each in fields(made))
+
+
+def _read(made: Any, found: Any) -> Any:
+    """Returns the data class whose fields were found; raises InvariantError that names the first wrong one."""
+    if type(found) is not dict:
+        raise _wrong("an object", found)
+    form, values = _form(made), []
+    try:
+        for name, scalars, read in form:
+            value = found[name]
+            values.append(value if type(value) in scalars else read(value))
+    except KeyError:
+        raise InvariantError(f"{_called(made)} lacks its field {name!r}") from None
+    except TypeError as error:
+        raise InvariantError(f"the field {name!r} of {_called(made)} is not {error}") from None
+    if len(found) > len(values):
+        unknown = sorted(found.keys() - {name for name, _, _ in form})
+        raise InvariantError(f"{_called(made)} has no field {unknown[0]!r}")
+    return made(*values)
+
+
+def _called(made: type) -> str:
+    return f"a message {made.__name__.lower()!r}"
+
+
+def _wrong(wanted: str, value: Any) -> TypeError:
+    return TypeError(f"{wanted}: {value!r:.100}")
+
+
+def _reader(hint: Any) -> Reader:
+    """Returns the types of scalars that an annotation takes as they are, and the reader of any other value."""
+    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    scalars = frozenset(each for each in members if each in _SCALARS)
+    others = [each for each in members if each not in _SCALARS]
+    if others:
+        assert len(others) == 1, f"no field of a message can be {hint}"
+        return scalars, _reader_of_many(others[0])
+    wanted = " or ".join(sorted(each.__name__ for each in scalars))
+    return scalars | {int} if float in scalars else scalars, partial(_refuse, wanted)
+
+
+def _reader_of_many(hint: Any) -> Read:
+    """Returns the reader of an annotation whose values are no scalars."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return partial(_read, hint)
+    if origin is tuple and arguments[-1] is ...:
+        return partial(_items, _reader(arguments[0]))
+    if origin is tuple:
+        return partial(_parts, tuple(map(_reader, arguments)))
+    if origin is Mapping:
+        return partial(_values, _reader(arguments[1]))
+    if origin is Literal:
+        return partial(_choice, arguments)
+    assert hint is Any, f"no field of a message can be {hint}"
+    return lambda value: value
+
+
+def _refuse(wanted: str, value: Any) -> Any:
+    raise _wrong(wanted, value)
+
+
+def _choice(options: tuple[Any, ...], value: Any) -> Any:
+    return value if value in options else _refuse(f"one of {', '.join(map(str, options))}", value)
+
+
+def _items(item: Reader, value: Any) -> Any:
+    if type(value) is not list:
+        raise _wrong("a list", value)
+    scalars, read = item
+    if scalars.issuperset(map(type, value)):
+        return tuple(value)
+    return tuple([each if type(each) in scalars else read(each) for each in value])
+
+
+def _parts(parts: tuple[Reader, ...], value: Any) -> Any:
+    if type(value) is not list or len(value) != len(parts):
+        raise _wrong(f"a list of {len(parts)}", value)
+    return tuple([e if type(e) in scalars else read(e) for (scalars, read), e in zip(parts, value, strict=True)])
+
+
+def _values(item: Reader, value: Any) -> Any:
+    if type(value) is not dict:
+        raise _wrong("an object", value)
+    scalars, read = item
+    return {name: each if type(each) in scalars else read(each) for name, each in value.items()}

@@ -1,0 +1,293 @@
+"""The control messages of training: one class for each kind, which says which process sends it when.
+
+Rules: a worker's message that belongs to an epoch names the one that the worker has accepted. Where a field holds a
+value of another module as plain values or text, that module has the codec. Descriptors travel beside a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from engine.core.errors import Problem
+from engine.core.message_codec import Plain, ToAgent, ToWorker, message
+from engine.core.ownership import Slot
+from engine.core.scalar import Scalar
+
+Marks = tuple[tuple[str, str], ...]  # of each tensor its name, and a digest of all up to it
+OwnPhase = Literal["fence", "regroup", "inventory", "plan"]  # phases of a recovery that only workers know of
+
+
+@message
+class Welcome(ToWorker):
+    """The first message to a worker: all that it needs to join."""
+
+    worker: int
+    job: Plain
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]  # the workers in the order of the process group
+    num_lines: int  # of the progress board
+    store_port: int
+    faults: tuple[Plain, ...]
+
+
+@message
+class Partition(ToWorker):
+    """How the model was cut: the first layer of each stage; every worker waits for it."""
+
+    starts: tuple[int, ...]
+
+
+@message
+class Exit(ToWorker):
+    """The agent has seen worker `of` end, and nothing is decided yet."""
+
+    of: int
+
+
+@message
+class Go(ToWorker):
+    """Training goes on in the epoch, or ends; before that a validation pass may be due."""
+
+    end: bool
+    validate: bool
+
+
+@message
+class Commit(ToWorker):
+    """A step is committed: gradients are multiplied with `clip_factor`, and `then` is what follows the optimizer."""
+
+    step: int
+    clip_factor: float
+    then: Literal["step", "end", "epoch"]
+
+
+@message
+class Epoch(ToWorker):
+    """A new epoch, sent to every worker as soon as it is decided, and again to a worker that is behind."""
+
+    epoch: int
+    members: tuple[int, ...]
+    gather: bool  # the members answer with their inventories, and wait for the plan
+    regroup: bool  # they form a new group at the store, too
+    store_port: int
+    commit: Commit | None  # the last one
+    digest: str | None  # of the plan that they have prepared
+    go: Go | None  # when no message is left to wait for
+
+
+@message
+class Plan(ToWorker):
+    """The document that every member makes the plan of an epoch from, when the last inventory is in."""
+
+    epoch: int
+    committed: int
+    members: tuple[int, ...]
+    leaving: tuple[int, ...]  # the members that had given notice
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+    inventories: tuple[tuple[int, str], ...]  # worker and text
+
+
+@message
+class Prepare(ToWorker):
+    """The document of an epoch that will begin with the coming commit; the answer has the same number."""
+
+    number: int
+    plan: Plan
+
+
+@message
+class Validated(ToWorker):
+    """The outcome of the validation pass after a step is known; the next step may begin."""
+
+    step: int
+
+
+@message
+class Arm(ToWorker):
+    """Faults that became known while the job runs."""
+
+    faults: tuple[Plain, ...]
+
+
+@message
+class Inflict(ToWorker):
+    """The worker is to harm itself: the fault is recorded. `do` names the kind, `slot` the slot that it is about."""
+
+    fault: str
+    do: str
+    parameters: Mapping[str, Scalar]
+    slot: Slot | None
+
+
+@message
+class Fired(ToWorker):
+    """A fault has struck, at any worker; the worker that waits for it goes on."""
+
+    fault: str
+
+
+@message
+class Cut(ToAgent):
+    """The owner of the first slot has cut the model: first layer of each stage, and the names of all layers."""
+
+    starts: tuple[int, ...]
+    layers: tuple[str, ...]
+
+
+@message
+class Border(ToAgent, ToWorker):
+    """What a stage hands to the next, told by its owner and passed on to every worker: shape, dtype, needs gradient."""
+
+    stage: int
+    specs: tuple[tuple[tuple[int, ...], str, bool], ...]
+
+
+@message
+class Pure(ToAgent):
+    """The marks of some layers, by layer and name of the value, from the check before training."""
+
+    rows: tuple[tuple[str, Mapping[str, str]], ...]
+
+
+@message
+class Ready(ToAgent):
+    """The worker has joined, and waits for training."""
+
+
+@message
+class Heartbeat(ToAgent):
+    """The answer to a ping: the open step, the actions begun in it, and whether the last of them is running."""
+
+    epoch: int
+    step: int
+    index: int
+    inside: bool
+
+
+@message
+class Vote(ToAgent):
+    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss."""
+
+    epoch: int
+    step: int
+    pipeline: int
+    stage: int
+    layers: tuple[int, ...] = ()
+    squared_norms: tuple[float, ...] = ()  # of the gradients of these layers
+    loss: float | None = None
+
+
+@message
+class Audit(ToAgent):
+    """The hashes of some layers of a replica after a step: state, buffers, and marks of the tensors of each."""
+
+    step: int
+    pipeline: int
+    rows: tuple[tuple[int, str, str, Marks, Marks], ...]
+
+
+@message
+class Validation(ToAgent):
+    """The mean loss of the validation pass after a step, and the metric if the model has one."""
+
+    step: int
+    loss: float
+    metric: float | None
+
+
+@message
+class Finished(ToAgent):
+    """The worker has done all of the last step, and waits to be let go."""
+
+    epoch: int
+    peak_stash: tuple[tuple[int, int, int], ...]  # pipeline, stage, microbatches kept at most
+    peak_memory_kib: int
+
+
+@message
+class Suspicion(ToAgent):
+    """A transfer has failed, or a group could not be formed: `text` says how; the worker waits for an epoch."""
+
+    epoch: int
+    text: str
+
+
+@message
+class Refused(ToAgent):
+    """The last message of a worker that has found mistakes of the user."""
+
+    problems: tuple[Problem, ...]
+
+
+@message
+class Failed(ToAgent):
+    """The last message of a worker that has found an error of the run; `code` is the exit code that it asks for."""
+
+    error: str
+    code: int
+
+
+@message
+class Raised(ToAgent):
+    """The last message of a worker in which something raised in a step; `error` is type and text of the exception."""
+
+    step: int
+    error: str
+    traceback: str
+
+
+@message
+class Inventory(ToAgent):
+    """All that a frozen worker holds, as text; `whole` are the places of the slots of which it has a whole replica."""
+
+    epoch: int
+    holds: str
+    whole: tuple[int, ...]
+
+
+@message
+class Planned(ToAgent):
+    """The worker has made the plan: its digest, and the stages that it cannot bring back."""
+
+    epoch: int
+    digest: str
+    lost_stages: tuple[int, ...]
+
+
+@message
+class Prepared(ToAgent):
+    """The worker has made the plan of the order with this number."""
+
+    number: int
+    digest: str
+
+
+@message
+class Notice(ToAgent):
+    """The worker got SIGTERM, and is going to leave."""
+
+
+@message
+class Strike(ToAgent):
+    """The moment of a fault has come at this worker."""
+
+    fault: str
+
+
+@message
+class Suffered(ToAgent):
+    """The worker has felt a fault: `how` says so in words."""
+
+    fault: str
+    how: str
+
+
+@message
+class Mark(ToAgent):
+    """The worker has come to a phase of a recovery that a fault waits for."""
+
+    epoch: int
+    phase: OwnPhase

@@ -1,0 +1,79 @@
+"""The control messages about processes: between the launcher and its fork server, lanes, store; signs of life, ends.
+
+`messages.py` has those of training.
+"""
+
+from __future__ import annotations
+
+from engine.core.message_codec import Message, Plain, ToWorker, message
+
+
+@message
+class Begin(Message):
+    """The launcher asks the fork server for a process in between, before the first of some children."""
+
+
+@message
+class Fork(Message):
+    """The launcher asks the process in between for a child, with the child's descriptors: first pipe and log."""
+
+    role: str
+    name: str
+
+
+@message
+class Forked(Message):
+    """The process in between has forked a child, whose pidfd comes along."""
+
+    pid: int
+
+
+@message
+class Unforked(Message):
+    """The process in between was refused a child."""
+
+    error: str
+
+
+@message
+class Leave(Message):
+    """The launcher wants no more children now."""
+
+
+@message
+class Left(Message):
+    """The fork server says that the process in between has ended."""
+
+
+@message
+class Case(Message):
+    """The launcher gives a lane its next case."""
+
+    task: Plain
+
+
+@message
+class Done(Message):
+    """A lane answers its case."""
+
+    result: Plain
+
+
+@message
+class Serving(Message):
+    """The rendezvous store serves: said at its start, and in answer to every ping."""
+
+
+@message
+class Ping(ToWorker):
+    """The agent asks for a sign of life, of each worker and of the rendezvous store, with every tick."""
+
+
+@message
+class Bye(ToWorker):
+    """Every worker has finished, and may leave."""
+
+
+@message
+class Stop(ToWorker):
+    """The run ends now, whatever the worker waits for."""

@@ -1,0 +1,210 @@
+"""Control messages: every kind comes back as it was sent, and one that is not as its class says is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from random import Random
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+import engine.bench.figures.bench_messages
+import engine.core.process_messages  # noqa: F401 - which registers its kinds, as the one before
+from engine.core.errors import InvariantError
+from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
+from engine.core.messages import Commit, Epoch, Go, Heartbeat, Inflict, Vote
+from tests.test_house import MODULES
+
+KINDS = sorted((kind, made) for kind, made in kinds().items() if made.__module__.startswith("engine."))
+
+
+@message
+class Everything(ToAgent):
+    """A message with a field of each form that a field may have."""
+
+    number: int
+    text: str
+    is_so: bool
+    real: float
+    maybe: int | None
+    choice: Literal["one", "other"]
+    many: tuple[int, ...]
+    pair: tuple[int, str]
+    nested: tuple[tuple[int, tuple[str, ...]], ...]
+    inner: Commit | None
+    named: Mapping[str, str | int]
+    plain: Mapping[str, Any]
+
+
+WHOLE = Everything(
+    1, "a", True, 0.5, None, "one", (1, 2), (1, "b"), ((1, ("c",)),), Commit(1, 1.0, "end"), {"a": 1}, {"b": [None]}
+)
+
+
+SCALARS: dict[Any, tuple[Any, ...]] = {
+    int: (0, -1, 2**62),
+    str: ("", "two words", "\u00e9\n"),
+    bool: (True, False),
+    float: (0.1 + 0.2, -0.0, float("inf")),
+    NoneType: (None,),
+    Any: ([], {"a": [1]}, "text", None),
+}
+
+
+def value_of(hint: Any, draw: Random) -> Any:
+    """Returns some value of the annotation of a field."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return made_of(hint, draw)
+    if hint in SCALARS or origin is Literal:
+        return draw.choice(SCALARS.get(hint, arguments))
+    if origin is UnionType:
+        return value_of(draw.choice(arguments), draw)
+    many = range(draw.randrange(3))
+    if origin is tuple:
+        each = [arguments[0] for _ in many] if arguments[-1] is ... else arguments
+        return tuple(value_of(one, draw) for one in each)
+    assert origin is Mapping, f"no values are known for {hint}"
+    return {str(name): value_of(arguments[1], draw) for name in many}
+
+
+def made_of(made: Any, draw: Random) -> Any:
+    """Returns a data class with some value in each field."""
+    return made(**{name: value_of(hint, draw) for name, hint in get_type_hints(made).items()})
+
+
+@pytest.mark.parametrize(("kind", "made"), KINDS, ids=[kind for kind, _ in KINDS])
+def test_every_kind_comes_back_as_it_was_sent(kind: str, made: type[Message]) -> None:
+    draw = Random(0)  # noqa: S311
+    for _ in range(30):
+        sent = made_of(made, draw)
+        travels = encode(sent)
+        assert json.loads(travels)["kind"] == kind == made.__name__.lower()
+        assert decode(travels) == sent
+
+
+def test_every_kind_says_by_whom_and_when_it_is_sent() -> None:
+    written_by_dataclass = [kind for kind, made in KINDS if str(made.__doc__).startswith(made.__name__ + "(")]
+    assert written_by_dataclass == []
+
+
+def test_floats_keep_their_bits() -> None:
+    values = (0.1 + 0.2, 5e-324, 1.7976931348623157e308, float("inf"), -0.0)
+    found = decode(encode(Vote(0, 0, 0, 0, (), values, math.nan)))
+    assert isinstance(found, Vote) and found.loss is not None
+    assert [each.hex() for each in found.squared_norms] == [each.hex() for each in values]
+    assert math.isnan(found.loss)
+
+
+def test_a_message_inside_another_comes_back_as_its_class() -> None:
+    told = Epoch(2, (0, 1), False, True, 80, Commit(1, 0.5, "epoch"), "digest", Go(False, True))
+    assert decode(encode(told)) == told
+
+
+def test_a_message_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Heartbeat(1, 2, 3, True).step = 4  # type: ignore[misc]
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    with pytest.raises(InvariantError, match="no message is of the kind 'gossip'"):
+        decode(b'{"kind":"gossip"}')
+    with pytest.raises(InvariantError, match="no message is of the kind None"):
+        decode(b"{}")
+
+
+@pytest.mark.parametrize("data", [b"", b"[1]", b'"ping"', b"{", b"\xff"])
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(InvariantError, match="these bytes are no message"):
+        decode(data)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Everything)])
+def test_a_missing_field_is_named(name: str) -> None:
+    found = json.loads(encode(WHOLE))
+    del found[name]
+    with pytest.raises(InvariantError, match=f"a message 'everything' lacks its field '{name}'"):
+        decode(json.dumps(found).encode())
+
+
+def test_a_field_that_the_class_does_not_have_is_named() -> None:
+    with pytest.raises(InvariantError, match="a message 'ping' has no field 'loudly'"):
+        decode(b'{"kind":"ping","loudly":true}')
+
+
+WRONG = [
+    ("number", True),
+    ("number", 1.0),
+    ("text", None),
+    ("is_so", 1),
+    ("real", "0.5"),
+    ("maybe", "1"),
+    ("choice", "neither"),
+    ("choice", None),
+    ("many", 1),
+    ("many", [1, "2"]),
+    ("pair", [1]),
+    ("pair", ["b", 1]),
+    ("nested", [[1, "c"]]),
+    ("inner", 5),
+    ("named", []),
+    ("named", {"a": None}),
+    ("plain", "b"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_a_field_of_a_wrong_type_is_named(name: str, value: object) -> None:
+    found = json.loads(encode(WHOLE)) | {name: value}
+    with pytest.raises(InvariantError, match=f"the field '{name}' of a message 'everything' is not .*: "):
+        decode(json.dumps(found).encode())
+
+
+def test_a_wrong_field_of_a_message_inside_another_is_named() -> None:
+    found = json.loads(encode(WHOLE))
+    del found["inner"]["step"]
+    with pytest.raises(InvariantError, match="a message 'commit' lacks its field 'step'"):
+        decode(json.dumps(found).encode())
+
+
+def test_all_forms_come_back() -> None:
+    assert decode(encode(WHOLE)) == WHOLE
+
+
+def test_a_number_without_a_fraction_is_a_float_too() -> None:
+    found = decode(b'{"kind":"commit","step":1,"clip_factor":1,"then":"end"}')
+    assert found == Commit(1, 1.0, "end")
+
+
+def test_a_slot_is_a_pair_again() -> None:
+    assert decode(encode(Inflict("f", "kill", {"code": 3, "hard": True}, (0, 1)))) == Inflict(
+        "f", "kill", {"code": 3, "hard": True}, (0, 1)
+    )
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    class Heartbeat(Message):
+        """Has the name of another."""
+
+    with pytest.raises(AssertionError, match="two kinds of message are called 'heartbeat'"):
+        message(Heartbeat)
+
+
+def test_an_annotation_that_no_reader_knows_is_refused() -> None:
+    @message
+    class Strange(Message):
+        """Has a field that JSON cannot hold."""
+
+        field: set[int]
+
+    with pytest.raises(AssertionError, match="no field of a message can be"):
+        decode(b'{"kind":"strange","field":[]}')
+
+
+def test_modules_that_define_messages_are_all_looked_at() -> None:
+    modules = {each.name for each in MODULES if "\n@message\n" in each.text}
+    assert {made.__module__ for _, made in KINDS} == modules

@@ -1,0 +1,55 @@
+"""Control messages that only tests have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.core.message_codec import Message, ToAgent, ToWorker, message
+from engine.core.messages import Commit, Epoch
+
+
+@message
+class Call(Message):
+    """A peer is to call a function."""
+
+    module: str
+    function: str
+    arguments: tuple[Any, ...]
+
+
+@message
+class Result(Message):
+    """What the function has returned."""
+
+    value: Any
+
+
+@message
+class Word(ToAgent, ToWorker):
+    """Anything; a control gives it a meaning of no kind."""
+
+    text: str = ""
+
+
+@message
+class SmallPlan(ToWorker):
+    """What a worker of a small run needs for an epoch."""
+
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+    healing: tuple[tuple[int, int, int], ...]
+    committed: int
+    commit: Commit | None
+    inventories: tuple[str, ...] | None
+
+
+@message
+class Report(ToAgent):
+    """What a worker of a small run holds at the end: pipeline, stage and hashes."""
+
+    rows: tuple[tuple[int, int, str, str, str], ...]
+
+
+def an_epoch(number: int, members: tuple[int, ...] = (0,), *, regroup: bool = False) -> Epoch:
+    """Returns the message of an epoch in which every member has to answer."""
+    return Epoch(number, members, True, regroup, 0, None, None, None)
