@@ -1,1 +1,1 @@
-"""YAML in, run folders out."""
+"""Reads YAML files and environment variables; reads and writes the files of run folders."""

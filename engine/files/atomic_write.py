@@ -1,4 +1,4 @@
-"""Writes a file so that a reader, or a crash, meets the old text or the new one and never a part."""
+"""Replaces a file in one step: after a crash, and for every reader, it holds the old text or the new one, no part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces the file at `path` once the whole text is on disk.
 
     Raises:
-        StorageError: the text could not be stored; what was at `path` is unchanged.
+        StorageError: the text could not be stored; the file at `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

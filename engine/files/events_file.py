@@ -1,4 +1,4 @@
-"""Reads events.jsonl, the only truth about a run; what is learned after its end is added there."""
+"""Reads events.jsonl, the record of a run from which every result is computed, and adds findings made after its end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from engine.core.history.run_history import RunHistory, history_of
 
 
 def read_history(path: Path) -> RunHistory:
-    """Returns what the events of a run add up to; raises what `read_events` raises."""
+    """Returns the history that the events of a run add up to; raises the errors of `read_events`."""
     return history_of(read_events(path))
 
 
 def read_events(path: Path, start: int = 0) -> Iterator[Record]:
-    """Yields the records of a run in the order of writing; a last line that is still being written is left out.
-
-    `start` is the size, in bytes, that the file once had: what was written before is left out too.
+    """Yields the records of a run in the order of writing, from byte `start` on; an unfinished last line is left out.
 
     Raises:
         StorageError: the file cannot be read, is of another version, or a line before the last is no event.
@@ -34,7 +32,7 @@ def read_events(path: Path, start: int = 0) -> Iterator[Record]:
 
 
 def events_of(data: bytes, path: Path, start: int = 0) -> Iterator[Record]:
-    """Yields the records of what was read of a run's file from a byte on; a half-written last line is left out.
+    """Yields the records in `data`, the bytes of `path` from `start` on; an unfinished last line is left out.
 
     Raises:
         StorageError: the file is of another version, or a line before the last is no event.
@@ -52,10 +50,10 @@ def events_of(data: bytes, path: Path, start: int = 0) -> Iterator[Record]:
 
 
 def add_event(path: Path, record: Record) -> None:
-    """Adds to the events of a run that has ended what was learned afterwards; such an event has no time.
+    """Appends a finding about a run that has ended; such a record has no time.
 
     Raises:
-        StorageError: it could not be written.
+        StorageError: the file could not be written.
     """
     try:
         with path.open("a", encoding="utf-8") as file:

@@ -41,8 +41,7 @@ def git_commit(folder: Path) -> str | None:
             if (parent / ".git").exists():
                 return _commit(_git_dir(parent / ".git"))
     except OSError:
-        # A repository that this user may not read is none to them; it is no reason not to train.
-        pass
+        pass  # an unreadable repository must not keep a job from training
     return None
 
 
@@ -54,7 +53,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cpu_info(path: Path) -> dict[str, str]:
-    """Returns the first processor's lines of /proc/cpuinfo."""
+    """Returns the fields of the first processor in /proc/cpuinfo."""
     first = path.read_text().split("\n\n", 1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}

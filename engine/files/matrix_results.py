@@ -1,7 +1,7 @@
-"""The results of a matrix run: ``results.jsonl`` in its folder, one cell per line, appended as they come.
+"""The results of a matrix run: ``results.jsonl`` in its folder, one line per finished cell.
 
-Rules: a line is in the kernel's hands before the next cell is given out. The last line of a cell counts. A line that
-was cut off, by the end of whoever wrote it, is left out.
+Rules: a result is passed to the kernel before the next cell starts, so a killed run keeps its results. A cell that ran
+again has several lines, and the last one counts. A line that a killed writer left unfinished is ignored.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FOLDER = "matrices"
 
 
 def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
-    """Makes the folder of a new run of a matrix.
+    """Makes and returns the folder of a new run of a matrix.
 
     Raises:
-        StorageError: `results` cannot hold it.
+        StorageError: it could not be made in `results`.
     """
     folder = results / _FOLDER / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
     try:
@@ -48,7 +48,7 @@ def newest_folder(results: Path, name: str) -> Path:
 
 
 def append_result(folder: Path, result: CellResult) -> None:
-    """Adds one result.
+    """Appends one result.
 
     Raises:
         StorageError: it could not be written.
@@ -58,7 +58,7 @@ def append_result(folder: Path, result: CellResult) -> None:
         fd = os.open(folder / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             size = os.fstat(fd).st_size
-            # What was cut off stays a line of its own.
+            # An unfinished line is ended first, so that it damages no other.
             os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
         finally:
             os.close(fd)
@@ -67,7 +67,7 @@ def append_result(folder: Path, result: CellResult) -> None:
 
 
 def read_results(path: Path) -> dict[str, CellResult]:
-    """Returns the last result of every cell; none where there is no such file. `path` is a folder or the file.
+    """Returns the last result of every cell; an absent file has none. `path` is the file or its folder.
 
     Raises:
         StorageError: the file cannot be read.
@@ -88,10 +88,10 @@ def read_results(path: Path) -> dict[str, CellResult]:
 
 
 def usual_seconds(paths: Iterable[Path]) -> dict[str, float]:
-    """Returns the median time of each cell over some files of results.
+    """Returns the median duration of each cell, in seconds, over several files of results.
 
     Raises:
-        StorageError: one cannot be read.
+        StorageError: a file cannot be read.
     """
     times: dict[str, list[float]] = {}
     for path in paths:

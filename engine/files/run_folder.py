@@ -1,7 +1,7 @@
 """The folder of one run, ``results/<time>-<name>-<hex>/``, and the link ``results/latest`` to the newest.
 
-Rules: a run folder belongs to its user alone (mode 0700). The link and run.json are replaced in one step, so that
-a reader never meets a missing link or half a file.
+Rules: only its user can open a run folder (mode 0700). The link and run.json are replaced in one step, so that a reader
+never finds the link missing or the file half written.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _RUN_NAME = re.compile(r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where the files of one run lie."""
+    """The paths of the files of one run."""
 
     path: Path
 
     @property
     def events(self) -> Path:
-        """What the workers did, one JSON object per line."""
+        """The events of the run, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
     def trajectory(self) -> Path:
-        """The hashes and losses, one row per (step, layer)."""
+        """The hashes and losses of the run, one row per (step, layer)."""
         return self.path / "trajectory.csv"
 
     @property
     def run_json(self) -> Path:
-        """The resolved job, facts of the host, and the outcome."""
+        """The resolved job, the facts of the host and the outcome."""
         return self.path / "run.json"
 
     @property
     def logs(self) -> Path:
-        """The folder for what workers print."""
+        """The folder of the workers' output."""
         return self.path / "logs"
 
     def write_run_json(self, mapping: Mapping[str, object]) -> None:
-        """Replaces run.json; numbers must be finite, as JSON has no others.
+        """Replaces run.json; `mapping` holds finite numbers only, because JSON has no others.
 
         Raises:
             StorageError: the file could not be written.
@@ -56,10 +56,10 @@ class RunFolder:
 
 
 def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> RunFolder:
-    """Makes the folder of a new run, with its logs folder, and points ``latest`` at it.
+    """Makes and returns the folder of a new run, with its logs folder, and points ``latest`` at it.
 
     Raises:
-        StorageError: `results` cannot hold it.
+        StorageError: it could not be made in `results`.
     """
     folder = RunFolder(results / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}")
     assert _RUN_NAME.fullmatch(folder.path.name), folder.path.name
@@ -87,11 +87,11 @@ def _point_latest(results: Path, target: str) -> None:
 
 
 def find_run(results: Path, run: str | None = None) -> RunFolder:
-    """Returns the run that `run` names: its folder's name or the beginning of it; None and ``latest`` are the newest.
+    """Returns the run whose folder's name is `run` or begins with it; None and ``latest`` stand for the newest run.
 
     Raises:
         NothingMatchedError: there is no such run.
-        UserError: several names begin like this.
+        UserError: several names begin with `run`.
     """
     if run is None or run == LATEST:
         try:
@@ -110,7 +110,7 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
 
 
 def _run_names(results: Path) -> list[str]:
-    """Returns the names of all run folders, the oldest first; of none where there is no such folder."""
+    """Returns the names of all run folders, the oldest first; an absent `results` has none."""
     if not results.is_dir():
         return []
     return sorted(each.name for each in results.iterdir() if _RUN_NAME.fullmatch(each.name) and each.is_dir())

@@ -1,4 +1,4 @@
-"""Reads YAML as plain values and says where each stands; refuses what would surprise whoever wrote it.
+"""Reads YAML as plain values with the place of each; refuses forms whose value would surprise their author.
 
 Rules: duplicate keys, keys that are not text, anchors, aliases, tags, merge keys, a second document and ambiguous
 scalars are problems. Size and depth are bounded. Values are built from the parser's events, so no constructor of PyYAML
@@ -29,7 +29,7 @@ _BROKEN: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What one file or text says: its value, the (line, column) of every value and key, and the problems found."""
+    """One file or text: its value, the (line, column) of every value and key, and the problems found."""
 
     source: str
     value: Value = None
@@ -39,13 +39,13 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Returns what a YAML file says, with its problems for the caller to report beside its own.
+    """Returns a YAML file as a document; the caller reports its problems together with its own.
 
     Raises:
-        UserError: the file cannot be read at all.
+        UserError: the file cannot be opened or read.
     """
     source = str(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would block
         raise UserError([Problem("", "a file", "something else", "", source)])
     try:
         with path.open("rb") as file:
@@ -65,7 +65,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def read_text(text: str, source: str) -> Document:
-    """Returns what a YAML text says; `source` is the name of the text in its problems."""
+    """Returns a YAML text as a document; `source` names the text in its problems."""
     builder = _Builder(source)
     value = builder.build(text)
     value = None if value is _BROKEN else value
@@ -73,12 +73,12 @@ def read_text(text: str, source: str) -> Document:
 
 
 def read_scalar(text: str, source: str, name: str) -> Document:
-    """Returns what a text of the command line or the environment says: one scalar, the value of `name`."""
+    """Returns a text of the command line or the environment as a document of one scalar, the value of `name`."""
     document = read_text(text, source)
     problems = [replace(problem, field=problem.field or name, line=0, column=0) for problem in document.problems]
     if not problems and isinstance(document.value, (list, dict)):
         problems = [Problem(name, "one value", _kind(document.value), "quote it", source)]
-    # YAML drops a comment silently; here it was surely meant as a part of the value.
+    # YAML would drop " # ..." as a comment; on a command line it is part of the value.
     if not problems and re.search(r"^[^'\"]*(^|\s)#", text):
         problems = [Problem(name, "one value", repr(text), "quote it", source)]
     return replace(document, value=None if problems else document.value, problems=tuple(problems))
@@ -117,7 +117,7 @@ class _Builder:
             place = (error.problem_mark.line + 1, error.problem_mark.column + 1) if error.problem_mark else (1, 1)
             self.problems.append(Problem("", "readable YAML", "", hint, self.source, *place))
         except (ValueError, OverflowError):
-            # PyYAML lets these through for an escape such as "\UFFFFFFFF".
+            # PyYAML raises these for an escape such as "\UFFFFFFFF".
             place = (self.loader.line + 1, self.loader.column + 1)
             self.problems.append(
                 Problem("", "readable YAML", "", "an escape that names no character", self.source, *place)
@@ -204,7 +204,7 @@ class _Builder:
         if text == "<<":
             self._refuse(path, event, "no merge key", "'<<'", "write its keys out")
             return None
-        # As keys, y and n are names that every reader in use takes as text.
+        # As keys, y and n are fine: the YAML readers in use all take them as text.
         if (surprise(text) and text.lower() not in ("y", "n")) or not isinstance(plain_value(text), str):
             self._refuse(path, event, "a text key", repr(text), "quote it")
             return None

@@ -1,4 +1,4 @@
-"""The file trajectory.csv: the rows of a trajectory as text that gives back every bit of them."""
+"""The file trajectory.csv: the rows of a trajectory as text from which every bit can be read back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.files.atomic_write import write_atomically
 
 
 def write_trajectory(path: Path, rows: Iterable[Row]) -> None:
-    """Writes the rows in the order given.
+    """Writes the rows in the given order.
 
     Raises:
         StorageError: the file could not be written.
@@ -24,7 +24,7 @@ def read_trajectory(path: Path) -> list[Row]:
     """Returns the rows in the order of the file.
 
     Raises:
-        StorageError: the file cannot be read, or is damaged; names the line.
+        StorageError: the file cannot be read, or a line, which the message names, is damaged.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

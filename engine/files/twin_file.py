@@ -12,20 +12,20 @@ from engine.files.trajectory_file import read_trajectory, write_trajectory
 
 
 def kept_twin(results: Path, fingerprint: str) -> list[Row] | None:
-    """Returns the rows of a twin that ran before, or None.
+    """Returns the rows of a twin that ran before; None if its file does not exist.
 
     Raises:
-        StorageError: the file is damaged.
+        StorageError: the file cannot be read or is damaged.
     """
     path = _path(results, fingerprint)
     return read_trajectory(path) if path.exists() else None
 
 
 def keep_twin(results: Path, fingerprint: str, rows: Iterable[Row]) -> None:
-    """Keeps the rows of a twin.
+    """Writes the rows of a twin.
 
     Raises:
-        StorageError: they could not be written.
+        StorageError: the file could not be written.
     """
     path = _path(results, fingerprint)
     try:
@@ -36,7 +36,7 @@ def keep_twin(results: Path, fingerprint: str, rows: Iterable[Row]) -> None:
 
 
 def source_hash(package: Path) -> str:
-    """Returns the SHA-256 (hex) over the Python files of a package: another program may compute other bits."""
+    """Returns the SHA-256 (hex) over the Python files of a package: changed code may compute other bits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())

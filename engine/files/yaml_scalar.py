@@ -1,7 +1,7 @@
-"""What an unquoted YAML scalar means, by the core schema of YAML 1.2, and which ones no two readers agree on.
+"""The value of an unquoted YAML scalar by the core schema of YAML 1.2, and the scalars on which YAML readers disagree.
 
-YAML 1.1 reads ``yes`` as true, ``1:30`` as 90 and ``010`` as 8; version 1.2 reads text, text and 10. Either would
-surprise somebody, so these are refused rather than read.
+YAML 1.1 reads ``yes`` as true, ``1:30`` as 90 and ``010`` as 8; version 1.2 reads text, text and 10. Such a scalar is
+refused, because either reading would surprise some users.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def plain_value(text: str) -> YamlScalar:
 
 
 def surprise(text: str) -> str:
-    """Returns what to write instead when readers of YAML disagree on an unquoted scalar, or an empty string."""
+    """Returns how else to write an unquoted scalar on which YAML readers disagree; empty for any other scalar."""
     return next((hint for pattern, hint in _SURPRISES if pattern.fullmatch(text)), "")

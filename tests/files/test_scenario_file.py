@@ -102,7 +102,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         (
             "version: 2\nnmae: x\nabout: 5\nfaults: []\n",
             [
-                "case.yaml:1:1: name: expected a value, found nothing (its name)",
+                "case.yaml:1:1: name: expected a value, found nothing (the scenario's name)",
                 "case.yaml:1:10: version: expected 1, found 2",
                 "case.yaml:2:1: nmae: expected a field that is known here, found 'nmae' (did you mean 'name'?)",
                 "case.yaml:3:8: about: expected one sentence, found 5",

@@ -48,5 +48,5 @@ def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
 
 def test_a_file_of_other_bytes_is_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"expected a CSV file with compute lists, found .* \(it is no UTF-8 text\)$"):
+    with pytest.raises(UserError, match=r"expected a CSV file with compute lists, found .* \(it is not UTF-8 text\)$"):
         schedule_of(str(tmp_path / "x.csv"))

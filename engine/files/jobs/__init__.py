@@ -1,1 +1,1 @@
-"""Job files, and the layers of values that make a job."""
+"""Job files and the other layers of values from which a job is resolved."""

@@ -1,7 +1,7 @@
 """Resolves a job from all its layers: default < user file < project file < job file < ``BAMBOO_*`` < ``--set`` < flag.
 
-Rules: the layers meet field by field, and argument by argument within ``model_args`` and its like. All problems of all
-layers come out at once, each at the place of its value.
+Rules: layers are merged field by field, and ``model_args`` and the other arguments one by one. The problems of all
+layers are reported together, each at the place of its value.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from engine.files.jobs.schedule_file import own_schedule
 from engine.files.strict_yaml import Document
 
 PROJECT_FILE = "bamboo.yaml"
-Offered = Callable[[Job], Iterable[Problem]]  # what is wrong with the models, data and arguments that a job names
-
-NAMES = {"model", "data", "optimizer"}
+Offered = Callable[[Job], Iterable[Problem]]  # the problems with the models, data and arguments that a job names
 
 
 def anything(job: Job) -> Iterable[Problem]:
-    """Finds nothing wrong with what a job names."""
+    """Accepts every model, data set and argument that a job names."""
     return ()
 
 
@@ -42,8 +40,8 @@ def resolve_job(
 ) -> Resolved:
     """Returns the job that all layers make together.
 
-    `settings` are the ``FIELD=VALUE`` of ``--set``, `flags` the texts of flags by field, `project` the folder whose
-    ``bamboo.yaml`` is the project file.
+    `settings` holds the ``FIELD=VALUE`` of each ``--set``, `flags` the text of each flag by its field, and `project` is
+    the folder of the project file ``bamboo.yaml``.
 
     Raises:
         UserError: with every problem of every layer.
@@ -56,13 +54,13 @@ def resolve_job(
 
 
 def is_job(document: Document) -> bool:
-    """Says whether a document has the form of a job, and not of a scenario or a matrix, which have names too."""
+    """Says whether a document is a job file; a scenario and a matrix, which have a name too, are none."""
     keys = {path[0] for path in document.key_places if len(path) == 1}
     return bool(keys & (FIELD_TYPES.keys() - {"name"})) and not keys & {"job", "faults", "expect", "cases", "axes"}
 
 
 def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:
-    """Returns the job that some layers make together, the later ones deciding.
+    """Returns the job that the layers make together; a later layer overrides an earlier one.
 
     Raises:
         UserError: with every problem of every layer.
@@ -80,8 +78,8 @@ def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:
         for problem in check_job(job)
         if not (isinstance(own, Problem) and problem.field == "schedule")
     ]
-    # A name that is no text has been left out of the job, and its arguments would be held against the default.
-    if not NAMES & {problem.field for problem in problems}:
+    # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.
+    if not {"model", "data", "optimizer"} & {problem.field for problem in problems}:
         problems += [_at_its_place(problem, given) for problem in offered(job)]
     if problems:
         raise UserError(_in_order(problems, layers))
@@ -118,7 +116,7 @@ def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Prob
     for layer in layers:
         for source in [*(each.source for each in layer.problems), *(each.source for each in layer.given)]:
             rank.setdefault(source, len(rank))
-    # A rule between defaults and given values may have no source; such a problem comes first.
+    # A problem between defaults and given values may have no source; it comes first.
     return sorted(problems, key=lambda each: (rank.get(each.source, -1), each.line, each.column))
 
 

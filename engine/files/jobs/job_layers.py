@@ -1,8 +1,7 @@
-"""The layers that a job is resolved from: files, ``BAMBOO_*``, ``--set`` and flags, each read to checked values.
+"""Reads the layers from which a job is resolved: files, ``BAMBOO_*``, ``--set`` and flags.
 
-Rules: every layer is checked on its own, so that a mistake shows even where a higher layer hides it. Texts of the
-command line and the environment are YAML scalars; for a field that holds text they are taken as they stand, unless
-quoted.
+Rules: every layer is checked separately, so that a mistake is reported even if a higher layer overrides its value.
+Texts of the command line and the environment are YAML scalars; a text field takes an unquoted one literally.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, 
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 
 VERSION = 1
-# Variables of the program that are no fields of the job begin like this.
-RESERVED_PREFIX = "BAMBOO_ETCD"
+RESERVED_PREFIX = "BAMBOO_ETCD"  # of the variables that set up etcd and no job
 
 
 @dataclass(slots=True)
 class Layer:
-    """The good values of one layer, and its problems."""
+    """The valid values of one layer, and the problems with the others."""
 
     given: list[Given] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, given: Given) -> None:
-        """Takes in a value, or the problem with it."""
+        """Adds a value, or the problem with it."""
         checked = check(given)
         if isinstance(checked, Problem):
             self.problems.append(checked)
@@ -37,7 +35,7 @@ class Layer:
             self.given.append(checked)
 
     def add_text(self, given: Given) -> None:
-        """Takes in a value that is a text of the command line or the environment."""
+        """Adds a value from the command line or the environment, where it is text."""
         if not is_known(given.path) or (holds_text(given.path) and not given.value.startswith(("'", '"'))):
             self.add(given)
             return
@@ -48,7 +46,7 @@ class Layer:
 
 
 def file_layer(path: Path) -> Layer:
-    """Returns what a job file says."""
+    """Returns the layer of a job file; an unreadable file is a problem of the layer."""
     try:
         return document_layer(read_yaml(path))
     except UserError as error:
@@ -56,7 +54,7 @@ def file_layer(path: Path) -> Layer:
 
 
 def document_layer(document: Document) -> Layer:
-    """Returns what a document says that is a job."""
+    """Returns the layer of a document that holds the fields of a job."""
     layer = Layer(problems=list(document.problems))
     if isinstance(document.value, dict):
         for name, value in document.value.items():
@@ -69,7 +67,7 @@ def document_layer(document: Document) -> Layer:
 
 def _add_from_file(layer: Layer, document: Document, name: str, value: Any) -> None:
     def given(*path: str, value: Any) -> Given:
-        # Where a key means nothing, the key is what is wrong and not the value after it.
+        # The place of an unknown field is its key: the mistake is there and not in the value.
         place = document.places[path] if is_known(path) or name == "version" else document.key_places[path]
         return Given(path, value, f"{document.source}:{place[0]}:{place[1]}", document.source, *place)
 
@@ -86,7 +84,7 @@ def _add_from_file(layer: Layer, document: Document, name: str, value: Any) -> N
 
 
 def environment_layer(environment: Mapping[str, str]) -> Layer:
-    """Returns what the variables ``BAMBOO_STAGES``, ``BAMBOO_MODEL_ARGS__WIDTH`` and so on say."""
+    """Returns the layer of the variables ``BAMBOO_STAGES``, ``BAMBOO_MODEL_ARGS__WIDTH`` and so on."""
     layer = Layer()
     for variable in sorted(environment):
         if not variable.startswith("BAMBOO_") or variable.startswith(RESERVED_PREFIX):
@@ -101,7 +99,7 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
 
 
 def set_layer(settings: Iterable[str]) -> Layer:
-    """Returns what ``--set`` says, each of `settings` being one ``FIELD=VALUE``."""
+    """Returns the layer of ``--set``; each of `settings` is one ``FIELD=VALUE``."""
     layer = Layer()
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -113,7 +111,7 @@ def set_layer(settings: Iterable[str]) -> Layer:
 
 
 def flag_layer(flags: Mapping[str, str]) -> Layer:
-    """Returns what flags such as ``--microbatch-size 4`` say, given as texts by the name of their field."""
+    """Returns the layer of flags such as ``--microbatch-size 4``; `flags` maps each field to its text."""
     layer = Layer()
     for name, text in flags.items():
         denial = "no-" if FIELD_TYPES.get(name) is bool and text == "false" else ""

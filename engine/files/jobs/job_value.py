@@ -1,6 +1,6 @@
-"""One value that somebody gave for a field of the job: where it stands, and whether it has the field's type.
+"""One value given for a field of the job: its place, and the check of its type.
 
-Types are those of `engine.core.config.job.Job`; a whole number passes for a number, nothing else is converted.
+A field has its type in `engine.core.config.job.Job`. A whole number is converted to a number; no other value is.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EXPECTED: dict[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value for `path`: a field, or a field of arguments and the name of one.
+    """A value for `path`: a field, or a field of arguments and the name of an argument.
 
-    `origin` names its place in a list of all values, `source` (with line and column in a file) in a message.
+    `origin` is its place as the list of all values shows it; messages show `source`, with line and column in a file.
     """
 
     path: Path
@@ -44,29 +44,29 @@ class Given:
 
     @property
     def name(self) -> str:
-        """The path as people write it, such as ``model_args.width``."""
+        """The path with dots, such as ``model_args.width``."""
         return ".".join(self.path)
 
     def problem(self, expected: str, found: str, hint: str = "") -> Problem:
-        """Returns a problem with this value, at its place."""
+        """Returns a problem at the place of this value."""
         return Problem(self.name, expected, found, hint, self.source, self.line, self.column)
 
 
 def is_known(path: Path) -> bool:
-    """Returns whether a job has this field, or may have an argument of this name."""
+    """Returns whether a job has this field or can have this argument."""
     if len(path) == 1:
         return path[0] in FIELD_TYPES
     return path[0] in ARGS_FIELDS and path[1].isidentifier()
 
 
 def holds_text(path: Path) -> bool:
-    """Returns whether a known `path` is a field of text only."""
+    """Returns whether a known `path` is a field that only holds text."""
     return len(path) == 1 and (FIELD_TYPES[path[0]] is str or get_origin(FIELD_TYPES[path[0]]) is Literal)
 
 
 def check(given: Given) -> Given | Problem:
-    """Returns `given` with its value in the type of its field, or what is wrong with it."""
-    # pydantic takes 40 ms to import; help texts and files that cannot be read do without it.
+    """Returns `given` with its value converted to the type of its field, or the problem with it."""
+    # pydantic takes 40 ms to import, and help texts and unreadable files do not need it.
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     if not is_known(given.path):
@@ -83,7 +83,7 @@ def check(given: Given) -> Given | Problem:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a message shows it, in the words of YAML."""
+    """Returns the text of a value in messages, in the words of YAML."""
     if isinstance(value, (list, dict)):
         return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
     if value is None:

@@ -1,4 +1,4 @@
-"""The outcome of resolving a job: its values, and where each of them came from."""
+"""A resolved job: its values, and the origin of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Resolved:
 
 
 def explain(resolved: Resolved) -> list[tuple[str, object, str]]:
-    """Returns (field, value, origin) in the order of the job's fields; arguments have a row each."""
+    """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own."""
     rows: list[tuple[str, object, str]] = []
     for each in fields(Job):
         value = getattr(resolved.job, each.name)

@@ -1,8 +1,8 @@
-"""A schedule of the user's own: a CSV file, or a generator named ``package.module:generator``; both become CSV text.
+"""Turns a user's schedule, a CSV file or a generator named ``package.module:generator``, into CSV text.
 
-Rules: the file is read, or the generator (trusted code) called with P workers, V stages per worker and M microbatches,
-once, when the job is resolved: the text goes with the job, so every process runs the same lists. A generator returns
-one list per worker, of actions or of texts such as 2F0. Whether the lists can run is for the check of the job to say.
+Rules: a generator is trusted code. It is called with P workers, V stages per worker and M microbatches, and returns one
+list per worker, of actions or of texts such as 2F0. File and generator are read once, when the job is resolved; every
+process gets the text in the job and so runs the same lists. The check of the job decides whether the lists can run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from engine.core.schedules.csv_text import is_text
 
 
 def own_schedule(job: Job) -> str | Problem:
-    """Returns the schedule of `job` as a name or as CSV text, or why it cannot be had."""
+    """Returns the schedule of `job` as a built-in name or as CSV text, or the problem with its file or generator."""
     name = job.schedule
     if is_text(name) or not (name.endswith(".csv") or FACTORY.fullmatch(name)):
         return name
     try:
         text = Path(name).read_text(encoding="utf-8") if name.endswith(".csv") else _generated(name, job)
     except UnicodeDecodeError:
-        return Problem("schedule", "a CSV file with compute lists", repr(name), "it is no UTF-8 text")
+        return Problem("schedule", "a CSV file with compute lists", repr(name), "it is not UTF-8 text")
     except OSError as error:
         return Problem("schedule", "a file or a generator that can be read", repr(name), error.strerror or str(error))
     except Exception as error:  # a user's generator may raise anything
-        what = f"{type(error).__name__}: {error}"
-        return Problem("schedule", "a generator that makes compute lists", repr(name), what)
+        reason = f"{type(error).__name__}: {error}"
+        return Problem("schedule", "a generator that makes compute lists", repr(name), reason)
     return text if is_text(text) else text + "\n"
 
 

@@ -1,1 +1,1 @@
-"""Scenario and matrix files, their form and their JSON schema."""
+"""Reads scenario and matrix files; defines their form and their JSON schemas."""

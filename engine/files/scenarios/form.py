@@ -1,7 +1,7 @@
-"""Forms: what a part of a YAML file may look like, said once; files are checked against it and schemas made of it.
+"""Forms: one definition of the valid values of a part of a YAML file serves to check files and to make JSON schemas.
 
-Rules: a form finds every problem in its part, each at its place, and goes on. A value that is no good is left out, so
-that whoever builds on the values meets only good ones.
+Rules: a form reports every problem in its part, each at its place. A value with a problem is left out of the result, so
+that the caller sees valid values only.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ BAD: Any = object()
 
 @dataclass(slots=True)
 class Reading:
-    """One document that is being checked, and what has been found wrong with it."""
+    """One document while it is checked, and the problems found so far."""
 
     document: Document
     problems: list[Problem] = field(default_factory=list)
 
     def refuse(self, path: KeyPath, expected: str, found: str = "", hint: str = "", *, key: bool = False) -> None:
-        """Notes a problem with the value at a path, or with its key."""
+        """Adds a problem with the value at a path, or with its key."""
         name = ".".join(str(part) for part in path)
         self.problems.append(Problem(name, expected, found, hint, self.document.source, *self.place(path, key=key)))
 
     def place(self, path: KeyPath, *, key: bool = False) -> tuple[int, int]:
-        """Returns line and column of what stands at a path, or of the nearest thing around it."""
+        """Returns line and column of the value or key at a path; if it is absent, of the nearest value around it."""
         places = self.document.key_places if key else self.document.places
         while path and path not in places:
             path, places = path[:-1], self.document.places
         return places.get(path, (1, 1))
 
     def located(self, problem: Problem) -> Problem:
-        """Returns a problem that names its field only with the line and column of that field, or of what is around."""
+        """Returns a problem with the `place` of its field added."""
         path: KeyPath = tuple(
             int(part) if part.isdecimal() and len(part) < 10 else part for part in problem.field.split(".")
         )
@@ -46,13 +46,13 @@ class Reading:
 
 
 def in_order(problems: Iterable[Problem]) -> UserError:
-    """Returns the error with all problems of one file, from its first line to its last."""
+    """Returns the error that holds all problems of one file, sorted by line."""
     return UserError(sorted(problems, key=lambda each: (each.line, each.column)))
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One value; `read` returns it in the program's units, or None when it is not what is `expected`."""
+    """One value; `read` returns it in the program's units, or None if it is not as `expected`."""
 
     expected: str
     read: Callable[[object], Any]
@@ -68,26 +68,26 @@ class Scalar:
         return found
 
     def schema(self) -> dict[str, Any]:
-        """Returns its JSON schema."""
+        """Returns the JSON schema of the value."""
         return dict(self.json)
 
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """A list in which each item has one form."""
+    """A list of at least one item; all items have the same form."""
 
     item: Form
 
     def check(self, reading: Reading, path: KeyPath, value: object) -> Any:
-        """Returns the items that are good."""
+        """Returns the items as their form reads them, or `BAD` if `value` is no such list."""
         if not isinstance(value, list) or not value:
             reading.refuse(path, "a list of at least one", shown(value))
             return BAD
-        # An item with a problem stays, with what is good of it, so that the numbers of the others do not shift.
+        # An item with a problem keeps its place, so that the numbers of the others do not shift.
         return [self.item.check(reading, (*path, number), each) for number, each in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
-        """Returns its JSON schema."""
+        """Returns the JSON schema of the form."""
         return {"type": "array", "minItems": 1, "items": self.item.schema()}
 
 
@@ -102,21 +102,21 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A mapping with known keys; of those in `one_of` exactly one must be there, of `any_of` at least one."""
+    """A mapping with known keys; exactly one key of `one_of` and at least one of `any_of` must be present."""
 
     entries: Mapping[str, Entry]
     one_of: tuple[str, ...] = ()
     any_of: tuple[str, ...] = ()
 
     def check(self, reading: Reading, path: KeyPath, value: object) -> Any:
-        """Returns a mapping of the entries that are good, or `BAD` when it is no mapping."""
+        """Returns the valid entries, or `BAD` if `value` is no mapping."""
         if not isinstance(value, dict):
-            reading.refuse(path, f"a mapping with {_some(self.entries)}", shown(value))
+            reading.refuse(path, f"a mapping with {', '.join(self.entries)}", shown(value))
             return BAD
         good = {}
         for name, each in value.items():
             if name not in self.entries:
-                hint = nearest(name, self.entries) or f"there is {_some(self.entries)}"
+                hint = nearest(name, self.entries) or f"there is {', '.join(self.entries)}"
                 reading.refuse((*path, name), "a field that is known here", repr(name), hint, key=True)
                 continue
             found = self.entries[name].form.check(reading, (*path, name), each)
@@ -136,7 +136,7 @@ class Mapped:
             reading.refuse(path, f"{' or '.join(self.any_of)}", "none of them")
 
     def schema(self) -> dict[str, Any]:
-        """Returns its JSON schema."""
+        """Returns the JSON schema of the form."""
         properties = {name: {"description": each.about, **each.form.schema()} for name, each in self.entries.items()}
         schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
         required = [name for name, each in self.entries.items() if each.required]
@@ -152,16 +152,12 @@ Form = Scalar | ListOf | Mapped
 
 
 def _is_there(reading: Reading, path: KeyPath, name: str, value: Mapping[str, object]) -> bool:
-    """Says whether a key is written, also when its value could not be read and has been reported for that."""
+    """Says whether a key is present in the file, even if its value had a problem and was left out."""
     return name in value or (*path, name) in reading.document.key_places
 
 
-def _some(names: Mapping[str, object]) -> str:
-    return ", ".join(names)
-
-
 def text(about: str = "text", pattern: str = "") -> Scalar:
-    """Returns the form of a text that is not empty; `pattern` is for the schema and must match it whole."""
+    """Returns the form of a text that is not empty and, if `pattern` is given, matches it as a whole."""
     import re
 
     def read(value: object) -> str | None:
@@ -172,7 +168,7 @@ def text(about: str = "text", pattern: str = "") -> Scalar:
 
 
 def whole(least: int = 0) -> Scalar:
-    """Returns the form of a whole number."""
+    """Returns the form of a whole number that is at least `least`."""
 
     def read(value: object) -> int | None:
         return value if type(value) is int and value >= least else None
@@ -181,7 +177,7 @@ def whole(least: int = 0) -> Scalar:
 
 
 def choice(*choices: str) -> Scalar:
-    """Returns the form of one of several words."""
+    """Returns the form of one of the words `choices`."""
 
     def read(value: object) -> str | None:
         return value if isinstance(value, str) and value in choices else None

@@ -1,8 +1,8 @@
-"""Reads matrix files, as strictly as scenario files: every mistake at its line and column, and no cell that cannot be.
+"""Reads matrix files and expands them to cells; every mistake is reported at its line and column.
 
-Rules: what a matrix says beside its cases, its job and what it expects, holds for every case, whose own fields decide.
-A combination of axes that names an action which a stage does not have, such as a first stage that receives, is no cell;
-a value of an axis that is left with no cell at all is a mistake. A scenario file is a matrix of one cell.
+Rules: the job and the expectations of a matrix hold for every case; a field of the case overrides them. A combination
+of axes that names an action which its stage does not have, such as a receive of the first stage, makes no cell. An
+axis value without any cell is a mistake. A scenario file is a matrix of one cell.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _MAPPING = Scalar("a mapping", lambda value: value if isinstance(value, dict) an
 _LIST = Scalar("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
 _CASE = Mapped(
     {
-        "name": Entry(_ID, "its name", required=True),
-        "about": Entry(text("one sentence"), "what it shows (default: what the matrix shows)"),
-        "only": Entry(_MAPPING, "labels of an axis that it is made for, if not all"),
-        "job": Entry(_MAPPING, "fields of the job, beside the matrix's"),
-        "faults": Entry(_LIST, "what is done to whom, and when", required=True),
-        "expect": Entry(_MAPPING, "what must come of it, beside what the matrix expects"),
+        "name": Entry(_ID, "the name of the case", required=True),
+        "about": Entry(text("one sentence"), "the purpose of the case (default: that of the matrix)"),
+        "only": Entry(_MAPPING, "per axis, the labels that the case is made for (default: all)"),
+        "job": Entry(_MAPPING, "fields of the job; they override those of the matrix"),
+        "faults": Entry(_LIST, "the faults, with their targets and moments", required=True),
+        "expect": Entry(_MAPPING, "expectations; they override those of the matrix"),
     }
 )
 _MATRIX = Mapped(
     {
         "version": Entry(constant(VERSION), f"{VERSION}", required=True),
-        "name": Entry(_ID, "its name", required=True),
-        "about": Entry(text("one sentence"), "what it shows, in one sentence", required=True),
+        "name": Entry(_ID, "the name of the matrix", required=True),
+        "about": Entry(text("one sentence"), "the purpose of the matrix, in one sentence", required=True),
         "job": Entry(_MAPPING, "fields of every case's job"),
-        "expect": Entry(_MAPPING, "what must come of every case"),
+        "expect": Entry(_MAPPING, "expectations of every case"),
         "axes": Entry(_MAPPING, "name: a list of values, or a mapping of label: fields"),
         "cases": Entry(ListOf(_CASE), "scenarios, in which $axis stands for a value", required=True),
     }
@@ -52,7 +52,7 @@ _ABSENT = re.compile(r"faults\.\d+\.at\.action")
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One cell that can be run: its scenario, the faults that its seed makes, and the line of its case."""
+    """One cell that can run: its scenario, the faults drawn by its seed, and the line of its case."""
 
     cell: Cell
     loaded: Loaded
@@ -61,7 +61,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix with its cells, and the combinations that are none."""
+    """A matrix: its cells, and in `absent` the combinations of axes that make no cell."""
 
     path: Path
     name: str
@@ -72,16 +72,17 @@ class Matrix:
 
 
 def matrix_schema() -> dict[str, Any]:
-    """Returns the JSON schema of matrix files; it says little of cases, where an axis may stand for anything."""
+    """Returns the JSON schema of matrix files; cases are hardly restricted, because $axis may replace any value."""
     return {"$schema": DIALECT, "title": "a bamboo matrix", **_MATRIX.schema()}
 
 
 def read_matrix(
     name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = (), offered: Offered = anything
 ) -> Matrix:
-    """Returns the matrix of a file, or of a name in the library; `settings` replace fields of every cell's job.
+    """Returns the matrix of a file, or of a name in the library.
 
-    `offered` knows what a job may name.
+    Each of `settings` is a ``FIELD=VALUE`` that overrides a field of every cell's job; `offered` checks the models,
+    data and arguments that a job names.
 
     Raises:
         UserError: with every problem found.
@@ -121,7 +122,7 @@ def _of_one_scenario(path: Path, loaded: Loaded, document: Document) -> Matrix:
 
 
 def _whole_cases(values: Mapping[str, Any]) -> list[int]:
-    """Returns the numbers of the cases that have what a case must have."""
+    """Returns the numbers of the cases that have the required fields."""
     cases = enumerate(values.get("cases", ()))
     return [number for number, each in cases if each is not BAD and {"name", "faults"} <= each.keys()]
 
@@ -168,7 +169,7 @@ def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mappin
 
 
 def _check_uses(reading: Reading, path: KeyPath, value: Any, axes: Mapping[str, Axis], at: KeyPath) -> None:
-    """Fields go in by ``with: $axis``, values by ``key: $axis``: neither can stand for the other."""
+    """Refuses an axis of mappings outside of ``with: $axis``, and an axis of single values in it."""
     if isinstance(value, dict):
         for key, each in value.items():
             for name in spread_axes(each) if key == SPREAD else ():
@@ -223,11 +224,11 @@ def _is_absent(problem: Problem) -> bool:
 
 
 def _document(reading: Reading, cell: Cell) -> Document:
-    """Returns the scenario of a cell, with the places at which the matrix file says each of its values."""
+    """Returns the scenario of a cell, with the place of each value in the matrix file."""
     known = reading.document.places
 
     def written(origin: KeyPath) -> KeyPath:
-        # What holds for every case stands beside the cases: cases.0.job.stages is job.stages there.
+        # A field that holds for every case stands outside of the cases: cases.0.job.stages is written as job.stages.
         return origin[2:] if origin not in known and origin[2:] in known and origin[2:] else origin
 
     places, key_places = (

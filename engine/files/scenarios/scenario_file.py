@@ -1,6 +1,6 @@
-"""Reads scenario files, strictly: every mistake of a file comes out at once, each with its line and column.
+"""Reads scenario files; all mistakes of a file are reported together, each at its line and column.
 
-Rules: the job of a scenario is what its file says and the defaults are; neither the user's files nor the environment
+Rules: the job of a scenario comes from its file and the defaults. The user's other files and the environment do not
 change it, so that a scenario means the same everywhere. A scenario is found by its path, or by its bare name in the
 library that comes with the program.
 """
@@ -35,7 +35,7 @@ RUN_MATRIX = "bamboo matrix {}"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A scenario, where it stands, the concrete faults that a seed makes of it, and what was set beside the file."""
+    """A scenario with its file, the faults that its seed draws, and the ``FIELD=VALUE`` that overrode its job."""
 
     path: Path
     scenario: Scenario
@@ -56,24 +56,26 @@ def library_names() -> list[str]:
 
 
 def scenario_names() -> list[str]:
-    """Returns those of them that are scenarios, and not matrices of many."""
+    """Returns the bare names of the library's scenarios, without its matrices."""
     return [name for name in library_names() if not name.startswith(MATRIX_PREFIX)]
 
 
 def find_scenario(name_or_path: str) -> Path:
-    """Returns the file of a scenario; whatever looks like a path is one.
+    """Returns the file of a scenario, given by its path or its bare name in the library.
 
     Raises:
-        NothingMatchedError: it is a bare name that no scenario of the library has.
+        NothingMatchedError: the library has no scenario of this name.
     """
     return find_file(name_or_path, "scenario", scenario_names())
 
 
 def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
-    """Returns the path that is given, or the file in the library of one of the bare `names`, which are of `what`.
+    """Returns the path that is given, or the file in the library of one of the bare `names`.
+
+    `what` is the noun for the message: a scenario or a matrix.
 
     Raises:
-        NothingMatchedError: it is another bare name.
+        NothingMatchedError: a bare name is not among `names`.
     """
     path = Path(name_or_path)
     if path.suffix in (SUFFIX, ".yml") or len(path.parts) != 1:
@@ -87,7 +89,7 @@ def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
 
 
 def is_matrix(document: Document) -> bool:
-    """Says whether a document has the form of a matrix of many scenarios, and not of one."""
+    """Says whether a document is a matrix, and not a single scenario."""
     return any((name,) in document.key_places for name in ("cases", "axes"))
 
 
@@ -98,9 +100,10 @@ def load_scenario(
     settings: Iterable[str] = (),
     offered: Offered = anything,
 ) -> Loaded:
-    """Returns a scenario and its faults; the seed is the job's unless given.
+    """Returns a scenario and its faults; `seed` defaults to the seed of the job.
 
-    `settings` are ``FIELD=VALUE`` that replace fields of its job, `offered` knows what its job may name.
+    Each of `settings` is a ``FIELD=VALUE`` that overrides a field of the job; `offered` checks the models, data and
+    arguments that the job names.
 
     Raises:
         UserError: with every problem found.
@@ -152,8 +155,7 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterab
 
 
 def _job(reading: Reading, settings: Iterable[str], offered: Offered) -> Job | None:
-    """Returns the job of a scenario; None, with its problems reported, when it is no good."""
-    # The document's own problems have been reported; a part of it has none but those of its values.
+    """Returns the job of a scenario; None, with its problems reported, if it is not valid."""
     try:
         return merge([document_layer(_part(reading.document, "job")), set_layer(settings)], offered).job
     except UserError as error:
@@ -164,7 +166,7 @@ def _job(reading: Reading, settings: Iterable[str], offered: Offered) -> Job | N
 
 
 def _part(document: Document, name: str) -> Document:
-    """Returns the part of a document under a key, as a document of its own; an absent part says nothing."""
+    """Returns the part of a document under a key as a document without the problems of the whole; empty if absent."""
     value = document.value.get(name) if isinstance(document.value, dict) else None
     places, key_places = (
         {path[1:]: place for path, place in found.items() if path[:1] == (name,)}
@@ -174,7 +176,7 @@ def _part(document: Document, name: str) -> Document:
 
 
 def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job) -> Wanted | None:
-    """Returns one fault; None, with its problems reported, where its id or moment is no good."""
+    """Returns one fault; None, with its problems reported, if its id or moment is not valid."""
     path: KeyPath = ("faults", number)
     if not isinstance(values, dict):
         return None

@@ -1,4 +1,4 @@
-"""The form of a scenario file, said once: files are checked against it, and the JSON schema is made of it."""
+"""The form of a scenario file, from which both the check of files and the JSON schema are made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.scenarios.form import Entry, Form, ListOf, Mapped, Scalar, choice, flag, text, whole
 
 VERSION = 1
-CHECKPOINT = "CHECKPOINT"  # read so that it can be refused with the reason
+CHECKPOINT = "CHECKPOINT"  # known, so that it is refused with the reason
 ACTIONS = (*(op.value for op in Op if op is not Op.REDO_F), CHECKPOINT)
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}"
 
@@ -66,20 +66,20 @@ EVERY = Mapped(
 TARGET = Mapped(
     {
         "pipeline": Entry(whole(), "the pipeline of a slot"),
-        "stage": Entry(whole(), "the stage of a slot: whoever owns it then"),
+        "stage": Entry(whole(), "the stage of a slot: the worker that owns it at that moment"),
         "worker": Entry(whole(), "a worker by its number"),
-        "role": Entry(choice("random", *ROLES), "who plays a part then; random is drawn before the run"),
+        "role": Entry(choice("random", *ROLES), "the worker with this role at that moment; random is drawn before"),
         "count": Entry(whole(1), "victims that are struck at the same moment (default 1)"),
         "adjacent": Entry(flag(), "whether their slots are neighbours in one pipeline"),
     }
 )
 EXPECT = Mapped(
     {
-        "outcome": Entry(choice(*OUTCOMES), "what becomes of the run (default recovered)"),
+        "outcome": Entry(choice(*OUTCOMES), "the outcome of the run (default recovered)"),
         "trajectory": Entry(choice("identical"), "every committed step has the bits of the fault-free twin"),
         "steps_lost": Entry(whole(), "committed steps that are done again, at most"),
         "samples": Entry(choice("exactly-once"), "every committed step counts every sample once"),
-        "culprit": Entry(choice("exact", "nobody"), "exact: who was struck is put out, and nobody else"),
+        "culprit": Entry(choice("exact", "nobody"), "exact: the struck workers are excluded, and no others"),
         "leftovers": Entry(choice("none"), "no process, socket, shared memory, file or key stays behind"),
         "recovery": Entry(
             Mapped(
@@ -88,25 +88,25 @@ EXPECT = Mapped(
                     "max": Entry(DURATION, "the longest pause, at most"),
                     "phases": Entry(
                         Mapped({name: Entry(DURATION, f"{name}, at most") for name in TIMED_PHASES}),
-                        "the longest that a phase took, at most",
+                        "the longest duration of a phase, at most",
                     ),
                 }
             ),
-            "what a recovery may take",
+            "limits on the duration of a recovery",
         ),
     }
 )
 
 
 def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
-    """Returns the form of a whole file, given the kinds of faults that can be asked for."""
+    """Returns the form of a whole file in which a fault is one of `kinds`."""
     fault = Mapped(
         {
             "id": Entry(text("an id of letters, digits and . _ -", ID_PATTERN), "a name for it (default fault-N)"),
             "at": Entry(AT, "the action of a step at which it strikes"),
             "after": Entry(AFTER, "the other fault, or phase of its recovery, after which it strikes"),
             "every": Entry(EVERY, "random moments, drawn before the run"),
-            "target": Entry(TARGET, "who is struck (default: who owns the slot of the action, or recovers)"),
+            "target": Entry(TARGET, "the victim (default: the owner of the action's slot, or the recovering worker)"),
             "do": Entry(choice(*kinds), "; ".join(f"{each.name}: {each.about}" for each in kinds.values()), True),
             **{name: Entry(*parameter) for name, parameter in _parameters(kinds).items()},
         },
@@ -115,11 +115,13 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
     return Mapped(
         {
             "version": Entry(constant(VERSION), f"{VERSION}", required=True),
-            "name": Entry(text("a name of letters, digits and . _ -", ID_PATTERN), "its name", required=True),
-            "about": Entry(text("one sentence"), "what it shows, in one sentence", required=True),
+            "name": Entry(
+                text("a name of letters, digits and . _ -", ID_PATTERN), "the scenario's name", required=True
+            ),
+            "about": Entry(text("one sentence"), "the purpose of the scenario, in one sentence", required=True),
             "job": Entry(ANYTHING, "the job: the fields of a job file"),
-            "faults": Entry(ListOf(fault), "what is done to whom, and when", required=True),
-            "expect": Entry(EXPECT, "what must come of it"),
+            "faults": Entry(ListOf(fault), "the faults, with their targets and moments", required=True),
+            "expect": Entry(EXPECT, "the expectations of the run"),
         }
     )
 
@@ -156,12 +158,12 @@ def _job_field(name: str) -> dict[str, Any]:
 
 
 def constant(value: int) -> Scalar:
-    """Returns the form of a number that is always the same."""
+    """Returns the form of a number that must be `value`."""
     return Scalar(str(value), lambda found: found if type(found) is int and found == value else None, {"const": value})
 
 
 def _parameters(kinds: Mapping[str, FaultKind]) -> dict[str, tuple[Form, str]]:
-    """Returns form and meaning of every parameter of any kind, by name; kinds that share a name share its meaning."""
+    """Returns the form and description of every parameter by its name; kinds may share a parameter."""
     found: dict[str, tuple[Form, str]] = {}
     for kind in kinds.values():
         for each in kind.parameters:

@@ -1,6 +1,6 @@
-"""What `bamboo init` writes: a job, a first scenario, and the workflow that runs the matrices where users do.
+"""The files that `bamboo init` writes: a job, a first scenario, and a GitHub workflow that runs the matrices.
 
-Rule: nothing that is there already is touched; either all files are written, or none.
+Rule: if one of the files exists, none is written.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ def workflow(install: str = INSTALL) -> str:
 
 
 def starter(with_workflow: bool) -> dict[str, str]:
-    """Returns the files of a start: path below the user's folder -> text."""
+    """Returns the files for a new project: path below the user's folder -> text."""
     files = {JOB: _JOB, SCENARIO: _SCENARIO}
     return files | ({WORKFLOW: workflow()} if with_workflow else {})
 
 
 def write_new(folder: Path, files: Mapping[str, str]) -> list[Path]:
-    """Writes files that are not there yet; returns their paths.
+    """Writes new files below `folder` and returns their paths.
 
     Raises:
-        UserError: some are there already; nothing has been written.
-        StorageError: one could not be written.
+        UserError: some of the files exist already; none has been written.
+        StorageError: a file could not be written.
     """
     there = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if there:
