@@ -42,6 +42,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
     {
         "engine.core",
         "engine.core.analysis",
+        "engine.core.checks",
         "engine.core.config",
         "engine.core.faults",
         "engine.core.history",

@@ -133,7 +133,7 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
             "faults",
             {"history": history_without(CONFIRMED)},
             "invalid",
-            "first struck, but nobody saw what it does (kill)",
+            "first struck, but its effect was not seen (kill)",
         ),
         ("outcome", {"exit_code": 3, "error": "why\nmore"}, "failed", "not recovered, but recovered was expected: why"),
         ("outcome", {"exit_code": 80}, "failed", "state-lost, but recovered was expected"),
@@ -165,7 +165,7 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
             "failed",
             "worker 1 was struck, and no verdict names it",
         ),
-        ("leftovers", {"leftovers": None}, "invalid", "nobody looked"),
+        ("leftovers", {"leftovers": None}, "invalid", "not checked"),
         ("leftovers", {"leftovers": ["pid 7", "port 8"]}, "failed", "pid 7, and 1 more"),
     ],
 )

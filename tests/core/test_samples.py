@@ -81,7 +81,7 @@ def test_twice_and_never_are_found() -> None:
         "step 0: worker 1 counted the forward of microbatch 1 of stage 1 2 times",
         "step 0: worker 1 counted the backward of microbatch 1 of stage 1 0 times",
     ]
-    assert miscounted(steps(), JOB) == ["step 0: nobody ran a backward of stage 1"]
+    assert miscounted(steps(), JOB) == ["step 0: no worker ran a backward of stage 1"]
 
 
 def test_an_heir_that_goes_on_where_the_dead_were_is_found() -> None:

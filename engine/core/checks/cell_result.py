@@ -1,7 +1,7 @@
-"""What came of one cell of a matrix, of a whole matrix, and how a failure is called where others read it.
+"""The result of one cell of a matrix, the exit code of a matrix, and the kinds of failure that CI sees.
 
-Rules: a cell is passed, failed or invalid, as its worst check is. A matrix with a failed cell failed; one in which
-something proved nothing is invalid; one without any result has matched nothing.
+Rules: a cell has the result of its worst check: passed, failed or invalid. A matrix with a failed cell failed; one with
+an invalid cell is invalid; one without any result matched nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from engine.core.errors import ExitCode
 
 Failure = Literal["", "threshold", "mismatch", "no_recovery", "hang"]
 
-_THRESHOLDS = ("recovery", "steps_lost")
-
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """One cell that was run: `text` says in one line why it is what it is, `do` is what was done, `run` its folder."""
+    """The result of a cell: `text` is the reason in one line, `do` the first fault's kind, `run` the run folder."""
 
     cell: str
     result: Result
@@ -34,26 +32,26 @@ class CellResult:
     seed: int
     run: str
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
-    line: int = 0  # of the matrix file
-    key: str = ""  # of the scenario that was run, with its settings
+    line: int = 0  # in the matrix file
+    key: str = ""  # `key_of` its scenario and settings
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns it as values that JSON can hold."""
+        """Returns the result as JSON values."""
         return asdict(self)
 
 
 def key_of(scenario: Mapping[str, Any], settings: Sequence[str]) -> str:
-    """Returns what tells a cell's scenario, as plain values, and its settings from others under the same name."""
+    """Returns a hash of a scenario, as plain values, and its settings: a changed cell under an old name differs."""
     return hashlib.sha256(json.dumps([scenario, list(settings)], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def from_plain(plain: Mapping[str, Any]) -> CellResult:
-    """Returns the result that `to_plain` made these values of; raises TypeError when it made no such values."""
+    """Returns the result that `to_plain` turned into these values; raises TypeError for other fields."""
     return CellResult(**plain)
 
 
 def judged(checks: Sequence[Check]) -> tuple[Result, Failure, str]:
-    """Returns the result of a cell, how its failure is called, and its worst check in words."""
+    """Returns the result of a cell, its kind of failure, and its worst check in words."""
     result = verdict(checks)
     worst = next((each for each in checks if each.result == result), None)
     if result == "passed" or worst is None:
@@ -63,10 +61,10 @@ def judged(checks: Sequence[Check]) -> tuple[Result, Failure, str]:
 
 
 def failure_of(check: str) -> Failure:
-    """Returns how the failure of a check is called."""
+    """Returns the kind of failure of a check that failed."""
     if check == "outcome":
         return "no_recovery"
-    return "threshold" if check.startswith(_THRESHOLDS) else "mismatch"
+    return "threshold" if check.startswith(("recovery", "steps_lost")) else "mismatch"
 
 
 def matrix_exit_code(results: Collection[CellResult]) -> ExitCode:
@@ -80,6 +78,6 @@ def matrix_exit_code(results: Collection[CellResult]) -> ExitCode:
 
 
 def counted(results: Collection[CellResult]) -> str:
-    """Returns how many cells came to what, in words."""
+    """Returns the number of cells with each result, in words."""
     counts = Counter(each.result for each in results)
     return f"{counts['passed']} passed, {counts['failed']} failed, {counts['invalid']} invalid"

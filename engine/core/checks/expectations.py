@@ -1,7 +1,7 @@
-"""Expectations: what a scenario asked for, held against what was observed; and the verdict of a case.
+"""Checks the expectations of a scenario against an observed run, and gives the verdict of the case.
 
-Rules: pure. A fault that did not strike, or whose effect nobody saw, makes the case invalid: it proved nothing. So does
-what could not be looked at. Nothing that is invalid is ever passed.
+Rules: pure. A fault that did not strike, or whose effect was not seen, makes the case invalid, because the case proved
+nothing. An expectation that could not be checked makes it invalid too. An invalid case never passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.EXPECTATION_FAILED: "noticed",
     ExitCode.INTERNAL: "noticed",
 }
-# These say nothing about the case: it was not run, or not to its end.
+# The run did not begin, or was interrupted: it proves nothing about the case.
 _NOT_RUN = frozenset(
     {
         ExitCode.USAGE,
@@ -51,7 +51,7 @@ _NOT_RUN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One expectation and what came of it, in words."""
+    """One expectation, its result, and the reason in words."""
 
     name: str
     result: Result
@@ -60,10 +60,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A run that has ended: its exit code, error and history, how it compares with its twin, the leftovers.
+    """A run that has ended: its exit code, error and history, the comparison with its twin, the leftovers.
 
-    `twin` may be the error for which there is no twin. `twin` and `leftovers` are None where they were not looked at.
-    Only events since `since_ns`, on their clock, are judged; those before tell the owners.
+    `twin` is an error if the twin failed. `twin` and `leftovers` are None if they were not checked. Only events since
+    `since_ns` (the host's monotonic clock) are judged; earlier events show the owners.
     """
 
     exit_code: int
@@ -74,26 +74,26 @@ class Observed:
     since_ns: int = 0
 
     def of(self, kind: type[S]) -> list[S]:
-        """Returns the records of one kind that are judged."""
+        """Returns the judged records of one kind."""
         return [each for each in self.history.of(kind) if each.at_ns >= self.since_ns]
 
     def strikes(self, fault: Fault) -> list[FaultRecord]:
-        """Returns the records that say that a fault struck, one for each victim."""
+        """Returns the strikes of a fault, one record for each victim."""
         return [each for each in self.of(FaultRecord) if each.fault == fault.id]
 
     def recoveries(self) -> list[Recovery]:
-        """Returns the recoveries that are judged: those that began since."""
+        """Returns the recoveries that began since `since_ns`."""
         return [each for each in recoveries(self.history.records) if each.begin_ns >= self.since_ns]
 
     def miscounted(self, job: Job) -> list[str]:
-        """Returns what was not counted once in the steps that are judged: those committed since."""
+        """Returns one sentence for each sample that a judged step did not count once."""
         return miscounted(self.history, job, self.since_ns)
 
 
 def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
 ) -> tuple[Check, ...]:
-    """Returns what came of every expectation, that the faults struck first."""
+    """Returns a check for each expectation; the first one is that the faults struck."""
     found = seen.recoveries()
     checks = [_struck(faults, seen), _outcome(expect.outcome, seen)]
     if expect.trajectory is not None:
@@ -115,9 +115,9 @@ def check(
 
 
 def verdict(checks: Sequence[Check]) -> Result:
-    """Returns the verdict of a case: that of its worst check, where failed is worse than invalid.
+    """Returns the result of the worst check, where failed is worse than invalid.
 
-    A run that failed has often ended before its last fault could strike: that it failed is what counts.
+    A run that fails often ends before its last fault could strike. The failure is the finding, not the missed fault.
     """
     results = {each.result for each in checks}
     return "failed" if "failed" in results else "invalid" if "invalid" in results else "passed"
@@ -149,7 +149,7 @@ def _first(texts: Sequence[str]) -> str:
 
 
 def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
-    """Every fault must have struck as many as it was for, and its effect must have been seen."""
+    """Checks that every fault struck all its victims and that its effect was seen."""
     wrong = [why for fault in faults if (why := why_not_struck(fault, seen))]
     text = "; ".join(wrong) or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
     missed = [fault.moment for fault in faults if not seen.strikes(fault)]
@@ -159,19 +159,19 @@ def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
 
 
 def why_not_struck(fault: Fault, seen: Observed) -> str:
-    """Returns why a fault proves nothing: it struck too few, or its effect was not seen; empty for one that did."""
+    """Returns why a fault proves nothing: it struck too few victims, or its effect was not seen; else an empty text."""
     victims = {each.of for each in seen.strikes(fault)}
     if not victims:
         return f"{fault.id} did not strike ({fault})"
     if len(victims) < len(fault.victims):
         return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
     if all(each.fault != fault.id for each in seen.of(ConfirmedRecord)):
-        return f"{fault.id} struck, but nobody saw what it does ({fault.do})"
+        return f"{fault.id} struck, but its effect was not seen ({fault.do})"
     return ""
 
 
 def needs_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> bool:
-    """Says whether a run must be compared with its twin: it ended as expected, and a fault struck if there are any."""
+    """Whether a run must be compared with its twin: it ended as expected, and a fault struck if it has faults."""
     as_expected = _outcome(expect.outcome, seen).result == "passed"
     return expect.trajectory is not None and as_expected and (not faults or any(map(seen.strikes, faults)))
 
@@ -186,7 +186,7 @@ def _outcome(expected: Outcome, seen: Observed) -> Check:
 
 
 def _trajectory(expected: Agreement, seen: Observed) -> Check:
-    """No hash may differ; those of the last committed step must have been compared, unless it had none to compare."""
+    """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
     found = seen.twin
     if not isinstance(found, Comparison):
         return Check("trajectory", "invalid", str(found or "there is no twin to compare with").splitlines()[0])
@@ -204,7 +204,7 @@ def _trajectory(expected: Agreement, seen: Observed) -> Check:
 def _culprit(
     expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
 ) -> Check:
-    """Whoever was put out must have been struck; whoever was struck with what ends a worker must have been put out."""
+    """Checks that each excluded worker was struck, and that each victim of a fault that ends a worker was excluded."""
     struck = {each.of for each in seen.of(FaultRecord)} if expected == "exact" else set()
     ending = {fault.id for fault in faults if expected == "exact" and kinds[fault.do].ends}
     must = {each.of for each in seen.of(FaultRecord) if each.fault in ending}
@@ -221,7 +221,7 @@ def _culprit(
 
 def _leftovers(seen: Observed) -> Check:
     if seen.leftovers is None:
-        return Check("leftovers", "invalid", "nobody looked")
+        return Check("leftovers", "invalid", "not checked")
     return _judged("leftovers", not seen.leftovers, _first(seen.leftovers) or "none")
 
 

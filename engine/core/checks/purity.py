@@ -1,7 +1,7 @@
 """Purity: a layer makes the same bits from the same inputs, weights and buffers, in any copy and in any process.
 
-Rules: what a layer made is told by marks, one for each thing, and the same thing made again has the same mark. What
-has another one is a mistake of the model's author, for nothing replicates what made the difference.
+Rules: each value that a layer makes has a mark, a digest of its bits. The same value, made again, must have the same
+mark. A different mark is a mistake of the model's author: the state that made the difference is on no replica.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 from engine.core.errors import Problem, UserError
 
-Marks = Mapping[str, str]  # of what was made, such as "output of microbatch 0": a digest of its bits
+Marks = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
 
-INPUT = "input"  # its mark; where it differs, somebody before the layer is to blame
-DATA = "data"  # stands for the source of data where layers are named
+INPUT = "input"  # the layer's input; if it differs, an earlier layer or the data is the cause
+DATA = "data"  # the source of data, in place of a layer's name
 _SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
 
 
 def impure(name: str, found: str) -> Problem:
-    """Returns the mistake of a layer, or of the data, of which `found` says what it did."""
+    """Returns the problem of a layer, or of the data; `found` says which value differs."""
     if name == DATA:
         hint = f"let it depend on seed, step, pipeline and microbatch alone, {_SEE}"
         return Problem(DATA, "a microbatch with the same bits whenever it is loaded", found, hint)
@@ -32,17 +32,17 @@ def impure(name: str, found: str) -> Problem:
 
 @dataclass(slots=True)
 class PurityBook:
-    """What the processes say of the layers that they have tried."""
+    """The marks of layers that the workers have tried."""
 
-    _said: dict[str, tuple[int, Marks]] = field(default_factory=dict)  # by name of the layer: who was first, and what
+    _first: dict[str, tuple[int, Marks]] = field(default_factory=dict)  # layer -> its first worker and marks
 
     def add(self, worker: int, rows: Iterable[tuple[str, Marks]]) -> None:
-        """Takes in the marks of some layers; raises UserError for those that another process marked otherwise."""
+        """Adds a worker's marks of some layers; raises UserError if another worker has other marks for a layer."""
         problems = []
         for name, marks in rows:
-            first, known = self._said.setdefault(name, (worker, marks))
-            differing = (what for what, mark in marks.items() if known.get(what, mark) != mark)
-            if (what := next(differing, INPUT)) != INPUT:
-                problems.append(impure(name, f"its {what} differs between worker {first} and worker {worker}"))
+            first, known = self._first.setdefault(name, (worker, marks))
+            differing = (value for value, mark in marks.items() if known.get(value, mark) != mark)
+            if (value := next(differing, INPUT)) != INPUT:
+                problems.append(impure(name, f"its {value} differs between worker {first} and worker {worker}"))
         if problems:
             raise UserError(problems)

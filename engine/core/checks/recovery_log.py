@@ -23,13 +23,13 @@ from engine.core.history.run_records import (
 from engine.core.ownership import Slot
 from engine.core.program.replay import replayed
 
-_USUAL = 10  # steps
+_USUAL = 10  # steps that make the usual time of a step
 
 Sign = FaultRecord | SuspicionRecord | ExitRecord
 
 
 def recoveries(records: Iterable[Record]) -> list[Recovery]:
-    """Returns the recoveries of a run, from its records in the order of the file; of an open one what is known."""
+    """Returns the recoveries of a run, from its records in the order of the file; the last may be open."""
     log = RecoveryLog()
     found = [recovery for record in records for recovery in log.read(record)]
     return found + ([log.recovery(None)] if log.epochs else [])
@@ -37,24 +37,23 @@ def recoveries(records: Iterable[Record]) -> list[Recovery]:
 
 @dataclass(slots=True)
 class RecoveryLog:
-    """What has been read so far, as far as it matters to a recovery that may come, or is going on.
-
-    A reader that begins in the middle of a run gives a history that knows the job and the owners.
-    """
+    """Finds recoveries record by record; to begin in the middle of a run, give a `history` with job and owners."""
 
     history: RunHistory = field(default_factory=RunHistory)
     owners: dict[Slot, int] = field(default_factory=dict)  # before the recovery
-    commits: list[tuple[int, int]] = field(default_factory=list)  # (step, time), the last few since a recovery
+    commits: list[tuple[int, int]] = field(default_factory=list)  # (step, time) of the last ones since a recovery
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
     signs: list[Sign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
-    out_since: dict[int, int] = field(default_factory=dict)  # worker -> its verdict; what it does later is not read
+    out_since: dict[int, int] = field(
+        default_factory=dict
+    )  # worker -> time of its verdict; its later actions are ignored
     is_over: bool = False  # no step is left
 
     def read(self, record: Record) -> Iterator[Recovery]:
-        """Takes in one record; yields the recovery that it ends."""
+        """Reads one record; yields the recovery that the record ends."""
         owners = self.history.owners
         self.history.add(record)
         match record:
@@ -74,7 +73,7 @@ class RecoveryLog:
                 self.marks.append((record.epoch, record.phase, record.at_ns))
                 self.adopted |= {*(record.adopted or ())}
             case GoRecord():
-                self.is_over = self.is_over or record.end  # interrupted while an epoch was being made
+                self.is_over = self.is_over or record.end  # the run was interrupted during a recovery
                 self.marks.append((record.epoch, "plan", record.at_ns))
             case CommitRecord():
                 if self.epochs:
@@ -87,7 +86,7 @@ class RecoveryLog:
         self.commits = [*self.commits[-_USUAL:], (commit.step, commit.at_ns)]
         self.is_over = self.is_over or commit.last
         self.epochs, self.adopted = [], set()
-        # What workers do after a commit may stand before its record.
+        # Workers write on their own: records of the time after a commit may stand before the commit's record.
         self.signs = [sign for sign in self.signs if sign.at_ns > commit.at_ns]
         self.marks = [mark for mark in self.marks if mark[2] > commit.at_ns]
         # A fast worker may have begun the next step before this record was written.
@@ -95,7 +94,7 @@ class RecoveryLog:
         self.actions = {step: entries for step, entries in self.actions.items() if step >= since}
 
     def recovery(self, commit: CommitRecord | None) -> Recovery:
-        """Returns the recovery that is going on, which `commit` ends."""
+        """Returns the open recovery; `commit` ends it if given."""
         last = self.epochs[-1]
         before = self.commits[-1][0] if self.commits else -1
         after_end = commit is None and self.is_over
@@ -105,9 +104,9 @@ class RecoveryLog:
         now = self.history.owners
         is_lost = commit is None and bool(self.history.job.fsdp)  # no other worker can take over a shard
         moved = (
-            []
-            if after_end or is_lost
-            else [(slot, old) for slot, old in sorted(self.owners.items()) if now[slot] != old]
+            (slot, old, now[slot])
+            for slot, old in sorted(self.owners.items())
+            if now[slot] != old and not (after_end or is_lost)
         )
         faults = [each for each in self.signs if isinstance(each, FaultRecord)]
         usual = usual_ns(self.commits)
@@ -132,7 +131,7 @@ class RecoveryLog:
             last.reason,
             verdict,
             {worker: self.last_action(worker) for worker in sorted(out)},
-            tuple((slot, old, now[slot]) for slot, old in moved),
+            tuple(moved),
             tuple(each.fault for each in faults),
             begin_ns,
             points,
@@ -146,11 +145,10 @@ class RecoveryLog:
         )
 
     def _entries(self) -> list[Entry]:
-        """Returns all actions that are known."""
         return [(step, *entry) for step, entries in self.actions.items() for entry in entries]
 
     def _redone(self, step: int, out: set[int], since_ns: int) -> list[int]:
-        """Returns when the survivors had made again what those who are out had finished of their slots."""
+        """Returns the times at which survivors redid the actions that excluded workers had finished for their slots."""
         entries = [entry for entry in self.actions.get(step, []) if entry[1].op in COMPUTE_OPS]
         done = [action for worker, action, _ in entries if worker in out and self._owned(worker, action)]
         since = [(action, end_ns) for worker, action, end_ns in entries if worker not in out and end_ns > since_ns]
@@ -161,6 +159,6 @@ class RecoveryLog:
         return self.owners.get((action.pipeline, action.stage)) == worker
 
     def last_action(self, worker: int) -> tuple[int, str] | None:
-        """Returns (step, action) of what a worker has finished last, or None when that is long ago."""
-        mine = [(end_ns, step, str(action)) for step, who, action, end_ns in self._entries() if who == worker]
+        """Returns (step, action) of a worker's last finished action; None if the last few steps have none."""
+        mine = [(end_ns, step, str(action)) for step, by, action, end_ns in self._entries() if by == worker]
         return max(mine)[1:] if mine else None

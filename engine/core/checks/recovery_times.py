@@ -1,12 +1,15 @@
-"""Recoveries, read off the events of a run: who was out, who took over, and where the time went.
+"""One recovery of a run: the excluded workers, their heirs, and the time of each phase.
 
-Rules: one monotonic clock, in nanoseconds. A recovery begins with the fault, or the first sign of a failure that nobody
-injected, and ends with the first commit after it; after the last commit of a job no step is left to recover. A failure
-meanwhile belongs to the same recovery, whose phases are then those of its last epoch. Where phases overlap, as
-regrouping does with all until replay, the one that is over later is charged with what it takes beyond the earlier, so
-that together they are the pause; with *merged* they are all of the time to the first commit. What a recovery cost is
-told twice, by measures that have only that commit in common: from the phases, less what was left of a usual step when
-they began, and from the commits. Usual are the last few steps under the same ownership.
+Rules:
+- All times are nanoseconds on the host's monotonic clock.
+- A recovery begins with the injected fault, else with the first sign of the failure, and ends with the next commit.
+  After the last commit of a job no step is left to recover.
+- A further failure before that commit belongs to the same recovery. The phases are then those of its last epoch.
+- Phases overlap: regrouping, for instance, overlaps all phases until replay. Each phase counts only its time after the
+  end of the phase before, so the phases add up to the pause. Pause plus *merged* is the time to the first commit.
+- The cost of a recovery has two measures, which share only that commit. `extra_ns` is the pause plus merged, minus the
+  usual rest of the step. `gap_ns` is the time between the commits around the recovery, minus the usual time of a step.
+  Usual times come from the last few steps under the same ownership.
 """
 
 from __future__ import annotations
@@ -25,34 +28,33 @@ PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
 class Recovery:
     """One recovery of a run.
 
-    `verdict` says who is out and why; of each of them `last_actions` names the action that it finished last, as
-    (step, action), or nothing. `heirs` are (slot, owner before, owner now), of which they `adopted` some from another
-    pipeline. `points_ns` has the time at which each phase was over, on all workers; what is missing there did not
-    happen. Replay is over at the catch-up point: everything that those who are out had finished of the forwards and
-    backwards of their slots in the open step, and that is made again before its commit, has been made again. Where
-    nothing is, it is over with the other phases.
+    `verdict` names the excluded workers with the reasons; `last_actions` has the last finished (step, action) of each,
+    or None. `heirs` are (slot, owner before, owner now); the `adopted` slots came from another pipeline. `points_ns`
+    has the end of each phase, on all workers; a missing phase did not happen. Replay ends at the catch-up point: the
+    survivors have redone each forward and backward that the excluded workers had finished for their slots in the open
+    step. If there is none to redo, replay ends with the other phases.
     """
 
     epoch: int
-    step: int  # the open step, which the survivors finish; the last one, when none is left
+    step: int  # the open step, which the survivors finish; the last step, when none is left
     reason: str
     verdict: Verdict
     last_actions: Mapping[int, tuple[int, str] | None]
     heirs: tuple[tuple[Slot, int, int], ...]
     faults: tuple[str, ...]
-    begin_ns: int  # the fault when it was injected, else the first sign of it
+    begin_ns: int  # the injected fault, else the first sign of the failure
     points_ns: Mapping[str, int]
     resume_ns: int | None = None  # the first commit afterwards
-    lost_steps: int = 0  # committed before, and done again
-    left_ns: int | None = None  # what usually is left of a step from where this one was when it began
-    gap_ns: int | None = None  # what was between the commits before and after it, beyond what usually is
+    lost_steps: int = 0  # committed before, and redone
+    left_ns: int | None = None  # usual rest of a step, from the action at which the recovery began
+    gap_ns: int | None = None  # time between the commits around the recovery, minus the usual time of a step
     adopted: frozenset[Slot] = frozenset()
     after_end: bool = False  # no step was left
-    planned: bool = False  # the last epoch came of a notice
+    planned: bool = False  # the last epoch was made for a worker's notice
 
     @property
     def phases_ns(self) -> dict[str, int]:
-        """What each phase took; one that did not happen is left out."""
+        """The time that each phase took; a phase that did not happen is left out."""
         taken, reached_ns = {}, self.begin_ns
         for phase in sorted(self.points_ns, key=lambda phase: (self.points_ns[phase], PHASES.index(phase))):
             taken[phase] = max(0, self.points_ns[phase] - reached_ns)
@@ -61,24 +63,24 @@ class Recovery:
 
     @property
     def pause_ns(self) -> int | None:
-        """From the beginning to the catch-up point; None when that was never reached."""
+        """The time from the beginning to the catch-up point; None if it was not reached."""
         return sum(self.phases_ns.values()) if "replay" in self.points_ns else None
 
     @property
     def merged_ns(self) -> int | None:
-        """From the catch-up point to the first commit; None when there was none."""
+        """The time from the catch-up point to the first commit; None without a commit."""
         return None if self.resume_ns is None or self.pause_ns is None else self.resume_ns - self.points_ns["replay"]
 
     @property
     def extra_ns(self) -> int | None:
-        """What the open step took beyond a usual one: pause and merged, less what was left of it; None if unknown."""
+        """The extra time of the open step: pause plus merged, minus the usual rest of the step; None if unknown."""
         if self.pause_ns is None or self.merged_ns is None or self.left_ns is None:
             return None
         return self.pause_ns + self.merged_ns - self.left_ns
 
     @property
     def rung(self) -> str:
-        """How it was survived: where the state came from of the slots that have changed hands."""
+        """The source of the state of the slots that changed owners, such as ``shadow``."""
         if self.after_end:
             return "nothing was lost"
         if self.resume_ns is None:
@@ -110,7 +112,7 @@ class Recovery:
         return "; ".join([*parts, f"recovered in {self.pause_ns / 1e9:.2f} s, {steps} lost"])
 
     def _how(self, out: Exclusion) -> str:
-        """Returns why a worker is out, after its last action; heartbeats, which lag behind, tell where it had none."""
+        """Returns why a worker is out, after its last action; the last heartbeat, which lags, only without one."""
         at = self.last_actions[out.worker]
         return out.why if at is None else f"{out.how}{',' if ',' in out.how else ''} after {at[1]} of step {at[0]}"
 

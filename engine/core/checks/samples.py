@@ -1,10 +1,10 @@
-"""Whether every committed step counted every sample exactly once, read off the actions of a run.
+"""Checks in the actions of a run that every committed step counted every sample exactly once.
 
-A gradient is that of one worker's accumulator, and so are the buffers: of a slot in a step, those of whoever ran the
-slot's last backward. What others made of it before they died is gone with them, and what a worker did after the verdict
-that put it out is not looked at. So in a committed step that worker must have run each microbatch's backward once, and
-its forward once: a forward that is redone (`f`) and a backward for the input only (`I`) do not count. Where
-accumulators are streamed, an heir may go on behind a streamed microbatch; what came before, one other has counted once.
+The gradient and the buffers of a slot in a step come from one worker: the worker that ran the slot's last backward. The
+accumulators of workers that died before are lost, and actions after a worker's exclusion are ignored. So in a committed
+step that worker must have run each microbatch's forward once and its backward once. A redone forward (`f`) and a
+backward for the input only (`I`) do not count. With streamed accumulators an heir may go on after a streamed
+microbatch; one other worker must then have counted the microbatches before it once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.core.program.stream_pass import is_streamed
 
 _COUNTS = ADDING_OPS | {Op.F}
 
-Entry = tuple[int, int, Action]  # end, worker, action
-Count = tuple[bool, int]  # whether it adds, the microbatch
+Entry = tuple[int, int, Action]  # end in ns, worker, action
+Count = tuple[bool, int]  # whether it is a backward, microbatch
 
 
 def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
-    """Returns one sentence for each (step, slot, microbatch) committed since a time and not counted once, in order."""
+    """Returns one sentence for each (step, slot, microbatch) not counted once, in steps committed since a time."""
     committed = {each.step for each in history.of(CommitRecord) if each.at_ns >= since_ns}
     out_since: dict[int, int] = {}
     for epoch in history.epochs:
@@ -57,7 +57,7 @@ def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
     name = f"stage {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
     backwards = [each for each in entries if each[2].op in ADDING_OPS]
     if not backwards:
-        return [f"nobody ran a backward of {name}"]
+        return [f"no worker ran a backward of {name}"]
     owner = max(backwards, key=lambda each: each[0])[1]
     counts = _counts_of(owner, entries)
     counts.update(_streamed(owner, entries, job))
@@ -75,7 +75,7 @@ def _counts_of(worker: int, entries: Iterable[Entry]) -> Counter[Count]:
 
 
 def _streamed(owner: int, entries: Sequence[Entry], job: Job) -> set[Count]:
-    """Returns what the owner has from a stream: all backwards before its own first one, and forwards that it lacks."""
+    """Returns the counts that the owner got by a stream: backwards before its own first one, and forwards it lacks."""
     own = _counts_of(owner, entries)
     first = min(microbatch for adds, microbatch in own if adds)
     if first and is_streamed(first - 1, job.log_every, job.microbatches):

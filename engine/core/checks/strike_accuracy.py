@@ -1,8 +1,8 @@
-"""Precision: whether a fault struck where its scenario said, read off what its victim recorded.
+"""Checks in the victim's records that a fault struck at the action that its scenario names.
 
-Rules: at the strike the victim has recorded last the named action (after), or the one before it in its program (before,
-during). Whom a fault ends at once records nothing more, but for the action that it was struck in. Where a program is
-not known, because a recovery has made another, only the named action is looked at.
+Rules: with `after`, the named action is the victim's last record before the strike. With `before` and `during`, it is
+the action before the named one in the victim's program. A victim that ends at once records no later action, except the
+action during which it was struck. A recovery changes the program, so from then on only the named action is checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.core.history.run_records import ActionRecord, FaultRecord
 
 
 def precision(job: Job, faults: Sequence[Fault], history: RunHistory) -> Check:
-    """Returns whether every fault that struck at an action struck the owner of its slot there."""
+    """Returns the check that every fault with a named action struck the owner of the slot at that action."""
     by_id = {fault.id: fault for fault in faults}
     wrong: list[str] = []
     number = 0
@@ -29,7 +29,7 @@ def precision(job: Job, faults: Sequence[Fault], history: RunHistory) -> Check:
             continue
         victim = slot_owner(fault.moment.action)
         if victim not in fault.victims or strike.slot != (victim.pipeline, victim.stage):
-            continue  # somebody who was anywhere, while the owner was there
+            continue  # a further victim: only the owner is at the named action
         number += 1
         wrong += _misses(job, fault, fault.moment, strike, history)
     text = wrong[0] if wrong else f"{number} struck where the scenario says"
@@ -42,26 +42,26 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
     later = [(each.step, each.action) for each in mine if each.end_ns > strike.at_ns]
     named = (moment.step, str(moment.action))
-    who = f"{fault.id}: worker {strike.of}"
+    victim = f"{fault.id}: worker {strike.of}"
     last = before[-1] if before else None
     if moment.when == "after":
         if last != named:
-            yield f"{who} was to be struck after {_text(named)}, and had done {_text(last)} last"
+            yield f"{victim} was to be struck after {_text(named)}, and had done {_text(last)} last"
     else:
         is_first = not any(each.epoch > 1 and each.at_ns <= strike.at_ns for each in history.epochs)
         expected = _previous(job, moment, strike.of) if is_first else None
         if named in before or (is_first and last != expected):
             yield (
-                f"{who} was to be struck {moment.when} {_text(named)}, and had done {_text(last)} last"
+                f"{victim} was to be struck {moment.when} {_text(named)}, and had done {_text(last)} last"
                 + (f" instead of {_text(expected)}" if is_first else "")
             )
     allowed = [named] if moment.when == "during" else []
     if fault.do in AT_ONCE and later not in ([], allowed):
-        yield f"{who} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
+        yield f"{victim} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
 
 
 def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:
-    """Returns the action before the named one in a worker's program, which may be the last of the step before."""
+    """Returns (step, action) before the named one in a worker's program; it may be in the step before."""
     program, _ = planned(job)
     own = [str(action) for action in program[worker]]
     place = own.index(str(moment.action))

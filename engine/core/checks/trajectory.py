@@ -1,7 +1,7 @@
-"""The trajectory: what a run made of its weights, as hashes, one row per (step, layer); and how two are compared.
+"""The trajectory of a run: hashes of its weights, one row per (step, layer); and the comparison of two.
 
-Rules: a trajectory is a set of rows, so that the order in which workers wrote them says nothing. Losses are compared by
-their `repr`, which tells every bit of a float apart and lets nan equal nan.
+Rules: a trajectory is a set of rows, so the order in which workers wrote them does not matter. Losses are compared by
+their `repr`: it differs for any two floats, and nan equals nan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = tuple(each.name for each in fields(Row))
 
 
 def trajectory_hash(rows: Iterable[Row]) -> str:
-    """Returns the SHA-256 (hex) over all rows, whatever order they come in."""
+    """Returns the SHA-256 (hex) over all rows, which may come in any order."""
     ordered = sorted(_by_key(rows).items())
     lines = "".join(",".join(row.texts()) + "\n" for _, row in ordered)
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The fault-free twin of a run: the same training where nothing fails and nobody stands by; and the comparison.
+"""The fault-free twin of a run: the same training without faults and redundancy; and the comparison with it.
 
-Rules: two runs may be called the same only where the hashes of both were looked at. A twin that ran before may be used
-again when everything that its bits depend on is known and the same.
+Rules: only steps with hashes in both runs are compared. An earlier twin may be used again if all inputs of its bits are
+known and the same.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import asdict, dataclass, replace
 from engine.core.checks.trajectory import Row, first_difference
 from engine.core.config.job import Job
 
-# What comes with bamboo; files and factories of the user's may change between two runs.
+# The data that bamboo ships; the user's files and factories may change between two runs.
 BUILT_IN_DATA = frozenset({"auto", "text", "digits", "synthetic"})
-# Facts of a host that choose the kernels that compute, and so the bits.
+# The facts of a host that select the compute kernels, and so the bits.
 _FACTS = ("python", "torch", "machine", "cpu", "isa")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came of comparing a run with its twin; `difference` is None where every hash agrees.
+    """The comparison of a run with its twin; `difference` is None if all compared hashes are equal.
 
-    A step of which one of the two has no hashes, as when a worker died before it told them, is not compared.
+    A step without hashes in one of the runs is not compared: for instance, a worker died before it reported them.
     """
 
     num_steps: int
-    last_step: int  # -1 when no step was compared
+    last_step: int  # -1 if no step was compared
     difference: str | None
 
 
 def twin_of(job: Job) -> Job:
-    """Returns the job of the twin: with the same bits, and nothing that a bit does not depend on."""
+    """Returns the job of the twin: the options that do not change bits have their cheapest values."""
     return replace(
         job,
         redundancy="none",
@@ -48,9 +48,9 @@ def twin_of(job: Job) -> Job:
 
 
 def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | None:
-    """Returns a name (hex) for the trajectory of the twin of `job`, or None when it may not be used again.
+    """Returns a name (hex) for the trajectory of the twin of `job`, or None if it must not be used again.
 
-    `facts` are those of the host, `sources` is a hash of the program.
+    `facts` describe the host; `sources` is a hash of bamboo's source code.
     """
     if ":" in job.model or job.data not in BUILT_IN_DATA:
         return None
@@ -59,7 +59,7 @@ def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | No
 
 
 def compare(rows: Iterable[Row], twin: Iterable[Row]) -> Comparison:
-    """Returns how the rows of a run compare with those of its twin."""
+    """Returns the comparison of the rows of a run with the rows of its twin."""
     rows, twin = list(rows), list(twin)
     steps = {row.step for row in rows} & {row.step for row in twin}
     difference = first_difference(

@@ -1,7 +1,7 @@
-"""What a step usually takes, and what is left of it after an action: to tell what a recovery cost.
+"""The usual time of a step, and its usual rest after an action: the baselines of the cost of a recovery.
 
-Rules: only steps after the first of the given commits count, each with the commit before it. The two measures share no
-time but that of a commit at the end. Times are in nanoseconds.
+Rules: only steps after the first given commit count, because a step lasts from the commit before it to its own. Times
+are nanoseconds.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from statistics import median
 
 from engine.core.action import Action
 
-Commits = Sequence[tuple[int, int]]  # (step, time), without a gap
-Entry = tuple[int, int, Action, int]  # step, worker, action, when it was finished
+Commits = Sequence[tuple[int, int]]  # (step, time) of consecutive steps
+Entry = tuple[int, int, Action, int]  # step, worker, action, end
 
 
 def usual_ns(commits: Commits) -> int | None:
-    """Returns the median between commits, or None of fewer than two."""
+    """Returns the median time between commits, or None with fewer than two."""
     between = [later - earlier for (_, earlier), (_, later) in pairwise(commits)]
     return int(median(between)) if between else None
 
 
 def left_ns(commits: Commits, entries: Collection[Entry], at_ns: int) -> int | None:
-    """Returns what usually is left at a time of the step after the last commit, or None if that is not known.
+    """Returns the usual rest, at a time, of the step after the last commit; None if unknown.
 
-    It is what was left in other steps when the same worker had finished the action that here was the last before.
+    The last action before that time is searched in the earlier steps; the rest is the median of the times from that
+    action, by the same worker, to the commit of its step.
     """
     before = [(end_ns, step, worker, action) for step, worker, action, end_ns in entries if end_ns <= at_ns]
     if not before or not commits:
         return None
     last_ns, at, *last = max(before)
-    ahead = commits[-1][0] + 1 - at  # the last action may be of the step before
+    ahead = commits[-1][0] + 1 - at  # the last action may belong to the step before
     left = [
         dict(commits)[step + ahead] - end_ns
         for step, worker, action, end_ns in entries
