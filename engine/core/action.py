@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from engine.core.errors import ScheduleError
@@ -222,6 +223,7 @@ def make_action(stage: int, op: Op, microbatch: int, pipeline: int = 0) -> Actio
     return _new(Action, (stage, op, microbatch, pipeline))
 
 
+@lru_cache(maxsize=1 << 12)  # a run records the same few texts again in every step
 def parse_action(text: str) -> Action:
     """Returns the action that `text` spells; raises ScheduleError if `text` is no action."""
     match = _TEXT.fullmatch(text.strip())

@@ -11,7 +11,7 @@ from engine.core.errors import InvariantError
 from engine.core.exclusion import verdict_of
 from engine.core.history import process_records, run_records
 from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
-from engine.core.history.run_records import EpochRecord, JobRecord
+from engine.core.history.run_records import ActionRecord, EpochRecord, JobRecord
 
 RECORDS: dict[str, type[Record]] = {
     kind_of(each): each
@@ -58,6 +58,8 @@ def decoded(line: str) -> Record:
         raise InvariantError(_other_version(told.get("version")))
     if told.keys() != _NEEDED[record]:
         _refuse_other_fields(kind, record, told)
+    if record is ActionRecord:  # most records are, and have neither lists nor objects
+        return record(**told)
     for name, value in told.items():
         if type(value) is list:
             told[name] = _tupled(value)

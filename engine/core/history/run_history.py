@@ -13,6 +13,7 @@ from engine.core.config.job import Job
 from engine.core.history.process_records import EndedRecord, FailedRecord, StartedRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_records import (
+    ActionRecord,
     CommitRecord,
     ConfirmedRecord,
     EpochRecord,
@@ -42,6 +43,8 @@ class RunHistory:
         self.records.append(record)
         self._of.setdefault(type(record), []).append(record)
         match record:
+            case ActionRecord():
+                return  # most records are
             case JobRecord():
                 self.job = record.job
             case StartedRecord():
