@@ -1,4 +1,4 @@
-"""The records of a run that tell of its processes, how they start and end, and how the run does."""
+"""The records of a run about the start and end of its processes, and of the run itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StartedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRecord(StampedRecord):
-    """The coordinator's store: its endpoints, the run's name there, and whether it is the run's own."""
+    """The coordinator's store: its endpoints, the run's name in it, and whether it is private to the run."""
 
     endpoints: tuple[str, ...]
     run_id: str
@@ -28,7 +28,7 @@ class StoreRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreEndedRecord(StampedRecord):
-    """The run's own store has ended, and is started again."""
+    """The private store of the run has ended, and is started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class KeysLeftRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousRecord(StampedRecord):
-    """The rendezvous store serves on a port of this host, in process `child`."""
+    """The rendezvous store, process `child`, listens on a port of this host."""
 
     child: int
     port: int
@@ -69,7 +69,7 @@ class ForkServerEndedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord(StampedRecord):
-    """The process of worker `of` has ended, seen at `seen_ns`; a negative code is the number of the signal."""
+    """The process of worker `of` has ended, seen at `seen_ns`; a negative code is the number of a signal."""
 
     of: int
     code: int
@@ -79,14 +79,14 @@ class ExitRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRecord(StampedRecord):
-    """The worker that writes this knows that worker `of` has ended."""
+    """The writing worker knows that worker `of` has ended."""
 
     of: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KilledRecord(StampedRecord):
-    """The agent kills worker `of`, and why."""
+    """The agent kills worker `of` for the reason `why`."""
 
     of: int
     why: str
@@ -94,7 +94,7 @@ class KilledRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftBehindRecord(StampedRecord):
-    """The process `child` of worker `of` does not end by SIGKILL."""
+    """The process `child` of worker `of` still runs after SIGKILL."""
 
     of: int
     child: int
@@ -102,14 +102,14 @@ class LeftBehindRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptRecord(StampedRecord):
-    """The launcher was asked to end, by the signal of this name."""
+    """The signal of this name asked the launcher to end."""
 
     signal: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutShortRecord(StampedRecord):
-    """All steps are committed; the audit and validation after the last one end early, and why."""
+    """All steps are committed; the audit and validation after the last one end early, for this reason."""
 
     reason: str
 
@@ -123,7 +123,7 @@ class FailedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRecord(StampedRecord):
-    """The run has ended: the outcome in one word, and the exit code."""
+    """The run has ended with an outcome, in one word, and an exit code."""
 
     outcome: str
     exit_code: int

@@ -1,7 +1,7 @@
 """The base classes of all records of a run, and the version of their format.
 
-Rules: the kind of a record, as its line names it, is the name of its class in lower case, without `Record`. A field
-that may be missing in a line has a default, and is left out where it has that value. Times end in `_ns`: nanoseconds on
+Rules: the kind of a record in its line is the name of its class in snake case, without `Record`. A field that may be
+missing in a line has a default; a line leaves it out if it has that value. Names of times end in `_ns`: nanoseconds on
 the host's monotonic clock.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-VERSION = 2  # of the format: another field, or another meaning of one, makes it another; version 1 had no number
+VERSION = 2  # of the format: a change of a field or of its meaning needs a new number; version 1 had no number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A record of the history of a run; one that was added after the end of the run has no time."""
+    """A record of the history of a run; a record that is added after the end of the run has no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StampedRecord(Record):
-    """A record with the worker that wrote it (-1: the agent), its process, and the time; the recorder adds them."""
+    """A record with its writer (a worker, or -1 for the agent), the process and the time; the recorder adds them."""
 
     worker: int = 0
     pid: int = 0
@@ -28,5 +28,5 @@ class StampedRecord(Record):
 
 
 def kind_of(record: type[Record]) -> str:
-    """Returns the kind of a record as its line names it, such as ``cut_short``."""
+    """Returns the kind of a record in its line, such as ``cut_short``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", record.__name__.removesuffix("Record")).lower()

@@ -1,4 +1,4 @@
-"""The lines that hold the records of a run: JSON objects, the kind first."""
+"""Writes records as lines, and reads them: a line is one JSON object, with the kind first."""
 
 from __future__ import annotations
 
@@ -32,54 +32,54 @@ _NEEDED = {
 
 
 def encoded(record: Record) -> str:
-    """Returns the line of a record, without its end."""
+    """Returns the line of a record, without the newline."""
     defaults = _DEFAULTS[type(record)]
-    told: dict[str, Any] = {"event": kind_of(type(record))}
+    plain: dict[str, Any] = {"event": kind_of(type(record))}
     for name in type(record).__dataclass_fields__:
         value = getattr(record, name)
         if name not in defaults or value != defaults[name]:
-            told[name] = value
+            plain[name] = value
     if isinstance(record, JobRecord):
-        told |= asdict(told.pop("job"))
-    return json.dumps(told, separators=(",", ":"))
+        plain |= asdict(plain.pop("job"))
+    return json.dumps(plain, separators=(",", ":"))
 
 
 def decoded(line: str) -> Record:
     """Returns the record of a line; raises InvariantError that names the mistake in the line."""
     try:
-        told = json.loads(line)
-        kind = told.pop("event")
+        plain = json.loads(line)
+        kind = plain.pop("event")
     except (ValueError, LookupError, AttributeError, TypeError):
         raise InvariantError(f"expected one event as JSON, found {line[:80]!r}") from None
     record = RECORDS.get(kind)
     if record is None:
         raise InvariantError(f"unknown event {kind!r}")
-    if record is JobRecord and told.get("version") != VERSION:
-        raise InvariantError(_other_version(told.get("version")))
-    if told.keys() != _NEEDED[record]:
-        _refuse_other_fields(kind, record, told)
+    if record is JobRecord and plain.get("version") != VERSION:
+        raise InvariantError(_other_version(plain.get("version")))
+    if plain.keys() != _NEEDED[record]:
+        _refuse_other_fields(kind, record, plain)
     if record is ActionRecord:  # most records are, and have neither lists nor objects
-        return record(**told)
-    for name, value in told.items():
+        return record(**plain)
+    for name, value in plain.items():
         if type(value) is list:
-            told[name] = _tupled(value)
+            plain[name] = _tupled(value)
     if record is EpochRecord:
-        told["verdict"] = verdict_of(told)
+        plain["verdict"] = verdict_of(plain)
     elif record is JobRecord:
-        told["job"] = Job(**{name: told.pop(name) for name in _OF_JOB})
-    return record(**told)
+        plain["job"] = Job(**{name: plain.pop(name) for name in _OF_JOB})
+    return record(**plain)
 
 
-def _refuse_other_fields(kind: str, record: type[Record], told: dict[str, Any]) -> None:
-    if missing := sorted(_NEEDED[record] - told.keys()):
+def _refuse_other_fields(kind: str, record: type[Record], plain: dict[str, Any]) -> None:
+    if missing := sorted(_NEEDED[record] - plain.keys()):
         raise InvariantError(f"event {kind!r} has no field {missing[0]!r}")
     known = _NEEDED[record] | _DEFAULTS[record].keys()
-    if unknown := sorted(told.keys() - known):
+    if unknown := sorted(plain.keys() - known):
         raise InvariantError(f"event {kind!r} has an unknown field {unknown[0]!r}")
 
 
 def refuse_other_version(first: Record) -> None:
-    """Raises InvariantError where a file begins with another record than that which says its version."""
+    """Raises InvariantError if the first record of a file is not the job's, which has the version of the format."""
     if not isinstance(first, JobRecord):
         raise InvariantError(_other_version(None))
 

@@ -1,4 +1,4 @@
-"""The status of a run, read off its history: of a run that has ended, or whose store is gone."""
+"""The status of a run, made from its history: for a run that has ended or has lost its store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STARTING = "starting"  # the phase before the first epoch
 
 
 def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
-    """Returns the status that the records of a run show, the last of them deciding."""
+    """Returns the status of a run after its last record."""
     ended = history.ended
     phase = ended.outcome if ended else "running" if history.epochs else STARTING
     epoch = history.epochs[-1].epoch if history.epochs else 0
@@ -52,6 +52,6 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
 
 
 def without_word(status: RunStatus) -> RunStatus:
-    """Returns the status, as its events show it, of a run whose launcher is gone, and its workers with it."""
+    """Returns the status of a run after its launcher is gone without a last record: its workers are gone too."""
     workers = tuple(replace(each, state="gone") if each.state in ("in", HELD_BACK) else each for each in status.workers)
     return replace(status, phase="launcher gone", workers=workers)

@@ -29,17 +29,17 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(slots=True)
 class RunHistory:
-    """The history of a run; read from the middle, it is told the job, that it trains, and the owners at that time."""
+    """The history of a run; to read from the middle, give the job, the owners at that time, and `is_training`."""
 
-    job: Job = field(default_factory=lambda: Job(steps=0))  # of a run without a record yet
+    job: Job = field(default_factory=lambda: Job(steps=0))  # until the first record
     is_training: bool = False
     owners: dict[Slot, int] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    epochs: list[EpochRecord] = field(default_factory=list)  # with the owners that became of late heirs
+    epochs: list[EpochRecord] = field(default_factory=list)  # with the owners of a later `HeirsRecord`
     _of: dict[type[Record], list[Any]] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        """Takes in the next record."""
+        """Adds the next record."""
         self.records.append(record)
         self._of.setdefault(type(record), []).append(record)
         match record:
@@ -67,7 +67,7 @@ class RunHistory:
         return next(iter(self.of(kind)), None)
 
     def in_epochs(self, *kinds: type[R]) -> Iterator[tuple[int, R]]:
-        """Yields the records of some kinds, each with the epoch that had begun; 0 before the first."""
+        """Yields (epoch, record) for the records of some kinds; the epoch is 0 before the first."""
         epoch = 0
         for record in self.records:
             epoch = record.epoch if isinstance(record, EpochRecord) else epoch
@@ -76,9 +76,10 @@ class RunHistory:
 
     @property
     def begin_ns(self) -> int:
-        """When training began; where it did not, the time of the first record; 0 without any."""
-        stamps = (each.at_ns for each in self.records if isinstance(each, StampedRecord))
-        return next((each.at_ns for each in self.of(GoRecord)), None) or next(stamps, 0)
+        """The time at which training began, else the time of the first record, else 0."""
+        stamped = (each for each in self.records if isinstance(each, StampedRecord))
+        first = self.first(GoRecord) or next(stamped, None)
+        return first.at_ns if first else 0
 
     @property
     def committed(self) -> int:
@@ -88,7 +89,7 @@ class RunHistory:
 
     @property
     def struck(self) -> set[str]:
-        """The faults that have struck."""
+        """The ids of the faults that have struck."""
         return {each.fault for each in self.of(FaultRecord)}
 
     @property
@@ -98,18 +99,18 @@ class RunHistory:
 
     @property
     def ended(self) -> EndedRecord | None:
-        """How the run ended; None while it goes on, or where its launcher is gone without a word."""
+        """The last record; None while the run goes on, or if its launcher died without it."""
         return self.first(EndedRecord)
 
     @property
     def error(self) -> str:
-        """The error with which the run ends, or nothing."""
+        """The error that ended the run, or an empty text."""
         failed = self.first(FailedRecord)
         return failed.error if failed else ""
 
 
 def history_of(records: Iterable[Record]) -> RunHistory:
-    """Returns the history that some records add up to."""
+    """Returns the history of some records."""
     history = RunHistory()
     for record in records:
         history.add(record)

@@ -1,4 +1,4 @@
-"""The records of a run that tell of training, faults and recoveries, a class for each kind; `record` has the rules."""
+"""The records of a run about training, faults and recoveries, one class for each kind; `record` has the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.core.ownership import Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord(StampedRecord):
-    """The first record: the job that runs, whose fields stand in the line beside the version of the format."""
+    """The first record: the version of the format and the job; the job's fields stand flat in the line."""
 
     version: int
     job: Job
@@ -28,7 +28,7 @@ class PartitionRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PureCheckRecord(StampedRecord):
-    """A worker has tried its layers in `ms` milliseconds; nothing can be said of the `unchecked` ones."""
+    """A worker has checked its layers for purity in `ms` milliseconds; it could not check the `unchecked` ones."""
 
     ms: float
     layers: int
@@ -37,7 +37,7 @@ class PureCheckRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionRecord(Record):
-    """A worker has finished an action of a step, which began in an epoch."""
+    """A worker has finished an action of a step; the action began in `epoch`."""
 
     worker: int
     pid: int
@@ -50,9 +50,9 @@ class ActionRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord(StampedRecord):
-    """An epoch begins: its members, the workers that are out with it and why, and the owner and shadows by place.
+    """An epoch begins: its members, the verdict on excluded workers, and the owner and the shadows of each slot.
 
-    It is `planned` when it was made at a step boundary because of a notice.
+    `planned`: it was made at a step boundary because of a worker's notice.
     """
 
     epoch: int
@@ -66,7 +66,7 @@ class EpochRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeirsRecord(StampedRecord):
-    """The owners of an epoch are others than its record says: an heir was known only with the inventories."""
+    """Replaces the owners of an epoch: an heir became known only with the inventories."""
 
     epoch: int
     owners: tuple[int, ...]
@@ -75,7 +75,7 @@ class HeirsRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkRecord(StampedRecord):
-    """A phase of the way to an epoch is over for a worker; with `plan`, the slots adopted from another pipeline."""
+    """A worker has ended a phase of a recovery; with `plan`, the slots that it adopted from another pipeline."""
 
     phase: str
     epoch: int
@@ -108,7 +108,7 @@ class GoRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedRecord(StampedRecord):
-    """A worker has sent `bytes` in a step, for the plan of a recovery or to heal shadows."""
+    """A worker has sent `bytes` in a step, for a recovery or to restore shadows."""
 
     program: str
     epoch: int
@@ -118,7 +118,7 @@ class MovedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord(StampedRecord):
-    """A step is committed: mean loss, global gradient norm, the factor that clips it, and whether no step follows."""
+    """A step is committed: mean loss, global gradient norm, clip factor; `last`: no step follows."""
 
     step: int
     loss: float
@@ -148,7 +148,7 @@ class ValidationRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRecord(StampedRecord):
-    """Worker `of` has finished: (pipeline, stage, microbatches stashed at most), and its peak memory in KiB."""
+    """Worker `of` has finished: (pipeline, stage, peak of stashed microbatches), and its peak memory in KiB."""
 
     of: int
     peak_stash: tuple[tuple[int, int, int], ...]
@@ -172,7 +172,7 @@ class FaultRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmedRecord(StampedRecord):
-    """The effect of a fault was seen on all its victims, and how."""
+    """The effect of a fault was seen on all its victims; `how` says by which sign."""
 
     fault: str
     how: str
@@ -180,7 +180,7 @@ class ConfirmedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnconfirmedRecord(StampedRecord):
-    """The run is over and the effect of a fault was not seen, and why."""
+    """The run is over, and the effect of a fault was not seen; `how` says why."""
 
     fault: str
     how: str
@@ -188,7 +188,7 @@ class UnconfirmedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord(StampedRecord):
-    """The faults of a request, a file in the folder of the run, are taken."""
+    """The launcher accepts the faults of a request, a file in the run folder."""
 
     request: str
     faults: tuple[str, ...]
@@ -196,7 +196,7 @@ class RequestRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedRecord(StampedRecord):
-    """The faults of a request are not taken, and why."""
+    """The launcher refuses the faults of a request."""
 
     request: str
     reason: str
@@ -229,7 +229,7 @@ class NoticeRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaysRecord(StampedRecord):
-    """Worker `of` has given notice and cannot leave; `text` says why, in words that follow "worker N"."""
+    """Worker `of` has given notice and cannot leave; `text` is the reason, in words that follow "worker N"."""
 
     of: int
     text: str
@@ -237,7 +237,7 @@ class StaysRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioRecord(Record):
-    """The scenario that the run was made for, by name and as text, its seed, and the settings beside it."""
+    """The scenario of the run: its name or file, its text, its seed, and the settings of the command."""
 
     scenario: str
     text: str
