@@ -59,6 +59,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.models.networks",
         "engine.runtime.doctor",
         "engine.runtime.faults",
+        "engine.runtime.ipc",
         "engine.runtime.process",
         "engine.runtime.replica",
         "engine.runtime.stage",

@@ -1,10 +1,9 @@
-"""A worker's control thread: what the agent says reaches the worker, whatever its main thread is blocked in.
+"""A worker's control thread receives the agent's messages, also while the main thread is blocked.
 
-Rules: the main thread waits in one place only. Arrived transfers and the agent's words both wake it there, so that the
-control thread can always take the worker out of a wait. A new epoch is a fence: what was said before it is dropped,
-and every wait ends with `Fenced` until the main thread has accepted it. What the worker says itself belongs to the
-epoch that it has accepted. That somebody has ended is told before it is decided what comes of it: it is recorded, and
-changes nothing.
+Rules: the main thread waits in one place only. Arrived transfers and messages of the agent wake it there, so that the
+control thread can end any wait. A new epoch is a fence: messages of older epochs that still wait are dropped, and every
+wait ends with `Fenced` until the main thread has accepted the epoch. A message of the worker belongs to the epoch that
+it has accepted. The end of another worker is announced before the verdict on it: it is recorded, and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from engine.runtime.ipc.recorder import Recorder
 Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
 
-NOTICE = signal.SIGTERM  # whoever sends it is going to take the worker away
+NOTICE = signal.SIGTERM  # its sender is going to end the worker soon
 
 
 class Stopped(Exception):
@@ -50,7 +49,7 @@ class Control:
         self._stopped = False
         self._told: Epoch | None = None  # the newest one
         self.accepted = 0  # the epoch that the main thread is in
-        self.fired: set[str] = set()  # ids of the faults that have struck somebody
+        self.fired: set[str] = set()  # ids of the faults that have struck any worker
         self.on_fault: Callable[[Arm | Inflict], None] = lambda message: None  # called in the main thread
         self.on_prepare: Callable[[Prepare], None] = lambda message: None  # called in the control thread
         self._of_faults: list[Arm | Inflict] = []
@@ -65,7 +64,7 @@ class Control:
         self._on_first()
         while True:
             if message is None:
-                # The agent is gone, and with it everyone who could tell this worker what to do.
+                # Without the agent there is no source of orders for this worker.
                 os._exit(ExitCode.INTERNAL)
             self._take_in(message)
             message = self.link.receive()
@@ -86,7 +85,7 @@ class Control:
                 self._stopped = True
             case Epoch():
                 if self._told is None or message.epoch > self._told.epoch:
-                    self._inbox = {}  # one channel, in order: what follows belongs to this epoch
+                    self._inbox = {}  # one channel, in order: all later messages belong to this epoch
                     self._told = message
             case Fired():
                 self.fired.add(message.fault)
@@ -97,7 +96,7 @@ class Control:
         self.wake()
 
     def give_notice_of_sigterm(self) -> None:
-        """From now on a SIGTERM is told to the agent at once, whatever the main thread is blocked in.
+        """Starts a thread that sends the agent a notice at a SIGTERM, also while the main thread is blocked.
 
         The signal must be blocked in every thread, so that it waits for the one that takes it here.
         """
@@ -121,7 +120,7 @@ class Control:
             self.send(Mark(self.accepted, phase))
 
     def wake(self) -> None:
-        """Has the main thread look again, from any thread, after what it looks for has been put in place."""
+        """Makes the main thread look again; any thread calls it after the change that the main thread waits for."""
         self._news.put(None)
 
     def wait_until(self, look: Callable[[], Found | None]) -> Found:
@@ -147,7 +146,7 @@ class Control:
     def check(self) -> None:
         """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
 
-        Before that it does what it has been told about faults, which may raise anything, or end the process.
+        Before that it carries out the agent's messages about faults, which may raise anything, or end the process.
         """
         while self._of_faults:
             self.on_fault(self._of_faults.pop(0))

@@ -55,7 +55,7 @@ class Link:
         return self.send_packet(packet(message), fds)
 
     def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
-        """Sends one message that `packet` has made, once for many links; returns what `send` does."""
+        """Sends one message that `packet` has made, once for many links; returns False in the same cases as `send`."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self.socket.sendmsg([data], rights)
