@@ -57,6 +57,8 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.models",
         "engine.models.datasets",
         "engine.models.networks",
+        "engine.report",
+        "engine.report.pages",
         "engine.runtime.doctor",
         "engine.runtime.faults",
         "engine.runtime.ipc",

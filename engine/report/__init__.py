@@ -1,1 +1,1 @@
-"""Events to tables and pages. pandas and plotly are imported here and nowhere else."""
+"""Turns the events of a run into tables and pages. Only this package imports pandas and plotly."""

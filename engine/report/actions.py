@@ -1,7 +1,7 @@
-"""The table of actions: one row for each thing that a worker has finished, with what it was done for.
+"""The table of actions: one row for each action that a worker finished, with its epoch and purpose.
 
-Rules: an action belongs to the epoch in which it began. It is *redundant* when a worker does it for a slot that another
-one owns, *replayed* when an owner of the slot had finished the same in the same step before.
+Rules: an action belongs to the epoch in which it began. It is *redundant* if another worker owns its slot. It is
+*replayed* if an owner of the slot had already finished the same action of the same step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_REPLICAS = COMPUTE_OPS | ops_at(Stands.STREAM, Stands.REPLICA)
 
 
 def actions_table(history: RunHistory) -> pd.DataFrame:
-    """Returns one row per action: who, what (text and parts), when in nanoseconds, its epoch, what it was done for."""
+    """Returns one row per action: worker, text and parts, times in nanoseconds, epoch, redundant and replayed."""
     done = history.of(ActionRecord)
     table = pd.DataFrame(
         {
@@ -66,7 +66,7 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
 
 
 def _epochs_and_owners(history: RunHistory, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each action the epoch in which it began, and who owned its slot then (-1: not known)."""
+    """Returns for each action the epoch in which it began, and the owner of its slot in that epoch (-1: unknown)."""
     epochs, stages = history.epochs, history.job.stages
     index = np.searchsorted([each.at_ns for each in epochs], table["start_ns"], side="right")
     numbers = np.array([0, *(each.epoch for each in epochs)], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Two runs side by side: quantiles of each figure, the ratio of the medians, and what got slower.
+"""Two runs side by side: quantiles of each figure, the ratio of the medians, and a verdict: slower, faster or same.
 
-Rules: B is measured against A. A figure is slower, or faster, when the ratio of the medians leaves `SAME` and the
-intervals of the medians do not touch; with fewer than `FEWEST` values on a side nothing is said.
+Rules: B is compared with A. A figure is slower, or faster, if the ratio of the medians lies outside of `SAME` and the
+95 % intervals of the medians do not overlap. With fewer than `FEWEST` values on a side there is no verdict.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ COLUMNS = ["figure", "a_n", "b_n", "a_p50", "b_p50", "a_p95", "b_p95", "ratio", 
 
 
 def compare(a: RunTables, b: RunTables) -> pd.DataFrame:
-    """Returns one row per figure that both runs have, in milliseconds, the most slowed down first."""
+    """Returns one row per figure that both runs have, in milliseconds; the figure that slowed down most comes first."""
     ours, theirs = _figures(a), _figures(b)
     rows = [_row(name, ours[name], theirs[name]) for name in ours if name in theirs]
     return pd.DataFrame(rows, columns=COLUMNS).sort_values("ratio", ascending=False, ignore_index=True)
 
 
 def _figures(run: RunTables) -> dict[str, np.ndarray]:
-    found = {"step": run.steps["duration_ms"].iloc[1:]}  # the first one warms up
+    found = {"step": run.steps["duration_ms"].iloc[1:]}  # without the first step, which warms up
     for column in (*PHASE_COLUMNS, "pause_ms", "total_ms"):
         found[f"recovery: {column.removesuffix('_ms')}"] = run.recovery[column]
     lengths_ms = (run.actions["end_ns"] - run.actions["start_ns"]) / 1e6
@@ -54,7 +54,7 @@ def _verdict(a: np.ndarray, b: np.ndarray, ratio: float) -> str:
 
 
 def _median_interval(values: np.ndarray) -> tuple[float, float]:
-    """Returns the two measurements between which the true median lies with 95 %: ranks of the binomial distribution."""
+    """Returns the 95 % confidence interval of the median, by ranks of the binomial distribution."""
     ordered, half_width = np.sort(values), 0.98 * np.sqrt(len(values))
     low = max(0, int(np.floor(len(values) / 2 - half_width)))
     return float(ordered[low]), float(ordered[len(values) - 1 - low])

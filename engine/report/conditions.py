@@ -1,8 +1,8 @@
-"""Conditions on tables, such as ``recovery.total_ms.p95 > 500``: what a check of a run may fail on.
+"""Conditions on tables, such as ``recovery.total_ms.p95 > 500``; a condition that is met fails the check of a run.
 
-Rules: table, column, figure, comparison and a number, and nothing else. Missing values do not count, but for the times
-of a recovery that is not over: no figure of such times is good enough. Where there are no values there is nothing to
-measure, and that is no pass; ask for ``count`` to learn that there are none.
+Rules: a condition is a table, a column, a figure, a comparison and a number. Missing values are ignored, except that
+a time of an unfinished recovery fails the check. A column without values is no pass: there is nothing to measure. The
+figure ``count`` is 0 there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Condition:
     number: float
 
     def judge(self, tables: Mapping[str, pd.DataFrame]) -> tuple[ExitCode, str]:
-        """Returns the exit code of a check for the condition, and why: what was found, in the unit of its column."""
+        """Returns the exit code of the check and its reason, such as the figure found, in the unit of its column."""
         if self.figure != "count" and self._never_over(tables[self.table]):
             return ExitCode.EXPECTATION_FAILED, "not recovered"
         values = tables[self.table][self.column].dropna().astype("float64")
@@ -62,17 +62,17 @@ class Condition:
         return ExitCode.EXPECTATION_FAILED if is_met else ExitCode.OK, f"found {found:.6g}"
 
     def _never_over(self, table: pd.DataFrame) -> bool:
-        """Says whether the column is a time that a recovery has not come to."""
+        """Says whether the column is a time that an unfinished recovery lacks."""
         if self.table != "recovery" or not self.column.endswith("_ms"):
             return False
         return bool((table["outcome"].isin(_NOT_OVER) & table[self.column].isna()).any())
 
 
 def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> Condition:
-    """Returns the condition that `text` spells, about columns that exist.
+    """Returns the condition in `text`; its table, column and figure exist.
 
     Raises:
-        UserError: it spells none, or one about something unknown.
+        UserError: `text` is no condition, or its table, column or figure is unknown.
     """
     match = _TEXT.fullmatch(text)
     if match is None:

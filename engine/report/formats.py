@@ -1,6 +1,6 @@
-"""Tables as text: for a terminal, CSV, JSON, Markdown and HTML; and as parquet, where pyarrow is installed.
+"""Tables as text, for a terminal or as CSV, JSON, Markdown or HTML, and as parquet if pyarrow is installed.
 
-Rule: figures are rounded for a terminal, Markdown and HTML only; the others hold all of their digits.
+Rule: figures are rounded for a terminal, Markdown and HTML only; the other formats hold all digits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.core.errors import EnvironmentLacksError
 
 
 def cell_text(value: Any) -> str:
-    """Returns a value as a reader wants it: figures to three places, nothing for what is missing."""
+    """Returns the text of a value: floats are rounded, and a missing value is empty."""
     if pd.isna(value):
         return ""
     if isinstance(value, float):
@@ -40,7 +40,7 @@ def as_parquet(table: pd.DataFrame) -> bytes:
     return buffer.getvalue()
 
 
-# Of the recoveries, what fits a line.
+# The columns of the recoveries that fit into a line.
 _SUMMARY = [
     "run",
     "what",
@@ -56,7 +56,7 @@ _SUMMARY = [
 
 
 def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns as many columns of a table as a reader can take in at once; times of the recovery are in milliseconds."""
+    """Returns the table of this name; the recoveries are reduced to one line each, with times in milliseconds."""
     if name != "recovery":
         return table
     return table[_SUMMARY].rename(
@@ -65,7 +65,7 @@ def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def for_terminal(table: pd.DataFrame) -> tuple[list[str], list[bool], list[list[str]]]:
-    """Returns titles, which columns are numbers, and rows of texts; columns in which nothing stands are left out."""
+    """Returns the titles, whether each column is numeric, and the rows as texts, without empty columns."""
     shown = table.dropna(axis="columns", how="all")
     shown = shown[[name for name in shown.columns if not (shown[name] == "").all()]]
     numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in shown.dtypes]

@@ -1,7 +1,7 @@
-"""What GitHub Actions shows of a matrix: the summary of a step, and annotations at lines of the matrix file.
+"""The results of a matrix for GitHub Actions: the summary of a step, and annotations at lines of the matrix file.
 
-Rules: a summary stays below the megabyte that GitHub takes, says so where it was cut, and is cut at the end of a row,
-failed cells first. Text from elsewhere cannot end a table's cell or begin a command.
+Rules: GitHub accepts a summary of at most a megabyte. A longer one is cut after a row and says so; failed cells come
+first. Text from outside is escaped, so that it cannot end a cell of the table or start a command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def step_summary(matrix: str, results: Sequence[CellResult], max_bytes: int = MA
 
 
 def error_commands(file: str, results: Sequence[CellResult]) -> Iterator[str]:
-    """Yields a command that marks the line of its case for every cell that did not pass."""
+    """Yields a command for every cell that did not pass; it annotates the line of its case."""
     for each in results:
         if each.result != "passed":
             title = _property(f"{each.cell} {_word(each)}")

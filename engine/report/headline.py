@@ -1,4 +1,4 @@
-"""What happened in a run, in one sentence; and the command that makes it happen again."""
+"""The outcome of a run in one sentence, and the command that reproduces the run."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ import pandas as pd
 
 from engine.core.config.job import Job
 from engine.report.load import RunTables
-from engine.report.recovery import AFTER_END, NOBODY_LOST
+from engine.report.recovery import AFTER_END, NO_WORKER_LOST
 
 Mood = Literal["good", "bad", "open"]
 
 
 def headline(run: RunTables) -> tuple[Mood, str]:
-    """Returns whether it went well, and the sentence."""
+    """Returns whether the run ended well, and a sentence about its outcome."""
     num_steps = run.job.steps
     committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
     if run.outcome == "finished":
-        everything = (
-            f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
-        )
-        return "good", f"{_deaths(run.recovery)} {everything} in {run.end_ms / 1e3:.1f} s."
+        steps = f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
+        return "good", f"{_deaths(run.recovery)} {steps} in {run.end_ms / 1e3:.1f} s."
     steps = f"{committed} of {num_steps} steps were committed"
     if run.outcome == "interrupted":
         return "open", f"Interrupted: {steps}."
     if not run.outcome:
-        return "open", f"This run has not said how it ended: {steps}."
+        return "open", f"The end of this run is not recorded: {steps}."
     return "bad", f"The run failed: {_cause(run)}. {steps[0].upper()}{steps[1:]}."
 
 
 def _cause(run: RunTables) -> str:
-    """Returns the first clause of the error, and who was lost where it does not say so."""
+    """Returns the first clause of the error, and the lost workers unless it names workers."""
     if not run.error:
-        return "it did not say why"
+        return "no reason was recorded"
     clause = run.error.splitlines()[0].split(";")[0].rstrip(".")
-    out = run.recovery[~run.recovery["outcome"].isin(["recovered", *NOBODY_LOST])]["who"]
+    out = run.recovery[~run.recovery["outcome"].isin(["recovered", *NO_WORKER_LOST])]["who"]
     lost = sorted({who for text in out for who in text.split(", ") if who}, key=int)
     if not lost or "worker" in clause:
         return clause
@@ -45,9 +43,9 @@ def _cause(run: RunTables) -> str:
 
 
 def _deaths(recovery: pd.DataFrame) -> str:
-    """Returns who was out and what it cost."""
+    """Returns a sentence about the lost workers, the heirs and the pauses."""
     late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
-    recovery = recovery[~recovery["outcome"].isin(NOBODY_LOST)]
+    recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
     if late and recovery.empty:
         who = "Workers" if "," in late else "Worker"
         return f"{who} {late} was lost after the last commit, when no step was left to recover."
@@ -69,7 +67,7 @@ def _milliseconds(value: float) -> str:
 
 
 def command(run: RunTables) -> str:
-    """Returns the command line that runs the same job with the same faults; below it what it reads or leaves out."""
+    """Returns the command line that reproduces the run, then the scenario file or the faults that it leaves out."""
     if run.scenario:
         name, text = run.scenario.scenario, run.scenario.text
         words = ["bamboo", "inject", "--scenario", name, "--seed", str(run.scenario.seed)]
@@ -84,7 +82,9 @@ def command(run: RunTables) -> str:
     kills = [fault for fault in run.faults if ":" in fault]  # no other id has one
     words += [word for fault in kills for word in ("--kill", fault)]
     others = [fault for fault in run.faults if fault not in kills]
-    return shlex.join(words) + (f"\n# without what `bamboo inject --run` added: {', '.join(others)}" if others else "")
+    return shlex.join(words) + (
+        f"\n# without the faults of `bamboo inject --run`: {', '.join(others)}" if others else ""
+    )
 
 
 _MAPPINGS = {"model_args", "data_args", "optimizer_args"}

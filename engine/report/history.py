@@ -1,4 +1,4 @@
-"""What was decided and seen in a run, in the order of time: faults, exits, suspicions, verdicts, the end."""
+"""The observations and decisions of a run in the order of time: faults, exits, suspicions, verdicts, the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ["at_ms", "what", "epoch", "worker", "text"]
 
 
 def history_table(history: RunHistory) -> pd.DataFrame:
-    """Returns one row per decision or sign; times in milliseconds since training began."""
+    """Returns one row per observation or decision; times in milliseconds since training began."""
     rows: list[tuple[Any, ...]] = []
     first_store = history.first(RendezvousRecord)  # every run begins with one
     for epoch, record in history.in_epochs(*(RECORDS[kind] for kind in _TELLING)):
@@ -30,7 +30,7 @@ def history_table(history: RunHistory) -> pd.DataFrame:
 
 
 def verdict_text(epoch: EpochRecord) -> str:
-    """Returns the workers that are out with an epoch, and why it was made."""
+    """Returns the workers that an epoch excludes, and the reason of the epoch."""
     out = ", ".join(f"worker {each.worker} {each.why}" for each in epoch.verdict)
     return f"{out} ({epoch.reason})" if out and epoch.reason not in out else out or epoch.reason
 

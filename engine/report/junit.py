@@ -1,7 +1,7 @@
-"""JUnit XML of a matrix, as CI servers read it: one suite, one test case per cell.
+"""JUnit XML of a matrix for CI servers: one suite, one test case per cell that ran.
 
-Rules: a failed cell is a failure with its type, one that proved nothing an error, one that did not run is not there.
-Characters that XML cannot hold are shown as question marks.
+Rules: a failed cell is a failure with its type; an invalid cell, which proved nothing, is an error. Characters that XML
+cannot hold become question marks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(matrix: str, results: Sequence[CellResult]) -> str:
-    """Returns the whole document."""
+    """Returns the results of a matrix as a JUnit XML document."""
     failed = sum(each.result == "failed" for each in results)
     invalid = sum(each.result == "invalid" for each in results)
     counts = {"tests": str(len(results)), "failures": str(failed), "errors": str(invalid), "skipped": "0"}

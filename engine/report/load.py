@@ -1,6 +1,6 @@
 """Reads the events of a run into tables.
 
-The public entry for those who work with the tables themselves:
+The public entry for programs that use the tables:
 
     from pathlib import Path
     from engine.files.events_file import read_events
@@ -8,7 +8,7 @@ The public entry for those who work with the tables themselves:
     run = load(read_events(Path("results/latest/events.jsonl")))
     run.recovery, run.steps, run.workers, run.actions   # pandas data frames
 
-Rule: nothing but the events is asked, so whatever else lies in a run folder can be deleted.
+Rule: tables come from the events alone, so all other files of a run folder can be deleted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TABLES = ("recovery", "steps", "workers", "actions")
 class RunTables:
     """One run as tables; `outcome` is empty while it goes on.
 
-    Times that end with ``_ms`` count from `origin_ns`, when training began; those with ``_ns`` are the host's clock.
+    A time ``_ms`` counts from `origin_ns`, when training began; a time ``_ns`` is of the host's monotonic clock.
     """
 
     name: str
@@ -52,11 +52,11 @@ class RunTables:
     actions: pd.DataFrame
     history: pd.DataFrame
     exposure: pd.DataFrame
-    twin_loss: Mapping[int, float]  # by step; empty where no twin was looked at
-    scenario: ScenarioRecord | None  # what `bamboo inject` ran
+    twin_loss: Mapping[int, float]  # by step; empty if the run was not compared with a twin
+    scenario: ScenarioRecord | None  # of `bamboo inject`
 
     def table(self, name: str) -> pd.DataFrame:
-        """Returns the table of that name, one of `TABLES`, with the name of the run in front."""
+        """Returns the table of a name in `TABLES`, with the name of the run as first column."""
         table: pd.DataFrame = getattr(self, name).copy()
         table.insert(0, "run", self.name)
         return table
@@ -93,5 +93,5 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:
-    """Returns one of the `TABLES` over several runs, at least one, with the name of the run in front."""
+    """Returns one of the `TABLES` over one or more runs, with the name of the run as first column."""
     return pd.concat([run.table(name) for run in runs], ignore_index=True)

@@ -1,9 +1,9 @@
-"""The table of recoveries: a row per recovery, per death that nobody recovered from, and per fault without either.
+"""The table of recoveries: a row per recovery, per death without a recovery, and per fault without either.
 
-Rules: phases come from `recovery_times`; this adds what only tables know. *heal* is from the first commit
-to the one with which every slot has its shadows again. Bytes are those that the workers sent: in the plan's program up
-to that commit, and to the new shadows. Throughput before and after is the median of up to ten steps. Times are
-milliseconds, those of `begin_ms` and the like since training began.
+Rules: the phases of the pause come from `recovery_times`. The phase *heal* lasts from the first commit after the pause
+to the commit with which every slot has its shadows again. Bytes are counted by their senders: `plan_bytes` in the
+plan's program, `heal_bytes` to the new shadows. Throughput before and after is the median of up to ten steps. Times are
+milliseconds; the points in time, such as `begin_ms`, count from the beginning of training.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
 AFTER_END = "after the end"  # no step was left
-# Outcomes that took nobody from the training: nothing came of it; the run saw it and ended; who was warned left by
-# itself; it was over.
-NOBODY_LOST = ("harmless", "noticed", "left", AFTER_END)
+# Outcomes in which training lost no worker: the fault had no effect; the run noticed it and ended; the worker had given
+# notice and left; training was over.
+NO_WORKER_LOST = ("harmless", "noticed", "left", AFTER_END)
+_NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "rung", "heirs"), "")
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 
 def recovery_table(history: RunHistory, actions: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the recoveries of a run, in order; times that did not come about are missing."""
+    """Returns the recoveries of a run in the order of time; a point that was not reached is missing."""
     ended, origin_ns = history.ended is not None, history.begin_ns
     found = recoveries(history.records)
     rows = []
@@ -72,10 +73,10 @@ def _row(
     origin_ns: int,
     until_ns: int | None,
 ) -> dict[str, Any]:
-    times = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.phases_ns.items()}
+    times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.phases_ns.items()}
     catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None
     healed_ns = _healed_ns(recovery, actions, steps, origin_ns, until_ns)
-    stamps = {
+    times |= {
         "begin_ms": _since(recovery.begin_ns, origin_ns),
         "catch_up_ms": _since(catch_up_ns, origin_ns),
         "resume_ms": _since(recovery.resume_ns, origin_ns),
@@ -88,7 +89,7 @@ def _row(
         "gap_ms": _since(recovery.gap_ns, 0),
     }
     who = ", ".join(str(each.worker) for each in recovery.verdict)
-    verdict = "; ".join(f"worker {each.worker} {each.why}" for each in recovery.verdict) or "nobody was out"
+    verdict = "; ".join(f"worker {each.worker} {each.why}" for each in recovery.verdict) or "no worker was lost"
     faults = f"{', '.join(recovery.faults)}: " if recovery.faults else ""
     return {
         "what": faults + verdict,
@@ -105,19 +106,18 @@ def _row(
         **_redone(recovery, job, actions),
         **_throughput(steps, _since(recovery.begin_ns, origin_ns), _since(recovery.resume_ns, origin_ns)),
         **times,
-        **stamps,
     }
 
 
 def _since(at_ns: int | None, from_ns: int | None) -> float | None:
-    """Returns milliseconds between two times, if there are two."""
+    """Returns the milliseconds between two times; None if one is missing."""
     return None if at_ns is None or from_ns is None else (at_ns - from_ns) / 1e6
 
 
 def _healed_ns(
     recovery: Recovery, actions: pd.DataFrame, steps: pd.DataFrame, origin_ns: int, until_ns: int | None
 ) -> int | None:
-    """Returns when the step was committed with which new shadows became whole; None when none did."""
+    """Returns the time of the commit with which the new shadows were complete; None if there was none."""
     if recovery.resume_ns is None:
         return None
     heals = actions[(actions["op"] == "HEAL") & (actions["end_ns"] > recovery.resume_ns)]
@@ -131,7 +131,7 @@ def _healed_ns(
 
 
 def _redone(recovery: Recovery, job: Job, actions: pd.DataFrame) -> dict[str, int]:
-    """Returns the forwards and backwards that were made again, and the samples that any of it was for."""
+    """Returns the number of forwards and backwards that were redone, and of the samples they belonged to."""
     compute = actions["op"].isin([op.value for op in COMPUTE_OPS]) & actions["replayed"]
     until_ns = recovery.resume_ns or actions["end_ns"].max()
     again = actions[compute & (actions["start_ns"] >= recovery.begin_ns) & (actions["end_ns"] <= until_ns)]
@@ -141,7 +141,7 @@ def _redone(recovery: Recovery, job: Job, actions: pd.DataFrame) -> dict[str, in
 
 
 def _moved(recovery: Recovery, history: RunHistory) -> dict[str, int]:
-    """Returns the bytes that workers sent: for every plan of the step, and to new shadows since the last of them."""
+    """Returns the bytes that workers sent: in every plan of the step, and to new shadows in the last epoch."""
     moved = history.of(MovedRecord)
     plan = [each.bytes for each in moved if (each.program, each.step) == ("plan", recovery.step)]
     heal = [each.bytes for each in moved if (each.program, each.epoch) == ("heal", recovery.epoch)]
@@ -152,7 +152,7 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
     before = steps[steps["commit_ms"] <= begin_ms]["samples_per_s"].tail(_WINDOW).median()
     if resume_ms is None:
         return {"samples_per_s_before": before}
-    # Times went through floating point: half a microsecond is far below what lies between two commits.
+    # Times are rounded floats; half a microsecond is far less than the time between two commits.
     at = (steps["commit_ms"] - resume_ms).abs() < 5e-4
     return {
         "samples_per_s_before": before,
@@ -162,7 +162,7 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
 
 
 def _without_recovery(history: RunHistory, recovered: set[int], actions: pd.DataFrame) -> list[dict[str, Any]]:
-    """Returns a row for each worker that ended unexpectedly and that no epoch was made for."""
+    """Returns a row for each worker that ended unexpectedly and that no recovery excluded."""
     rows = []
     for end in history.of(ExitRecord):
         if not end.expected and end.of not in recovered:
@@ -170,15 +170,13 @@ def _without_recovery(history: RunHistory, recovered: set[int], actions: pd.Data
             last = mine.loc[mine["end_ns"].idxmax()] if len(mine) else None
             rows.append(
                 {
+                    **_NO_TEXTS,
                     "outcome": "not recovered",
                     "what": f"worker {end.of} was ended by {how_it_ended(end)}",
-                    "verdict": "",
                     "who": str(end.of),
-                    "slots": "",
                     "step": None if last is None else last["step"],
                     "last_action": "" if last is None else last["action"],
                     "rung": "none",
-                    "heirs": "",
                     "reason": history.error,
                     "begin_ms": _since(end.seen_ns, history.begin_ns),
                 }
@@ -187,7 +185,7 @@ def _without_recovery(history: RunHistory, recovered: set[int], actions: pd.Data
 
 
 def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> list[dict[str, Any]]:
-    """Returns a row for each fault of a run that has ended which no recovery and no death tells of."""
+    """Returns a row for each fault of an ended run that is part of no recovery and killed no worker."""
     dead = {each.of for each in history.of(ExitRecord) if not each.expected}
     warned = {each.of for each in history.of(NoticeRecord)}
     struck: dict[str, list[FaultRecord]] = {}
@@ -201,15 +199,12 @@ def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> 
         commits = steps["commit_ms"][steps["commit_ms"] > begin_ms]
         rows.append(
             {
+                **_NO_TEXTS,
                 "outcome": "left" if first.of in warned else "noticed" if history.error else "harmless",
                 "what": f"{fault}: {first.do} of worker {who}",
-                "verdict": "",
                 "who": who,
                 "slots": " ".join(".".join(map(str, each.slot)) for each in victims if each.slot),
                 "step": first.step,
-                "last_action": "",
-                "rung": "",
-                "heirs": "",
                 "reason": history.error,
                 "begin_ms": begin_ms,
                 **_throughput(steps, begin_ms, None if commits.empty else float(commits.iloc[0])),

@@ -1,6 +1,6 @@
-"""The table of committed steps, one row each; a step that was lost and done again has two.
+"""The table of commits, one row each; a step that was lost and redone has two rows.
 
-Rules: a step lasts from the commit before it to its own, the first one from the beginning of training. Times are
+Rules: a step lasts from the previous commit to its own; the first step lasts from the beginning of training. Times are
 milliseconds since training began, throughput is samples per second.
 """
 

@@ -1,6 +1,6 @@
 """A run in the Trace Event Format, which Perfetto and chrome://tracing open: one process per worker.
 
-Rules: times are microseconds since training began. An arrow leads from each send to the receipt of what it sent.
+Rules: times are microseconds since training began. An arrow leads from each send to the receive of the same transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COORDINATOR = 1_000_000  # a process number that no worker has
 
 
 def trace(run: RunTables) -> dict[str, Any]:
-    """Returns the trace as plain values, to be written as JSON."""
+    """Returns the trace as values for JSON."""
     found = [_named(row.worker, f"worker {row.worker} ({row.slots})") for row in run.workers.itertuples()]
     found.append(_named(_COORDINATOR, "coordinator"))
     found += [_slice(row, run.origin_ns) for row in run.actions.itertuples()]
@@ -46,9 +46,9 @@ def _slice(row: Any, origin_ns: int) -> dict[str, Any]:
 
 
 def _arrows(actions: pd.DataFrame, origin_ns: int) -> list[dict[str, Any]]:
-    """Returns a start and a finish for each transfer of which both ends were recorded.
+    """Returns a start and a finish for each transfer whose send and receive were recorded.
 
-    What was sent again in a later epoch was received in that epoch.
+    A transfer that was sent again in a later epoch was received in that epoch.
     """
     key = ["step", "epoch", "pipeline", "target", "microbatch", "direction"]
     sides = {}

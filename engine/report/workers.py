@@ -1,4 +1,4 @@
-"""The table of workers: what each owned at first, what it did, and how it ended."""
+"""The table of workers: the first slots of each, its work and its end."""
 
 from __future__ import annotations
 

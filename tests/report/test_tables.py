@@ -165,7 +165,7 @@ def test_a_recovery_that_is_going_on_is_under_way() -> None:
     run = load(events[:plan])
     assert list(run.recovery["outcome"]) == ["under way"]
     assert run.recovery["pause_ms"].isna().all()
-    assert headline(run) == ("open", "This run has not said how it ended: 5 of 10 steps were committed.")
+    assert headline(run) == ("open", "The end of this run is not recorded: 5 of 10 steps were committed.")
 
 
 def test_the_exposure_ends_when_the_new_shadow_is_whole(run: RunTables) -> None:
@@ -209,7 +209,7 @@ def test_a_scenario_is_run_again_as_it_was_run() -> None:
 def test_faults_that_came_from_elsewhere_are_named_and_not_taken_for_kills() -> None:
     events = MadeUpRun(dead=((5, 2),)).events()
     run = load([*events, agent("fault", 2000, fault="pause.ab12", do="stop", step=9, of=1)])
-    assert command(run).endswith("--kill 5:2\n# without what `bamboo inject --run` added: pause.ab12")
+    assert command(run).endswith("--kill 5:2\n# without the faults of `bamboo inject --run`: pause.ab12")
 
 
 def test_the_loss_without_the_fault_stands_beside_the_loss() -> None:

@@ -1,1 +1,1 @@
-"""Pages: HTML that opens without a network, with its styles and scripts."""
+"""HTML pages that open without a network, with their styles and scripts."""

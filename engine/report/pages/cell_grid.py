@@ -1,7 +1,7 @@
-"""The grid of a matrix: actions down, stages and faults across; a letter in each field, and a colour beside it.
+"""The grid of a matrix: a row per action, a column per fault and stage, and a coloured letter in each field.
 
-Rules: the letter says all, so that nothing is lost without colours: P passed, F failed, I invalid, - not run, and
-nothing where there is no such cell. A field of several cells shows the worst of them.
+Rules: the letters can be read without colours: P passed, F failed, I invalid, - not run; a field without a cell is
+empty. A field of several cells shows the worst result.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LEGEND = "P passed  F failed  I invalid  - not run"
 
 Labels = Mapping[str, str]
 Column = tuple[str, str]  # fault and stage
-Cell = tuple[str, CellResult | None]  # its name, and what came of it, unless it was not run
+Cell = tuple[str, CellResult | None]  # its name and its result; None if it did not run
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The fields of a grid: row and column names, and the cells of each (row, column), the worst first.
+    """The fields of a grid: row and column names, and the cells of each (row, column), the worst result first.
 
-    `axis` says what the rows are.
+    `axis` is the title of the rows.
     """
 
     axis: str
@@ -34,13 +34,13 @@ class Grid:
     fields: Mapping[tuple[str, Column], tuple[Cell, ...]]
 
     def letter(self, row: str, column: Column) -> str | None:
-        """Returns the letter of a field, or None where there is no cell."""
+        """Returns the letter of a field, or None if it has no cell."""
         cells = self.fields.get((row, column))
         return letter_of(cells[0][1]) if cells else None
 
 
 def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResult]) -> Grid:
-    """Returns the grid of the cells, (name, labels), as far as there are `results` of them by name."""
+    """Returns the grid of the cells (name, labels); `results` maps the names of the cells that ran to their results."""
     order = list(_LETTERS.values())
     fields: dict[tuple[str, Column], list[Cell]] = {}
     axes: set[str] = set()
@@ -59,7 +59,7 @@ def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResul
 
 
 def _in_order(stages: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Returns the place of each stage: as in the rows that have the most of them, for not every action has all."""
+    """Returns the place of each stage; rows with more stages decide first, because not every action has all stages."""
     longest_first = sorted(stages, key=lambda each: len(set(each)), reverse=True)
     return {stage: place for place, stage in enumerate(dict.fromkeys(chain.from_iterable(longest_first)))}
 
@@ -94,7 +94,7 @@ def grid_text(grid: Grid, colours: bool) -> str:
 
 
 def column_groups(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
-    """Returns the stages of each fault."""
+    """Returns (fault, its stages) in the order of the columns."""
     groups: dict[str, list[str]] = {}
     for fault, stage in columns:
         groups.setdefault(fault, []).append(stage)

@@ -1,7 +1,7 @@
 """The charts beside the timeline, as plotly figures; the page gives them the colours of its theme.
 
-Rules: colours are those of Okabe and Ito, which the colour-blind tell apart. Every text from outside is escaped, for
-plotly reads a part of HTML.
+Rules: colours are from the palette of Okabe and Ito, which colour-blind readers can tell apart. Every text from outside
+is escaped, because plotly interprets some HTML.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from engine.report.load import RunTables
-from engine.report.recovery import ALL_PHASES, NOBODY_LOST
+from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
@@ -27,11 +27,11 @@ _AFTER_THE_PAUSE = ("merged", "heal")
 
 
 def charts(run: RunTables) -> dict[str, Any]:
-    """Returns the figures as plain values, by the id of their place on the page."""
+    """Returns the figures as values for JSON, by the id of their place on the page."""
     figures = {"loss": _loss(run), "throughput": _throughput(run), "exposure": _exposure(run)}
     if run.workers["peak_memory_mib"].notna().any():
         figures["memory"] = _memory(run)
-    recovery = run.recovery[~run.recovery["outcome"].isin(NOBODY_LOST)]
+    recovery = run.recovery[~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(recovery):
         figures["phases"] = _phases(recovery)
     return {name: figure.update_layout(template=None).to_plotly_json() for name, figure in figures.items()}

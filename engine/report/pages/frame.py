@@ -1,7 +1,7 @@
-"""The frame of every page: it opens without a network, with a heading, a timeline to zoom in, and what it is given.
+"""The frame of every page: a heading, a timeline to zoom in, and the sections of the caller; no network is needed.
 
-Rules: every text from outside is escaped, for HTML and for scripts. The page's policy lets no other script run than
-the two that are here named by their hashes, and lets none of them ask anything of any network.
+Rules: every text from outside is escaped, for HTML and for scripts. The page's content security policy allows only the
+two scripts that it names by their hashes, and no network access.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from plotly.offline import get_plotlyjs
 
 from engine.report.formats import cell_text
 
-Tile = tuple[str, str, str]  # what, figure, unit
+Tile = tuple[str, str, str]  # title, figure, unit
 _TEXT_COLUMNS = {"what", "text", "reason"}
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What stands above all else, and the note below the timeline; `mood` is good, bad or open."""
+    """The top of a page, and the note below its timeline; `mood` is good, bad or open."""
 
     command: str
     name: str
@@ -39,7 +39,7 @@ class Heading:
 
 
 def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
-    """Returns a page as HTML: `sections` is HTML, `data` what the scripts draw, `timeline` and `charts` of it."""
+    """Returns a page as HTML: `sections` is HTML; `data` holds the `timeline` and `charts` that the scripts draw."""
     plotly, script = get_plotlyjs(), asset("timeline.js") + asset("page.js")
     return Template(asset("frame.html")).substitute(
         policy=_policy(plotly, script),
@@ -59,7 +59,7 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """Returns the text of a file that stands beside this module."""
+    """Returns the text of a file in the folder of this module."""
     return files("engine.report.pages").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -91,7 +91,7 @@ def _policy(*scripts: str) -> str:
 
 
 def _for_script(data: Any) -> str:
-    """Returns JSON that cannot end the element it stands in; what is not a number is null."""
+    """Returns JSON that cannot end its HTML element; NaN and infinity become null."""
     return json.dumps(_finite(data), separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,7 +1,7 @@
-"""The page of a matrix: its grid, in which pointing at a field tells its cells, and all that did not pass below it.
+"""The page of a matrix: its grid, whose fields show their cells under the mouse, and a list of cells that did not pass.
 
-Rules: it opens without a network and holds no script at all; every text from outside is escaped. Whoever clicks on a
-field can go on to copy what it tells.
+Rules: the page opens without a network and holds no script. Every text from outside is escaped. A click on a field
+keeps its cells visible, so that their text can be copied.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def matrix_page(name: str, grid: Grid, results: Sequence[CellResult], replay: Re
         css=files("engine.report.pages").joinpath("page.css").read_text(encoding="utf-8"),
         grid=_table(grid, replay),
         legend=LEGEND,
-        others=f'<section><h2>What did not pass</h2><ul class="others">{told}</ul></section>' if told else "",
+        others=f'<section><h2>Cells that did not pass</h2><ul class="others">{told}</ul></section>' if told else "",
     )
 
 
@@ -85,7 +85,7 @@ def _field(cells: Sequence[Cell], replay: Replay) -> str:
 
 
 def _told(cell: Cell, replay: Replay) -> str:
-    """Returns the name of a cell, what came of it and why, and the command that runs it again."""
+    """Returns the name of a cell, its result with the reason, and the command that runs it again."""
     name, result = cell
     if result is None:
         verdict = "not run"

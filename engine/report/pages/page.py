@@ -1,6 +1,6 @@
-"""The page about a run, which says in its first line what happened.
+"""The page of a run; its heading states the outcome.
 
-Rule: every text from outside is escaped, for HTML and for plotly; scripts get it from `frame`.
+Rule: every text from outside is escaped, for HTML and for plotly; `frame` escapes the data of the scripts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.report.load import RunTables
 from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.timeline import timeline
-from engine.report.recovery import NOBODY_LOST, PHASE_COLUMNS
+from engine.report.recovery import NO_WORKER_LOST, PHASE_COLUMNS
 
 _RECOVERY_COLUMNS = {
     "what": "what",
@@ -64,7 +64,7 @@ def page(run: RunTables) -> str:
 def _tiles(run: RunTables) -> list[Tile]:
     pause, steps = run.recovery["pause_ms"], run.steps
     tiles = [("steps committed", f"{steps['step'].nunique()}", f"of {run.job.steps}")]
-    outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NOBODY_LOST)]
+    outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(outcomes):
         tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))
         tiles.append(("median pause", _figure(pause.median()), "ms"))
@@ -83,13 +83,13 @@ def _figure(value: float) -> str:
 def _recovery(run: RunTables) -> str:
     if run.recovery.empty:
         return ""
-    # An error may name many files; all of it stands in the history.
+    # An error may name many files; the history shows it completely.
     table = run.recovery.assign(reason=run.recovery["reason"].str.split(";").str[0])
     table = table[list(_RECOVERY_COLUMNS)].rename(columns=_RECOVERY_COLUMNS)
-    if run.recovery["outcome"].isin(NOBODY_LOST).all():
+    if run.recovery["outcome"].isin(NO_WORKER_LOST).all():
         heading, chart = "<h2>Faults</h2>", ""
     else:
-        heading = "<h2>Where the time went <small>(ms; click merged or heal to see what follows the pause)</small></h2>"
+        heading = "<h2>Recoveries <small>(ms; click merged or heal to see the time after the pause)</small></h2>"
         chart = '<div id="phases" class="chart"></div>'
     return f'<section>{heading}{chart}<div class="scroll tight">{html_table(table)}</div></section>'
 
@@ -100,5 +100,5 @@ def _exposed(run: RunTables) -> str:
     if not exposed_ms:
         return "Every slot had a live replica all the time."
     share = exposed_ms / run.end_ms if run.end_ms else 1.0
-    said = f"Some slot had no other replica for {exposed_ms:,.0f} ms, {share:.1%} of the run"
-    return f"{said}; the longest time was {longest_ms:,.0f} ms."
+    total = f"Some slot had only its owner's replica for {exposed_ms:,.0f} ms, {share:.1%} of the run"
+    return f"{total}; the longest time was {longest_ms:,.0f} ms."

@@ -1,7 +1,7 @@
-"""The page about the program of a job: its dry run as a timeline, and the residuals that every worker keeps when.
+"""The page of a job's program: its dry run as a timeline, and the number of residuals that each worker keeps over time.
 
-Rules: what computes is shown; all else takes no time in a dry run. A bar for another worker's slot is striped. The
-lower chart follows the upper one.
+Rules: only compute actions are shown, because all others take no time in a dry run. A bar for another worker's slot is
+striped. The lower chart follows the zoom of the upper one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def schedule_page(job: Job) -> str:
-    """Returns the page as HTML; times are in forwards of one stage, of which a backward takes two."""
+    """Returns the page as HTML; the unit of time is a forward of one stage, and a backward takes two units."""
     program, ownership = planned(job)
     run = dry_run(program, ownership)
     idle = bubbles(run)
@@ -65,7 +65,7 @@ def schedule_page(job: Job) -> str:
 
 
 def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: dict[int, float]) -> dict[str, Any]:
-    """Returns what the page's script draws, in the form that `engine.report.pages.timeline` has."""
+    """Returns the data of the page's script, in the form of `engine.report.pages.timeline`."""
     spans = [span for span in run.spans if span.action.op in COMPUTE_OPS]
     redundant = [ownership.owner(each.action.pipeline, each.action.stage) != each.worker for each in spans]
     nothing, all_bars = np.zeros(len(spans)), np.zeros(len(idle))

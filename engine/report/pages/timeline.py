@@ -1,7 +1,7 @@
-"""The timeline's data: columns of numbers that the page draws from, as much of them as anybody is looking at.
+"""The timeline's data: columns of numbers, of which the page draws the part in view.
 
-Rules: a page holds at most `MAX_ACTIONS` single actions, those of the steps nearest to a recovery first; of every step
-it holds one bar per worker. Times are milliseconds since training began.
+Rules: a page holds at most `MAX_ACTIONS` single actions; steps near a recovery come first. Of every step it holds one
+bar per worker. Times are milliseconds since training began.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import pandas as pd
 
 from engine.report.actions import KINDS
 from engine.report.load import RunTables
-from engine.report.recovery import ALL_PHASES, NOBODY_LOST
+from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
 from engine.report.workers import TRANSFER
 
 MAX_ACTIONS = 150_000
-REDUNDANT, _REPLAYED = 1, 2  # what a bar's pattern says
+REDUNDANT, _REPLAYED = 1, 2  # bits that choose the pattern of a bar
 
 
 def timeline(run: RunTables) -> dict[str, Any]:
-    """Returns all that the page needs to draw the timeline, as plain values; arrays are base64 of their bytes."""
+    """Returns the data from which the page draws the timeline, as values for JSON; arrays are base64 of their bytes."""
     shown = _nearest(run.actions, run.recovery)
     codes, texts = pd.factorize(shown["action"])
     origin_ns = run.origin_ns
@@ -55,7 +55,7 @@ def timeline(run: RunTables) -> dict[str, Any]:
 
 
 def _nearest(actions: pd.DataFrame, recovery: pd.DataFrame) -> pd.DataFrame:
-    """Returns the actions of whole steps, as many as the page may hold, in the order of their beginning."""
+    """Returns the actions of whole steps, at most `MAX_ACTIONS`, in the order of their beginning."""
     if len(actions) > MAX_ACTIONS:
         steps = actions.groupby("step").size()
         centres = recovery["step"].dropna().to_numpy(dtype=np.int64)
@@ -77,7 +77,7 @@ def _worker(row: Any) -> dict[str, Any]:
 
 
 def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
-    """Returns one bar per worker and step: from, how long, and how much of it was spent on work."""
+    """Returns one bar per worker and step: its start, its length, and the busy share of that length."""
     busy_ns = (actions["end_ns"] - actions["start_ns"]).where(actions["kind"] != TRANSFER, 0)
     grouped = actions.assign(busy_ns=busy_ns).groupby(["worker", "step", "epoch"], as_index=False)
     bars = grouped.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), busy_ns=("busy_ns", "sum"))
@@ -95,7 +95,7 @@ def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
 def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
     phases = [[phase, row[f"{phase}_ms"]] for phase in ALL_PHASES if not pd.isna(row[f"{phase}_ms"])]
     known = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
-    if row["outcome"] in NOBODY_LOST:
+    if row["outcome"] in NO_WORKER_LOST:
         known["resume_ms"] = row["begin_ms"]  # nothing was interrupted
     texts = {name: str(row[name]) for name in ("what", "who", "outcome", "last_action")}
     return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}
