@@ -106,7 +106,7 @@ class RecoveryLog:
         moved = (
             (slot, old, now[slot])
             for slot, old in sorted(self.owners.items())
-            if now[slot] != old and not (after_end or is_lost)
+            if not (after_end or is_lost) and now[slot] != old
         )
         faults = [each for each in self.signs if isinstance(each, FaultRecord)]
         usual = usual_ns(self.commits)
