@@ -40,6 +40,9 @@ FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
 # Rooms whose prose names its nouns. The list may only grow; with the last room it goes.
 ROOMS_IN_PLAIN_ENGLISH = frozenset(
     {
+        "engine.bench",
+        "engine.bench.figures",
+        "engine.bench.peers",
         "engine.core",
         "engine.core.analysis",
         "engine.core.checks",

@@ -1,1 +1,1 @@
-"""Benchmarks: each measures one promise, and its peer in the same run."""
+"""Benchmarks: each measures one goal, taking turns with a peer such as torchrun."""

@@ -1,4 +1,4 @@
-"""The buffers benchmark: the cost of keeping a layer's buffers, small and large, constant and changed, for an heir.
+"""The buffers benchmark: the cost of replicating a layer's buffer, small or large, constant or changing.
 
 Whole runs take turns: with a shadow, without redundancy, and with a shadow but without the buffer.
 """
@@ -25,7 +25,7 @@ _WIDTH = 32  # of the synthetic vectors
 
 
 class Buffered(nn.Module):
-    """A linear map beside a buffer, which each forward changes everywhere, or nowhere."""
+    """A linear map with a buffer; if `is_changed`, each forward of training changes every element of the buffer."""
 
     held: Tensor
 
@@ -36,14 +36,14 @@ class Buffered(nn.Module):
         self.register_buffer("held", torch.ones(kib * 256))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reads the buffer, and in training changes all of it if `is_changed`."""
+        """Reads the buffer; may change it."""
         if self.is_changed and self.training:
             self.held.neg_()
         return self.linear(x) + self.held[:1].mean()
 
 
 def buffered(kib: int = 0, is_changed: bool = False) -> Model:
-    """Makes two layers, the second with a buffer of `kib` KiB, unless that is 0."""
+    """Returns a model of two layers, the second with a buffer of `kib` KiB, or without one if `kib` is 0."""
     last = partial(Buffered, kib, is_changed) if kib else partial(nn.Linear, _WIDTH, _WIDTH)
     first = LayerSpec("first", "Linear", partial(nn.Linear, _WIDTH, _WIDTH))
     return Model((first, LayerSpec("last", "Buffered", last)), default_loss)

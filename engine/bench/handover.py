@@ -1,11 +1,11 @@
-"""The hand-over benchmark: the cost of a notice, and the time of a step with one worker less.
+"""The hand-over benchmark: the stall that a notice causes, and the time of a step with one worker less.
 
-Rules: every notice, and every kill, has its own run on stages that sleep. The steps of a run are read off its commits:
-steps before, steps after with one worker less, and the steps between, in which the change falls. The stall is the time
-of the steps between beyond the usual time, which is the mean of six steps before or a dozen after, by the ownership of
-the step. An error of that mean counts once for each step between. No time is left out. Runs without a notice, taken in
-between, give the same sum over four steps: where that comes near the limit, the machine is too busy to measure a stall.
-The benchmark fails if an action ran twice after a notice.
+Rules: every notice, and every kill, has its own run on stages that sleep. The commits of a run give the times of its
+steps: before the change of ownership, during it, and after it. The stall is the sum, over the steps during the change,
+of their time minus the usual time. The usual time is the mean of six steps before the change for a step by the old
+ownership, and of a dozen after it for a step by the new one. Runs without a notice, taken in between, give the same sum
+over four steps: if it is near the limit, the machine is too busy to measure a stall. The benchmark fails if an action
+ran twice after a notice.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRecord
 
 CASE = "timed P=4 M=8"
-_WARM = 2  # from this step on they are usual ones
+_WARM = 2  # the first step after the warm-up
 _STEP = 8  # in which the fault strikes
-_STEPS = _STEP + 16  # so that enough of them are usual ones again
-_BETWEEN = range(_STEP, _STEP + 4)  # the steps that a change falls in, where there is none
-_NOTICES_PER_CALM = 5  # notices to each run to which nothing happens
-_STALL_PART, _STALL_MS = 0.015, 5.0  # of a usual step, or this, whichever is more
+_STEPS = _STEP + 16  # enough to measure the usual time after the change
+_BETWEEN = range(_STEP, _STEP + 4)  # the steps that stand for the change in a run without a notice
+_NOTICES_PER_CALM = 5  # for each run without a notice
+_STALL_PART, _STALL_MS = 0.015, 5.0  # the limit is this part of a usual step, or these milliseconds if more
 _STEADY_GOAL = 1.03
 _OPS = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "LOG", "COMMIT", "STEP")
 _WHOLE_STAGE = frozenset({"REDUCE_GRAD", "LOG", "COMMIT", "STEP"})
@@ -57,13 +57,13 @@ def handover_cases(quick: bool) -> Cases:
 
 
 def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
-    """Measures notices at random actions of all stages, and the steady step after kills.
+    """Returns the rows of stalls by notices at random actions of all stages, and of steps after notices and kills.
 
     Raises:
-        WorkerFailedError: a run failed, or a hand-over had something done twice.
+        WorkerFailedError: a run failed, or an action ran twice after a notice.
     """
     job = replace(overhead_jobs()[CASE], steps=_STEPS)
-    chosen = random.Random(0)  # noqa: S311 - the same actions at every run
+    chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same actions
     notices, calm_ms = [], []
     for number in range(num_notices):
         stage = number % job.stages
@@ -84,7 +84,7 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
 
 
 def _an_action(chosen: random.Random, stage: int, job: Job) -> Mapping[str, Any]:
-    """Returns a random point in the schedule of this stage's worker."""
+    """Returns a random moment in the schedule of this stage's worker."""
     lacking = {0: {"RECV_F", "SEND_B"}, job.stages - 1: {"SEND_F", "RECV_B"}}.get(stage, set())
     op = chosen.choice([op for op in _OPS if op not in lacking])
     at = {"step": _STEP, "stage": stage, "action": op, "when": chosen.choice(["before", "after"])}
@@ -107,7 +107,7 @@ def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> RunHi
 
 
 def _calm_ms(job: Job, folder: Path) -> float:
-    """Returns the stall of a run without a notice, in milliseconds."""
+    """Returns the sum that would be the stall, for a run without a notice."""
     took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).history)
     usual_ms = fmean(each for step, each in took_ms.items() if step >= _WARM and step not in _BETWEEN)
     return sum(took_ms[step] - usual_ms for step in _BETWEEN)
@@ -128,14 +128,14 @@ def _commits_ns(history: RunHistory) -> dict[int, int]:
 
 
 def _took_ms(history: RunHistory) -> dict[int, float]:
-    """Returns the time of each step but the first, from one commit to the next."""
+    """Returns the milliseconds of each step but the first, from one commit to the next."""
     return {
         later[0]: (later[1] - earlier[1]) / 1e6 for earlier, later in pairwise(sorted(_commits_ns(history).items()))
     }
 
 
 def _change(history: RunHistory) -> Change:
-    """Returns the times of the steps before, during and after the change of ownership of one run, from its commits."""
+    """Returns the times of the steps before, during and after the change of ownership."""
     commits_ns, took_ms = _commits_ns(history), _took_ms(history)
     epochs = history.of(EpochRecord)
     handed = next(each for each in epochs if each.owners != epochs[0].owners)
@@ -162,7 +162,7 @@ def _stall_rows(notices: Sequence[Change], calm_ms: Sequence[float]) -> list[Row
 
 
 def _steady_rows(job: Job, how: str, changes: Sequence[Change]) -> list[Row]:
-    """Returns the step after, beside the step before times the theoretical factor of a worker with two stages."""
+    """Returns the time of a step after, beside a step before times the ideal factor for a worker with two stages."""
     if not changes:
         return []
     merged = (2 * job.microbatches + job.stages - 2) / (job.microbatches + job.stages - 1)

@@ -1,8 +1,8 @@
 """Measures the coordinator's store through bamboo's client beside the bare client of the etcd3 package.
 
-Rules: both talk to one private etcd, and take turns call by call; the first one changes too. The bare client has a
-timeout and no other safeguard. A quantile is the median over the quantiles of blocks of calls, because a burst of other
-work on the machine falls into one block, and there on one side more than on the other.
+Rules: both clients call the same private etcd and take turns call by call; the side that begins changes each time. The
+bare client has a timeout and no other safeguard. A quantile is the median over the quantiles of blocks of calls,
+because a burst of other work on the machine disturbs one block, and in it one side more than the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VALUE = b"v" * 64
 _NUM_WARM_UPS = 50
 _BLOCK = 500
 
-Call = Callable[[], float]  # one measured call; returns its duration in seconds
+Call = Callable[[], float]  # returns the seconds that the call took
 
 
 def kv_cases(quick: bool) -> Cases:
@@ -37,7 +37,7 @@ def kv_cases(quick: bool) -> Cases:
 
 
 def bench_kv(num_pairs: int, folder: Path) -> list[Row]:
-    """Returns p50 and p99 of put, get and transaction, of `num_pairs` each; leaves `folder` empty."""
+    """Returns p50 and p99 of put, get and transaction, each from `num_pairs` calls per side; leaves `folder` empty."""
     with tempfile.TemporaryDirectory(dir=folder) as own, EmbeddedEtcd(Path(own)) as server:
         settings = server.settings()
         (endpoint,) = settings.endpoints

@@ -1,8 +1,8 @@
-"""One worker of the pipeline benchmark: it runs our executor and torch's schedule in turns, on the same layers.
+"""One worker of the pipeline benchmark: our executor and torch's schedule run in turns on the same layers.
 
-The sides share process, modules, microbatches and the threads of this worker. Each accumulates gradients as in a
-training step; dropping them again, and releasing the tensors that were sent, is not timed. All workers start an
-iteration at one agreed moment, so that the way out of a barrier is timed on no worker.
+The sides share the process, its threads, the modules and the microbatches. Each accumulates gradients as in a training
+step. The time to drop the gradients and the sent tensors is not measured. All workers start an iteration at one agreed
+moment, so that no time of a barrier is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.runtime.worker.handlers import Call, Handler, register
 from engine.runtime.worker.surroundings import Surroundings
 from engine.runtime.worker.worker import Joined, join
 
-_LEAD_NS = 5_000_000  # from the agreement on a moment to that moment
+_LEAD_NS = 5_000_000  # between the agreement on a start and the start
 _NUM_WARM_UP = 2
 
 
@@ -52,11 +52,11 @@ class Side(Protocol):
         """Runs forwards and backwards of all microbatches."""
 
     def tidy(self) -> None:
-        """Cleans up after an iteration, which is not timed."""
+        """Cleans up after an iteration; this time is not measured."""
 
 
 class PremadeData:
-    """Microbatches made in advance, so that their making is timed on neither side."""
+    """Microbatches made in advance, so that the time to make them is not measured."""
 
     def __init__(self, data: Data, num_microbatches: int, size: int):
         self.facts = data.facts
@@ -67,12 +67,12 @@ class PremadeData:
         return self.batches[microbatch]
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns training samples, as the benchmark needs no validation."""
+        """Returns training samples, because the benchmark does not validate."""
         return self.batches[index]
 
 
 class OurSide:
-    """The executor over the data plane, with events, board and control thread as in a run."""
+    """Our executor and data plane, with the events, progress board and control thread of a run."""
 
     def __init__(self, joined: Joined, program: Program):
         around, ownership, self.plane = joined.around, joined.ownership, joined.plane
@@ -90,14 +90,14 @@ class OurSide:
 
 
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
-    """Runs one worker of one case over the descriptors that the launcher handed to it."""
+    """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd), die_with_launcher)
     turns, welcome = control.take(Turns), control.take(Welcome)
     recorder = Recorder(events_fd, welcome.worker)
     joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome.num_lines))
     around = joined.around
-    # The import takes a second, which only this role needs, and leaves temporary files.
+    # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
     from engine.bench.peers.torch_side import TorchSide, join_default_group
 
@@ -116,7 +116,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
 
 
 def _at_once() -> Handler:
-    """Returns a handler that runs a pair of sleeping actions at once, the shorter forward in a thread of its own."""
+    """Returns a handler that runs a pair of sleeping actions concurrently, the shorter forward in its own thread."""
     pool = ThreadPoolExecutor(1)
 
     def run(forward: Call, backward: Call) -> None:
@@ -148,7 +148,7 @@ def _run_once(around: Surroundings, side: Side) -> Stamps:
 
 
 def _common_start() -> int:
-    """Waits until a moment that all workers agree on, a little after the last of them has come; returns the time."""
+    """Waits for a moment that all workers agree on, shortly after the last of them called this; returns the time."""
     moment = torch.tensor(now_ns() + _LEAD_NS)
     distributed.all_reduce(moment, distributed.ReduceOp.MAX)
     time.sleep(max(0, int(moment) - now_ns()) / 1e9)

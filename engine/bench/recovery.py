@@ -1,10 +1,10 @@
-"""The recovery benchmark: SIGKILL at four points of an iteration, the pause in phases, beside the work to redo.
+"""The recovery benchmark: the pause after a SIGKILL at four points of an iteration, its phases, and its floor.
 
-Rules: every kill has its own run, whose events are read by the same code as those of users' runs. The floor of a pause
-is the time of the actions that must be computed again: the victim's backwards of the step, with lazy redundancy its
-forwards too, both from the last streamed microbatch on. Each action counts with its usual time. With eager redundancy
-the shadow may lack some of these forwards when it is stopped; a second floor adds them. The goal adds the action that
-the slowest survivor was in when the others were told.
+Rules: every kill has its own run; the code that reads the events of users' runs reads its events. The floor of a pause
+is the usual time of the actions that must be recomputed: the victim's backwards of the step, and with lazy redundancy
+its forwards, both from the last streamed microbatch on. With eager redundancy the shadow may not have run all of these
+forwards before it stopped; a second floor adds them. The goal adds the time in which the slowest survivor finished its
+action after the others had been told.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MODES: dict[str, dict[str, Any]] = {
     _STREAMED: {"redundancy": "lazy", "log_every": 1},
     _EAGER: {"redundancy": "eager"},
 }
-_SHARE_GOAL = 0.20  # of an iteration, beside what it takes to detect a failure and to regroup
+_SHARE_GOAL = 0.20  # of an iteration, for the pause without the phases detect and regroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One recovery, in milliseconds: `floor_ms` had to be computed again, `running_ms` a survivor was in an action.
-
-    `redone_ms` is the floor with the forwards that an eager shadow had not run yet.
-    """
+    """The times of one recovery, in milliseconds."""
 
     pause_ms: float
-    floor_ms: float
-    redone_ms: float
-    running_ms: float
-    known_ms: float
+    floor_ms: float  # of the actions that must be recomputed
+    redone_ms: float  # with the forwards that an eager shadow had not run yet
+    known_ms: float  # from the kill until every survivor was told
+    running_ms: float  # from then until the last survivor had stopped
     phases_ms: Mapping[str, float]
-    iteration_ms: float  # a usual one before
+    iteration_ms: float  # a usual one before the kill
 
 
 def kill_cases() -> list[Case]:
@@ -83,7 +80,7 @@ def pause_cases(quick: bool) -> Cases:
 
 
 def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Path) -> list[Row]:
-    """Measures the pause of a case with each kind of redundancy, `num_kills` times at each point.
+    """Returns the rows of a case's pause with each kind of redundancy, from `num_kills` kills at each point.
 
     Raises:
         WorkerFailedError: a run did not recover.
@@ -100,7 +97,7 @@ def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Pat
 
 
 def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Taken:
-    """Runs a job whose victim dies after the backwards of a part of its microbatches."""
+    """Returns the times of a run whose victim dies after the backwards of the part `point` of its microbatches."""
     num_back = round(point * case.job.microbatches)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         file = Path(name) / "job.yaml"
@@ -119,16 +116,16 @@ def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Ta
     phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
     commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
-    return Taken(found.pause_ns / 1e6, floor_ms, redone_ms, running_ms, known_ms, phases_ms, iteration_ms)
+    return Taken(found.pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
 
 
 def _fields(job: Job) -> dict[str, Any]:
-    """Returns the fields of a job file, without the folder and name, which the caller gives."""
+    """Returns the fields of a job file, without the results folder and the name."""
     return {name: value for name, value in asdict(job).items() if name not in ("results", "name")}
 
 
 def only(found: Sequence[Recovery]) -> Recovery:
-    """Returns the one recovery of a run; raises WorkerFailedError when there are others, or it did not end."""
+    """Returns the only recovery of a run; raises WorkerFailedError if it is not the only one, or did not end."""
     if len(found) != 1 or found[0].resume_ns is None:
         raise WorkerFailedError(f"expected one recovery, found {'; '.join(map(str, found)) or 'none'}")
     return found[0]
@@ -160,7 +157,7 @@ def _pause_rows(case: str, taken: Sequence[Taken], mode: str) -> list[Row]:
 
 
 def _phase_rows(case: str, taken: Sequence[Taken]) -> list[Row]:
-    """Returns the median of each phase beside the median pause, and when the last survivor was told."""
+    """Returns the median of each phase beside the median pause, and the time until the last survivor was told."""
     pause_ms = median(each.pause_ms for each in taken)
     rows = []
     for phase in PHASES:

@@ -1,7 +1,7 @@
 """The redundancy benchmark: step time and memory of whole runs with each redundancy, and with streams, in turns.
 
-Time is measured on stages that sleep: with more workers than cores real compute would fill the bubbles that redundant
-forwards use. Memory is measured on a real model.
+Time is measured on stages that sleep: with more workers than cores, real compute would fill the bubbles in which
+redundant forwards run. Memory is measured on a real model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.core.program.redundant_forward_pass import overhead_floor
 _LAZY_GOAL = 0.01
 _EAGER_GOAL_OVER_FLOOR = 0.02
 MEMORY_CASE = "memory gpt P=4 M=8"
-_GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # fixed: glibc raises it to the size of what it sees freed
+_GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # bytes; fixed, because glibc else raises it to the freed sizes
 _MODES: tuple[Redundancy, ...] = ("none", "lazy", "eager")
 _STREAMED = "lazy, log_every 1"
 _IN_TIME: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def redundancy_cases(quick: bool) -> Cases:
 
 
 def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
-    """Measures the time of a step of one case with each redundancy, and with streams.
+    """Returns the rows of one case's step time with each redundancy, and with streams.
 
     Raises:
         WorkerFailedError: a run failed.
@@ -77,10 +77,10 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
 
 
 def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[Row]:
-    """Measures the peak memory of all workers with each redundancy, beside none.
+    """Returns the rows of the peak memory, summed over all workers, with each redundancy beside none.
 
-    The first measurement is with the usual C allocator, which keeps much of the freed memory in small pieces. The
-    second gives every freed block of at least 128 KiB back, which leaves little beside the tensors.
+    The first measurement uses the C allocator's defaults, by which the process keeps much freed memory in small pieces.
+    The second makes it return every freed block of at least 128 KiB, so that little memory is not of tensors.
 
     Raises:
         WorkerFailedError: a run failed.

@@ -1,7 +1,7 @@
-"""Measures the control plane: the times to tell all workers of an exit, to form a group and to start a private etcd.
+"""The coordination benchmark: the times to tell all workers of an exit, to form a group and to start a private etcd.
 
-Rules: the workers are real processes; the agent, its loop, the coordinator and etcd are those of a run. There is no
-peer, so the second figure of a row is a limit.
+Rules: the workers are processes; agent, event loop, coordinator and etcd are the same as in a run. There is no peer;
+the second figure of a row is a limit.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def coordination_cases(quick: bool) -> Cases:
 
 
 def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
-    """Measures from an exit seen by the agent to the control threads of the 7 workers that are left.
+    """Returns the rows of the times from an exit seen by the agent to its reception by the 7 workers that are left.
 
-    Each is told of the exit at once, and of the verdict when the coordinator has written it.
+    The agent tells them of the exit at once, and of the verdict when the coordinator has written it.
     """
     with _rounds(8, num_rounds, folder) as rounds:
         taken = [
@@ -72,14 +72,14 @@ def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
 
 
 def bench_forming(num_rounds: int, folder: Path) -> list[Row]:
-    """Measures from the welcome of 4 workers to the moment when the last of them has joined the group."""
+    """Returns the row of the time from the welcome of 4 workers until the last of them has joined the group."""
     with _rounds(4, num_rounds, folder) as rounds:
         taken = [_forming_s(events) for events in rounds]
     return [limit_row("4 workers", "welcome to group formed, p95 s", taken, 0.95, _FORM_S)]
 
 
 def bench_etcd_start(num_times: int, folder: Path) -> list[Row]:
-    """Measures from the start of a private etcd to the moment when a run has won its role there."""
+    """Returns the rows of the time from the start of a private etcd until a run has won its role there."""
     taken = [_etcd_start_s(folder) for _ in range(num_times)]
     return [
         limit_row("start of a run", f"etcd started to role won, p{100 * part:g} s", taken, part, _ETCD_S)
@@ -101,7 +101,7 @@ def _etcd_start_s(folder: Path) -> float:
 
 @contextlib.contextmanager
 def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterator[Events]]:
-    """Yields the rounds, each as its events; all take place on one fork server, one store and one etcd."""
+    """Yields an iterator that runs the rounds and gives the events of each; they share fork server, store and etcd."""
     with contextlib.ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         interrupts = stack.enter_context(Interrupts())
@@ -133,8 +133,8 @@ def _round(
     store: RendezvousStore,
     interrupts: Interrupts,
 ) -> Agent:
-    """Starts workers, one of which ends itself; serves them until all have ended."""
-    job = Job(model="mlp", stages=num_workers, redundancy="none")  # so that a verdict is the end at once
+    """Starts workers, of which one kills itself; serves them until all have ended."""
+    job = Job(model="mlp", stages=num_workers, redundancy="none")  # a verdict ends a run without redundancy at once
     ownership = one_slot_each(Grid(job.stages, job.microbatches))
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / f"{number}.jsonl")
@@ -157,7 +157,7 @@ def _round(
 
 
 def _relay_s(events: Events, at_ns: Sequence[int]) -> float:
-    """Returns the time from the exit of the victim to the last of some times, of which every worker must have one."""
+    """Returns the seconds from the victim's exit to the last of `at_ns`; raises if a worker that is left gave none."""
     (seen_ns,) = [event.seen_ns for event in events if isinstance(event, ExitRecord) and not event.expected]
     num_left = len(_marks_ns(events, "formed")) - 1
     if len(at_ns) != num_left:

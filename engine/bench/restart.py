@@ -1,10 +1,10 @@
-"""The recovery benchmark beside its peers: torchrun's restart from a checkpoint, and torchft, where it is installed.
+"""The recovery benchmark beside its peers: torchrun's restart from a checkpoint, and torchft if it is installed.
 
-The sides take turns. The time that a kill adds is, on each side, the time of the step of the kill beyond a usual one.
-Our pause is compared with torchrun's as well: training goes on after it, though slower until that step is committed.
-torchrun's workers do the same training in the same cut, and save a checkpoint at every step. torchft has three whole
-replicas of the model. It discards the step, where bamboo redoes one stage of it, and goes on with fewer samples in each
-step. Its usual step is one after the kill, which has the same replicas.
+The sides take turns. The time that a kill adds is the time of its step minus the time of a usual step. Our pause is
+compared with that time of torchrun too: after it training goes on, but slower until the step is committed. torchrun's
+workers run the same training with the same partition, and save a checkpoint at every step. torchft trains three whole
+replicas of the model. It discards the step of the kill, whereas bamboo redoes one stage of it, and goes on with fewer
+samples per step. Its usual step is one after the kill, because such a step has as many replicas.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _METRIC = "time beyond a usual step s; peer: "
 
 
 def recovery_cases(quick: bool) -> Cases:
-    """Returns the cases of `bamboo bench recovery`; torchft is one of them where it is installed."""
+    """Returns the cases of `bamboo bench recovery`; torchft is one of them if it is installed."""
     peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if find_spec("torchft") else {})
     return {**pause_cases(quick), **{name: partial(peer, 1 if quick else 5) for name, peer in peers.items()}}
 
 
 def bench_restart(num_pairs: int, folder: Path) -> list[Row]:
-    """Measures our pause, and the time that a kill adds to its step, against torchrun's restart from a checkpoint.
+    """Returns the rows of our pause, and of the time that a kill adds to its step, beside torchrun's restart.
 
     Raises:
         WorkerFailedError: a run of either side did not recover.
@@ -56,7 +56,7 @@ def bench_restart(num_pairs: int, folder: Path) -> list[Row]:
 
 
 def bench_torchft(num_pairs: int, folder: Path) -> list[Row]:
-    """Measures the time that a kill adds to its step, against a replica of torchft that is killed.
+    """Returns the row of the time that a kill adds to its step, beside the kill of a replica of torchft.
 
     Raises:
         WorkerFailedError: a run of either side did not recover.
@@ -68,7 +68,7 @@ def bench_torchft(num_pairs: int, folder: Path) -> list[Row]:
 
 
 def _killed_bamboo(job: Job, folder: Path) -> tuple[float, float]:
-    """Returns the seconds that the kill added to its step, and those of the pause."""
+    """Returns the seconds that the kill added to its step, and the seconds of the pause."""
     flags = ("--steps", str(job.steps), "--validate-every", "0", "--kill", f"{STEP}:2", "--no-twin")
     found = only(recoveries(run_bamboo(folder, *flags).history.records))
     assert found.gap_ns is not None and found.pause_ns is not None
@@ -76,11 +76,11 @@ def _killed_bamboo(job: Job, folder: Path) -> tuple[float, float]:
 
 
 def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
-    """Returns the seconds that the kill added to the step of torchrun's workers, and how often they were restarted."""
+    """Returns the seconds that the kill added to the step of torchrun's workers, and the number of their restarts."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}", "--max-restarts=9"]
         command += ["-m", "engine.bench.peers.restart_peer", json.dumps(asdict(job)), str(STEP), temporary]
-        # Without the variable, the restarted workers read what those before them left in the store, and fail.
+        # Without the variable, restarted workers read old keys of the store and fail.
         run = run_python(folder, command, TMPDIR=temporary, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     ends_ns = _ends_ns(run.stdout)
     restarts = max(int(each) for each in re.findall(r"restart=(\d+)", run.stdout))
@@ -94,7 +94,7 @@ def _killed_torchft(job: Job, folder: Path) -> float:
 
 
 def _ends_ns(stdout: str) -> dict[int, int]:
-    """Returns when the last worker had ended each step."""
+    """Returns for each step the time at which its last worker ended it."""
     ends_ns: dict[int, int] = {}
     for step, at_ns in re.findall(r"step=(\d+) ended_ns=(\d+)", stdout):
         ends_ns[int(step)] = max(ends_ns.get(int(step), 0), int(at_ns))

@@ -14,7 +14,7 @@ from engine.files.atomic_write import write_atomically
 
 
 def bench_folder(results: Path) -> Path:
-    """Returns the folder for benchmarks, which is made if need be.
+    """Returns the folder of benchmarks; makes it if it does not exist.
 
     Raises:
         StorageError: it cannot be made.
@@ -28,7 +28,7 @@ def bench_folder(results: Path) -> Path:
 
 
 def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[Row]) -> Path:
-    """Writes the rows of one benchmark and returns the path; what does not apply is empty.
+    """Writes the rows of one benchmark and returns the path; a value of None is empty.
 
     Raises:
         StorageError: the file could not be written.

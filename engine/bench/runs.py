@@ -1,6 +1,6 @@
-"""Benchmarks of whole runs, each in a process of its own: the launch beside torchrun's, and the cost of the audit.
+"""Benchmarks of whole runs in child processes: the launch beside torchrun's, and the cost of the audit.
 
-The runs of both sides take turns. They see no job file of the user's, and none of the variables that describe a job.
+The runs of both sides take turns. They read neither the user's job files nor the variables ``BAMBOO_*``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One child that has ended: the time of its start, its stdout, and its history if it was a run of bamboo."""
+    """A child that has ended: the time of its start, its stdout, and its history, empty unless it ran bamboo."""
 
     started_ns: int
     stdout: str
@@ -85,18 +85,16 @@ def _launch_torchrun(folder: Path) -> float:
 
 
 def seconds_between_commits(run: Run) -> float:
-    """Returns the median time of a step, from one commit to the next."""
+    """Returns the median seconds of a step, from one commit to the next."""
     commits_ns = [each.at_ns for each in run.history.of(CommitRecord)]
     return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
 
 
 def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
-    """Runs `bamboo run` with some arguments in `folder` and returns its output; its run folder is then gone.
-
-    `variables` are set in its environment.
+    """Runs `bamboo run` in `folder` with `flags` and environment `variables`; deletes its run folder afterwards.
 
     Raises:
-        WorkerFailedError: it failed.
+        WorkerFailedError: the run failed.
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
         run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags], **variables)
@@ -104,10 +102,10 @@ def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
 
 
 def run_scenario(folder: Path, file: Path) -> RunHistory:
-    """Runs the faults of a scenario file that expects nothing, in `folder`; returns the history of its run.
+    """Returns the history of a run with the faults of a scenario file, which has no expectations.
 
     Raises:
-        WorkerFailedError: it failed, or a fault did not strike.
+        WorkerFailedError: the run failed, or a fault did not strike.
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
         arguments = ["-m", "bamboo_cli", "inject", "--scenario", str(file), "--json", "--results", results]
@@ -120,10 +118,10 @@ def _history_of(run_dir: str) -> RunHistory:
 
 
 def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
-    """Runs Python with some arguments, and variables beside the user's, in `folder`, where no job file lies.
+    """Runs Python with `arguments` in `folder`, which has no job file; adds `variables` to the environment.
 
     Raises:
-        WorkerFailedError: it failed; its last words are in the message.
+        WorkerFailedError: the process failed; its stderr is in the message.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
     environment |= {"PYTHONPATH": str(_ROOT), "XDG_CONFIG_HOME": str(folder), **variables}
@@ -135,7 +133,7 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
         try:
             stdout, stderr = child.communicate(timeout=_TIMEOUT_S)
         except BaseException:
-            # Asked to end it takes its own children along, as a kill would not.
+            # On SIGTERM it ends its own children too; after SIGKILL they would go on.
             child.terminate()
             child.wait(_GRACE_S)
             raise

@@ -1,4 +1,4 @@
-"""The launcher's side of the pipeline benchmark: starts the workers of a case and gathers their stamps."""
+"""The launcher of the pipeline benchmark: starts the workers of a case and gathers their stamps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pipeline_jobs() -> dict[str, Job]:
 
 
 def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> list[Row]:
-    """Measures one case and returns its rows; what the workers write meanwhile lies in `folder` until the end.
+    """Returns the rows of one case; `folder` holds the temporary files of its workers.
 
     Raises:
         WorkerFailedError: a worker ended before it had finished.
@@ -96,7 +96,7 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
 
 
 def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
-    """Serves the workers as the agent would, until all have sent their stamps; returns those of (side, worker)."""
+    """Serves the workers as the agent would, until all have sent their stamps; returns the stamps by (side, worker)."""
     taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
     working = set(members)
     with selectors.DefaultSelector() as selector:

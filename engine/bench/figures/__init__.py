@@ -1,1 +1,1 @@
-"""Pure parts of the benchmarks: rows, confidence intervals, costs read off events."""
+"""Pure parts of the benchmarks: rows, confidence intervals, and the work to redo, from events."""

@@ -1,8 +1,8 @@
-"""The work that a death leaves to redo, read off the events of a run: the floor of any pause after it.
+"""Finds in the events of a run the work that a death leaves to redo; its time is the floor of the pause.
 
-One slot on each worker, one pipeline. The work of the victim in the open step is lost, except for the microbatches
-whose accumulators it had streamed, and for the forwards that an eager shadow had run too before the last survivor
-stopped. The places of redundant forwards limit their number (`redundant_forward_pass.py`).
+There is one pipeline, and one slot per worker. The victim's work in the open step is lost, with two exceptions: the
+microbatches whose accumulators it had streamed, and the forwards that an eager shadow had also run before the last
+survivor stopped. The schedule limits the number of these forwards (`redundant_forward_pass.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.core.program.replay import replayed
 
 
 class Redo(NamedTuple):
-    """The microbatches of the victim's stage that are redone; no shadow had run the forwards of those `left`."""
+    """The microbatches of the victim's stage that are redone; in `left`, those whose forward no shadow had run."""
 
     backwards: frozenset[int]
     forwards: frozenset[int]
@@ -24,7 +24,7 @@ class Redo(NamedTuple):
 
 
 def redo_of(records: Iterable[ActionRecord], step: int, stage: int, fenced_ns: int, log_every: int = 0) -> Redo:
-    """Returns the work that the death of a stage's worker left to redo in a step; the others stopped by `fenced_ns`."""
+    """Returns the work of a dead worker's stage to redo in a step; all survivors had stopped by `fenced_ns`."""
     lost: set[Action] = set()
     shadowed: set[Action] = set()
     for record in records:

@@ -1,7 +1,7 @@
 """The rows of a benchmark: one per case and metric, with our figure, the peer's and the verdict on the goal.
 
-Rules: each measurement of ours is taken next to one of the peer's, so that load on the machine affects both; ratios are
-medians over these pairs. In every metric the smaller figure is the better one. A row without a goal has no verdict.
+Rules: our measurements and the peer's alternate, so that load on the machine affects both; ratios are medians over
+pairs of neighbours. In every metric the smaller figure is better. A row without a goal has no verdict.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Row:
     n: int
 
     def as_dict(self) -> dict[str, str | float | bool | None]:
-        """Returns the row as plain values, figures with six digits."""
+        """Returns the row as plain values, floats with six significant digits."""
         return {
             name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in asdict(self).items()
         }
 
 
 COLUMNS = tuple(each.name for each in fields(Row))
-Cases = Mapping[str, Callable[[Path], Sequence[Row]]]  # name -> measurement, which may use a folder that lasts longer
+Cases = Mapping[str, Callable[[Path], Sequence[Row]]]  # name -> measurement, given a folder for temporary files
 
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """One iteration of a pipeline on one worker; the sleeps are those of its timed layers, none for real compute.
+    """One iteration of a pipeline on one worker: its times, and the sleeps of its layers if these are timed ones.
 
-    A backward may sleep in parts.
+    A backward may sleep in several parts.
     """
 
     start_ns: int
@@ -60,19 +60,19 @@ class Stamps:
 
 
 def seconds_taken(workers: Sequence[Stamps]) -> float:
-    """Returns the time of one iteration: from the first worker's start to the last worker's end."""
+    """Returns the seconds of one iteration, from the first worker's start to the last worker's end."""
     return (max(each.end_ns for each in workers) - min(each.start_ns for each in workers)) / 1e9
 
 
 def ideal_seconds(workers: Sequence[Stamps]) -> float:
-    """Returns (M + P - 1)(F + B), with F and B as the timed layers of this iteration took on average."""
+    """Returns (M + P - 1)(F + B) in seconds; F and B are the mean times of the iteration's timed layers."""
     num_forwards = sum(len(each.forwards_ns) for each in workers)
     slept_ns = sum(sum(each.forwards_ns) + sum(each.backwards_ns) for each in workers)
     return (len(workers[0].forwards_ns) + len(workers) - 1) * slept_ns / num_forwards / 1e9
 
 
 def in_turns(sides: Mapping[K, Callable[[], T]], num_rounds: int) -> dict[K, list[T]]:
-    """Returns the measurements of each side, round by round; each round begins with another side."""
+    """Returns the measurements of each side; every round measures all sides and begins with another one."""
     taken: dict[K, list[T]] = {name: [] for name in sides}
     names = [*sides]
     for _ in range(num_rounds):
@@ -83,27 +83,27 @@ def in_turns(sides: Mapping[K, Callable[[], T]], num_rounds: int) -> dict[K, lis
 
 
 def at_most(figures: Sequence[float], part: float) -> float:
-    """Returns the smallest figure that `part` of all do not exceed."""
+    """Returns the quantile `part` (0 to 1): the smallest figure that this part of the figures does not exceed."""
     return sorted(figures)[math.ceil(part * len(figures)) - 1]
 
 
 def row(case: str, metric: str, ours: float, peer: float, n: int, goal: float | None = None) -> Row:
-    """Returns one row whose goal, if it has one, is for our figure."""
+    """Returns one row; `goal` is the limit of our figure."""
     return Row(case, metric, ours, peer, ours / peer, goal, None if goal is None else ours <= goal, n)
 
 
 def ratio_row(case: str, metric: str, ours: float, peer: float, n: int, goal: float) -> Row:
-    """Returns one row whose goal is for the ratio of its two figures."""
+    """Returns one row; `goal` is the limit of the ratio of the figures."""
     return Row(case, metric, ours, peer, ours / peer, goal, ours / peer <= goal, n)
 
 
 def limit_row(case: str, metric: str, figures: Sequence[float], part: float, limit: float) -> Row:
-    """Returns one row that compares the smallest figure that `part` of all do not exceed with its limit."""
+    """Returns one row that compares the quantile `part` of the figures with its limit."""
     return ratio_row(case, metric, at_most(figures, part), limit, len(figures), 1.0)
 
 
 def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float | None = None) -> Row:
-    """Returns one row whose goal, if it has one, is for the median ratio of the pairs."""
+    """Returns one row; `goal` is the limit of the median ratio of the pairs."""
     ratio = median(_ratios(ours, peer))
     met = None if goal is None else ratio <= goal
     return Row(case, metric, median(ours), median(peer), ratio, goal, met, len(ours))
@@ -112,9 +112,9 @@ def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[flo
 def pipeline_rows(
     case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Sequence[Stamps]], remark: str, has_ideal: bool
 ) -> list[Row]:
-    """Returns the rows of one case from its iterations, each with the stamps of every worker.
+    """Returns the rows of one case from the iterations of both sides, each iteration with the stamps of every worker.
 
-    A `remark` says in what torch's schedule differs from ours.
+    `remark` states the difference between torch's schedule and ours.
     """
     rows = []
     if has_ideal:
@@ -136,8 +136,8 @@ def pipeline_rows(
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns the median, and the low and high end of its 95 % bootstrap interval.
 
-    The interval is a percentile interval (Efron, The Annals of Statistics 7, 1979). The resamples are drawn with a
-    fixed seed, so that the same measurements always give the same interval.
+    It is a percentile interval (Efron, The Annals of Statistics 7, 1979). The seed of the resamples is fixed, so that
+    the same measurements always give the same interval.
     """
     chosen = random.Random(0)  # noqa: S311 - resampling needs no secret
     medians = sorted(median(chosen.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
@@ -148,9 +148,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def overhead_rows(
     case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float | None
 ) -> list[Row]:
-    """Returns the time of a step beside that without redundancy, and their ratio beside its theoretical minimum.
+    """Returns the row of step times with and without redundancy, and the row of their ratio beside its ideal minimum.
 
-    `floor` and `goal`, where there is one, are shares of the time without redundancy.
+    `floor` and `goal` are the overheads, as shares of the time without redundancy.
     """
     beside_none = paired_row(case, "step s, beside none", ours, none)
     most = None if goal is None else 1 + goal

@@ -21,7 +21,7 @@ TORCH_NAMES = {
     "dualpipev": "ScheduleDualPipeV",
     "dualpipev-overlapped": "ScheduleDualPipeV",
 }
-# In which torch's schedule differs from ours; the others have the same lists of actions.
+# The differences between torch's schedules and ours; the others have the same lists of actions.
 REMARKS = {
     "zb1p": ", torch's in its own order",
     "dualpipev-overlapped": ", torch's with pairs one after the other",

@@ -1,1 +1,1 @@
-"""The other side of a benchmark: torch's own pipelining, torchrun and torchft."""
+"""The peers of our side in the benchmarks: torch's pipelining, torchrun and torchft."""

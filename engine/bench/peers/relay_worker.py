@@ -1,6 +1,6 @@
-"""A worker of the relay benchmark: joins a group of its own epoch, waits, and says when it was told of an exit.
+"""A worker of the relay benchmark: joins the group of its round, waits, and reports when it was told of an exit.
 
-The one that is named as the victim ends itself as soon as training begins.
+The victim kills itself as soon as training begins.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 
-_SETTLE_S = 0.02  # so that nobody is still busy with the beginning of training
-_LINGER_S = 0.02  # so that the end of the first who is told does not take the processor from the others
+_SETTLE_S = 0.02  # so that no worker is still busy with the beginning of training
+_LINGER_S = 0.02  # so that the exit of the first worker that is told takes no processor time from the others
 
 
 class _Stamped(Control):
-    """Notes when its thread learned that this worker must stop."""
+    """Notes the time at which its thread learned that this worker must stop."""
 
     told_ns = 0
 
@@ -42,11 +42,11 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     told = control.take(Round)
     control.recorder = recorder = Recorder(events_fd, told.worker)
     store = connect(told.store_port, told.prefix)
-    plane = DataPlane(control, store, told.worker, told.ranks)  # kept, as its end would be seen by others
+    plane = DataPlane(control, store, told.worker, told.ranks)  # kept open, because others would notice its end
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(Ready())
-        control.next_epoch()  # which begins training, as nobody has anything to answer
+        control.next_epoch()  # begins training, because no worker has to answer
         if told.worker == told.victim:
             time.sleep(_SETTLE_S)
             os.kill(os.getpid(), signal.SIGKILL)

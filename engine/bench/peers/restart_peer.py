@@ -1,7 +1,7 @@
 """The peer of the recovery benchmark, for torchrun: trains, saves a checkpoint at every step, and is killed once.
 
-It says on stdout when each step ended. After a restart it goes on behind the newest step that every rank has saved.
-Rule: a checkpoint is bytes of tensors in a known order; nothing of it could be run.
+It prints the time at which each step ended. After a restart it resumes after the newest step that every rank has saved.
+Rule: a checkpoint is the bytes of tensors in a fixed order; it holds no code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VICTIM = 2
 
 
 def main() -> None:
-    """Runs one rank; the arguments are the job as JSON, the step in which one dies, the folder for checkpoints."""
+    """Runs one rank; the arguments are the job as JSON, the step of the kill, and the folder for checkpoints."""
     job, fatal_step, folder = Job(**json.loads(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
     rank, pipeline, optimizer = rank_of_torchrun(job)
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns parameters and the state of each, which is made if there is none yet."""
+    """Returns the parameters with their optimizer states; makes the states if they do not exist yet."""
     found: list[Tensor] = []
     for parameter in optimizer.param_groups[0]["params"]:
         state = optimizer.state[parameter]

@@ -67,7 +67,7 @@ def rank_of_torchrun(job: Job) -> tuple[int, TorchPipeline, torch.optim.Optimize
 
 
 class TorchSide:
-    """The pipeline as one of the two sides of the benchmark."""
+    """Torch's pipeline as one side of the pipeline benchmark."""
 
     def __init__(self, around: Surroundings):
         job, stages = around.job, around.replicas.stages
@@ -80,4 +80,4 @@ class TorchSide:
         self.pipeline.run_step()
 
     def tidy(self) -> None:
-        """Nothing is left over."""
+        """Does nothing: torch leaves nothing over."""

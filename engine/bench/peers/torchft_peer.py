@@ -1,7 +1,7 @@
-"""The peer of the recovery benchmark, for torchft: whole replicas of the model, data parallel, one of which is killed.
+"""The peer of the recovery benchmark, for torchft: data parallel replicas of the whole model, of which one is killed.
 
-Started without a replica's number it is the lighthouse, and starts the replicas; the victim ends itself. Each replica
-says on stdout when each step was committed. torchft throws the step of a failure away and goes on with a replica less.
+A process without a replica's number is the lighthouse and starts the replicas; the victim kills itself. Each replica
+prints the time of each commit. torchft discards the step of a failure and goes on with one replica less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
-    """Runs the lighthouse, or one replica; the arguments: job as JSON, step of the kill, then replica and address."""
+    """Runs the lighthouse or a replica; arguments: job as JSON, step of the kill; for a replica its number, address."""
     job, fatal_step = Job(**json.loads(sys.argv[1])), int(sys.argv[2])
     if len(sys.argv) > 3:
         _train(job, fatal_step, int(sys.argv[3]), sys.argv[4])
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 class _Whole(nn.Module):
-    """All layers of a model, one after the other; the input of a layer is what the one before gave."""
+    """All layers of a model in sequence; the outputs of a layer are the inputs of the next."""
 
     def __init__(self, layers: nn.ModuleList):
         super().__init__()
@@ -109,7 +109,7 @@ def _train(job: Job, fatal_step: int, replica: int, lighthouse: str) -> None:
         if manager.current_step() > step:  # it was committed
             os.write(1, f"replica={replica} step={step} ended_ns={time.monotonic_ns()}\n".encode())
     manager.shutdown(wait=False)
-    os._exit(0)  # its threads wait for a quorum that will not be
+    os._exit(0)  # torchft's threads wait for a quorum that never forms
 
 
 if __name__ == "__main__":

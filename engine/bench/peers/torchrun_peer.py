@@ -1,6 +1,6 @@
-"""The peer of the launch benchmark, for torchrun: trains one step of a job and says on stdout when it was finished.
+"""The peer of the launch benchmark, for torchrun: trains one step of a job and prints the time of its end.
 
-It takes our layers, data and cut, and for all else what a user of torch would: its pipelining and its AdamW.
+It uses our layers, data and partition, and torch's pipelining and AdamW.
 """
 
 from __future__ import annotations
