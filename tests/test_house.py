@@ -57,6 +57,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.files",
         "engine.files.jobs",
         "engine.files.scenarios",
+        "engine.harness",
         "engine.models",
         "engine.models.datasets",
         "engine.models.networks",

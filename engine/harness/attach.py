@@ -1,8 +1,8 @@
-"""Faults for a job that is running: they are handed to its launcher, and what came of them is read off its events.
+"""Injects faults into a running job: writes a request for its launcher, then follows the events of the run.
 
-Rules: the launcher decides whether a request is good; here it is only written, readable by its user alone, and
-withdrawn when nobody takes it. What happened to the run before is not judged. A run that goes on has no twin to compare
-with and leaves nothing yet: whoever expects something of either is told that it is not judged.
+Rules: the launcher decides whether a request fits; this module writes it, readable by the user alone, and withdraws it
+if the launcher does not take it. Only events since the request are judged. A running job has no twin and no leftovers
+yet: expectations on them are left out, and the user is told.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
 _BEGINS_WITHIN_S = 5.0
-_COMMITS = 4  # by which a job's pace is judged
-_STEPS_AFTER = 2  # committed after the last sign of a fault: the run goes on
+_COMMITS = 4  # that give a job's pace
+_STEPS_AFTER = 2  # steps to commit after the last confirmed fault, as proof that the run goes on
 
 
 def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> CaseResult:
-    """Hands the faults of a scenario to a running job; returns when all have shown and it goes on, or has ended.
+    """Injects the faults of a scenario into a running job; returns when the run has recovered, or ended.
 
     Raises:
         NothingMatchedError: the run has ended, or does not begin.
@@ -52,19 +52,19 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
         say(line)
     if unjudged := [each.name for each in fields(expect) if getattr(expect, each.name) != getattr(wanted, each.name)]:
         say(f"not judged: {', '.join(unjudged)} (the job runs on)")
-    since_ns = time.monotonic_ns()  # the clock of the events
+    since_ns = time.monotonic_ns()  # the events have the same clock
     request = _request(folder, loaded.faults)
     try:
         _wait(events, loaded.faults, request.name)
     finally:
-        request.unlink(missing_ok=True)  # whoever has given up wants nobody struck
+        request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
     ended = events.history.ended
     seen = Observed(ended.exit_code if ended else 0, events.history.error, events.history, since_ns=since_ns)
     return judged(loaded.scenario, loaded.faults, folder.path, seen)
 
 
 def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:
-    """Returns a scenario as a running job would be handed it now; hands over nothing.
+    """Returns a scenario as `attach` would inject it now into a running job; injects nothing.
 
     Raises:
         NothingMatchedError: the run has ended.
@@ -74,17 +74,16 @@ def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:
 
 
 def _fitted(loaded: Loaded, events: _Events) -> Loaded:
-    """Returns a scenario as it is for the job that runs, from the step after the open one on.
+    """Returns a scenario whose steps count from the running job's next step.
 
-    Ids are new, so that it can be handed over more than once.
+    Each fault gets a new id, so the same scenario can be injected more than once.
     """
     from engine.core.faults.scenario_rules import check_scenario
     from engine.runtime.faults.registry import kinds
 
     job = events.history.job
     expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None)
-    # Until the launcher has taken the request, a quick job commits many steps.
-    meanwhile = events.steps_a_second()  # while it waits, more are committed
+    meanwhile = events.steps_a_second()  # a quick job commits many steps until its launcher takes the request
     first_step = events.history.committed + 2 + meanwhile
     left = replace(job, steps=max(1, job.steps - first_step))
     scenario = replace(loaded.scenario, job=left, expect=expect)
@@ -115,11 +114,11 @@ def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
 
 
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
-    """Waits until the faults have been taken, have shown and have been recovered from, or the run has ended.
+    """Waits until the run has recovered from the faults, or has ended.
 
     Raises:
-        UserError: the launcher has refused the request of that name.
-        BambooError: nobody takes it, or its faults came too late.
+        UserError: the launcher refuses the request of that name.
+        BambooError: the launcher does not take it, or the faults came too late.
     """
     heard_s = time.monotonic() + _HEARD_WITHIN_S
     while not events.is_over():
@@ -129,7 +128,7 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
             raise UserError([Problem("--run", "faults that the run can take", "", refused.reason)])
         taken = any(each.request == request for each in history.of(RequestRecord))
         if not taken and time.monotonic() > heard_s:
-            error = BambooError(f"{events.folder.path}: nobody takes the faults; its launcher does not answer")
+            error = BambooError(f"{events.folder.path}: its launcher does not answer, and did not take the faults")
             error.exit_code = ExitCode.NOT_RECOVERED
             raise error
         late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.history.committed]
@@ -147,15 +146,15 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
 
 
 def skipped(faults: Sequence[Fault], late: Collection[str]) -> list[Fault]:
-    """Returns the faults whose moment is over, and those that wait for one of them, directly or not."""
+    """Returns the faults named in `late`, and the faults that wait for one of them, directly or not."""
     out = {*late}
-    for _ in faults:  # as long as a chain of them may be
+    for _ in faults:  # the longest possible chain
         out |= {each.id for each in faults if isinstance(each.moment, After) and each.moment.fault in out}
     return [each for each in faults if each.id in out]
 
 
 class _Events:
-    """The events of a run, as far as they are written."""
+    """The events of a run, read as they are written."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -163,19 +162,19 @@ class _Events:
         self._read = 0
         self._wait_for_the_first()
         if self.is_over():
-            raise NothingMatchedError(f"{folder.path.name} has ended: faults are for a job that runs")
+            raise NothingMatchedError(f"{folder.path.name} has ended: name a job that runs")
 
     def _wait_for_the_first(self) -> None:
-        """A launcher makes its folder before it writes there."""
+        """Waits for the first record: a launcher makes its folder before it writes there."""
         until_s = time.monotonic() + _BEGINS_WITHIN_S
         while not self.folder.events.exists() or not self._update():
             if time.monotonic() > until_s:
-                about = f"{self.folder.path.name} has not begun after {_BEGINS_WITHIN_S:g} s of waiting for it"
-                raise NothingMatchedError(f"{about}: see what its launcher says, or name a run that goes on")
+                about = f"{self.folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
+                raise NothingMatchedError(f"{about}: see the output of its launcher, or name a run that goes on")
             time.sleep(_POLL_S)
 
     def _update(self) -> bool:
-        """Reads on; says whether anything has been written yet."""
+        """Reads the new records; returns whether there is any record yet."""
         with self.folder.events.open("rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -186,7 +185,7 @@ class _Events:
         return bool(self.history.records)
 
     def is_over(self) -> bool:
-        """Reads on; says whether the run has ended, with a word or without."""
+        """Reads the new records; returns whether the run has ended or its launcher is gone."""
         self._update()
         (job,) = self.history.of(JobRecord)
         return self.history.ended is not None or not Path(f"/proc/{job.pid}").exists()
@@ -202,9 +201,9 @@ class _Events:
         return bool(self._log.epochs)
 
     def steps_a_second(self) -> int:
-        """Returns how many steps are committed in the time that it takes to be heard, one second.
+        """Returns the number of steps in one second, the time that a launcher takes to read a request.
 
-        For the first few commits it waits, but not for long: steps that take so long are no danger.
+        Waits for the first few commits, but not for long: slow steps do not outrun the launcher.
         """
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
@@ -216,15 +215,15 @@ class _Events:
 
 
 def pace(times_ns: Sequence[int]) -> int:
-    """Returns how many steps are taken in a second, by the times of the last commits; 0 where that is not known."""
+    """Returns the number of steps per second, by the times of the last commits; 0 if there are too few."""
     lately_ns = times_ns[-_COMMITS:]
     return (len(lately_ns) - 1) * 10**9 // max(1, lately_ns[-1] - lately_ns[0]) if lately_ns else 0
 
 
 def have_shown(faults: Sequence[Fault], history: RunHistory) -> bool:
-    """Says whether all faults have been confirmed, or can no longer strike, and steps have been committed since.
+    """Whether all faults are confirmed, or can no longer strike, and steps have been committed since.
 
-    Whoever is to be struck in a recovery may not be there: once that recovery is over nobody waits for it.
+    The victim of a fault in a recovery may be gone before it. Such a fault can no longer strike after that recovery.
     """
     confirmed = history.confirmed_ns
     waiting = [each for each in faults if each.id not in confirmed]

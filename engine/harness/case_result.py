@@ -1,4 +1,4 @@
-"""The result of a case: its checks, the verdict over them, its recoveries; as values, as an error, as a summary."""
+"""The result of a case: its checks, verdict and recoveries; also as an error, a summary and plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.core.faults.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one run of a case; `run_error` ended the run itself, `summary` has the figures of the run."""
+    """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures."""
 
     folder: Path
     faults: tuple[Fault, ...]
@@ -37,7 +37,7 @@ class CaseResult:
 
     @property
     def error(self) -> BambooError | None:
-        """What ended the run, or the first of the checks that decided against it; None for a run that passed."""
+        """The error that ended the run, or the first check that failed; None if all passed."""
         if self.run_error is not None or self.seen.exit_code or self.verdict == "passed":
             return self.run_error
         text = next(each.text for each in self.checks if each.result == self.verdict)
@@ -48,7 +48,7 @@ class CaseResult:
         return error
 
     def recovery_lines(self) -> list[str]:
-        """Returns one line per recovery, and whether the weights are identical where hashes were compared."""
+        """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
         twin, proved = self.seen.twin, ""
         if isinstance(twin, Comparison) and twin.difference is None and twin.num_steps:
             is_last = twin.last_step == self.summary["steps"] - 1
@@ -66,11 +66,11 @@ class CaseResult:
         }
 
     def of_scenario(self) -> dict[str, Any]:
-        """Returns the summary of the run with the case beside it."""
+        """Returns the summary of the run, with the case as ``case``."""
         return {**self.summary, "case": self.as_dict()}
 
     def of_run(self) -> dict[str, Any]:
-        """Returns the summary of the run, which failed also where it finished and the verdict is against it."""
+        """Returns the summary of the run; if a finished run failed its expectations, the outcome is the verdict."""
         error, twin = self.error, self.seen.twin
         against: dict[str, Any] = {} if error is None else {"error": str(error)}
         if error is not None and error is not self.run_error:
@@ -87,7 +87,7 @@ class CaseResult:
 
 
 def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Observed) -> CaseResult:
-    """Returns the result of a scenario's expectations, and whether its faults struck where the scenario says."""
+    """Returns the result of a case: the checks of its expectations, and of the actions at which its faults struck."""
     from engine.runtime.faults.registry import kinds
 
     checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
@@ -96,7 +96,7 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
 
 
 def pauses_ms(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Returns quantiles of the pause over all recoveries of some cases, nearest rank, in milliseconds."""
+    """Returns p50, p95 and max of the pauses of all recoveries in some cases: nearest rank, milliseconds."""
     pauses = sorted(each.pause_ns for case in results for each in case.recoveries if each.pause_ns is not None)
     parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if pauses else {}
     return {name: round(pauses[math.ceil(part * len(pauses)) - 1] / 1e6, 3) for name, part in parts.items()}

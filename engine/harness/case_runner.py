@@ -1,6 +1,6 @@
-"""Runs a case: a job with its faults, its fault-free twin if one is needed; then holds it against its expectations.
+"""Runs a case: a job with its faults and, if needed, its fault-free twin; then checks the expectations.
 
-Rules: every command that runs a job runs it here. A run folder says all that it takes to run the case again.
+Rules: every command that runs a job runs it here. A run folder has all that is needed to run the case again.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run to be made: a scenario and the concrete faults that were made of it.
+    """A run to make: a scenario and its concrete faults.
 
-    `name` is a part of the folder's name, `origins` says where values of the job come from, `file` is the scenario's.
+    `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
+    file.
     """
 
     name: str
@@ -49,16 +51,16 @@ class Case:
 
 
 def case_of_file(loaded: Loaded) -> Case:
-    """Returns the case of a scenario that was read from a file."""
+    """Returns the case of a scenario file."""
     name = re.sub(r"[^a-z0-9._-]+", "-", loaded.scenario.name.lower()).strip("-._")[:40] or "case"
     return Case(name, loaded.scenario, loaded.faults, file=loaded)
 
 
 def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:
-    """Runs a case in a run folder of its own; a fork `server` must have been started after `mark_processes`.
+    """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
 
     Raises:
-        BambooError: it could not be started.
+        BambooError: the run could not be started.
     """
     from engine.files.atomic_write import write_atomically
     from engine.files.events_file import add_event, read_history
@@ -76,7 +78,8 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
         write_atomically(folder.path / "scenario.yaml", case.file.path.read_text(encoding="utf-8"))
     _write_facts(folder, case)
     traces = Traces() if expect.leftovers else None
-    ending = _drive(job, folder, screen, etcd, faults=faults, grace_s=case.grace_s, server=server)
+    drive = partial(_drive, screen=screen, etcd=etcd, server=server)
+    ending = drive(job, folder, run_id=folder.path.name, faults=faults, grace_s=case.grace_s)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     if case.file is not None:
@@ -86,68 +89,39 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     error = "" if ending.error is None else str(ending.error)
     seen = Observed(ending.exit_code, error, read_history(folder.events), leftovers=left)
     if needs_twin(expect, faults, seen):
-        seen = replace(seen, twin=_compared(case, rows, folder, etcd, screen, server))
+        seen = replace(seen, twin=_compared(job, rows, folder, screen, drive))
     result = judged(case.scenario, faults, folder.path, seen)
     result = replace(result, run_error=ending.error, summary=_summary(folder, ending, wall_s))
     _write_facts(folder, case, result.of_run() if case.file is None else result.of_scenario())
     return result
 
 
-def _drive(
-    job: Job,
-    folder: RunFolder,
-    screen: Screen,
-    etcd: EtcdSettings | None,
-    *,
-    run_id: str = "",
-    faults: Sequence[Fault] = (),
-    grace_s: float = 120.0,
-    server: ForkServer | None = None,
-) -> Ending:
-    """Runs a job in a run folder, whose name is the run's unless it has another.
-
-    Raises:
-        BambooError: it could not be started.
-    """
+def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> Ending:
+    """Runs a job in a run folder, with the `options` of `run_session`."""
     from engine.runtime.agent.session import run_session
 
     with screen.picture(job, folder.events) as show:
-        return run_session(
-            job,
-            folder.events,
-            folder.logs,
-            show,
-            run_id=run_id or folder.path.name,
-            etcd=etcd,
-            faults=faults,
-            grace_s=grace_s,
-            server=server,
-        )
+        return run_session(job, folder.events, folder.logs, show, **options)
 
 
 def _compared(
-    case: Case,
-    rows: list[Row],
-    folder: RunFolder,
-    etcd: EtcdSettings | None,
-    screen: Screen,
-    server: ForkServer | None,
+    job: Job, rows: list[Row], folder: RunFolder, screen: Screen, drive: Callable[..., Ending]
 ) -> Comparison | BambooError:
-    """Returns how the rows of a run compare with those of its twin, or why there is no twin."""
+    """Returns the comparison of a run with its twin, or the error of the twin."""
     from engine.harness.twin_run import twin_rows
 
     def run(twin: Job, own: RunFolder) -> Ending:
         screen.say("running the fault-free twin, to compare the weights with")
-        return _drive(twin, own, screen, etcd, run_id=f"{folder.path.name}-twin", server=server)
+        return drive(twin, own, run_id=f"{folder.path.name}-twin")
 
     try:
-        return compare(rows, twin_rows(case.scenario.job, folder, run))
+        return compare(rows, twin_rows(job, folder, run))
     except BambooError as error:
         return error
 
 
 def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
-    """Returns the result of a run, as run.json keeps it."""
+    """Returns the result of a run for `run.json`."""
     from engine.core.checks.trajectory import trajectory_hash
 
     account = ending.view.account
@@ -172,9 +146,9 @@ def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]
 
 
 def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
-    """Returns what it takes to run the scenario again: its text, and the settings beside it.
+    """Returns the record with all that is needed to run the scenario again.
 
-    The text is that of the `copy` that the run began with: the file itself may have changed meanwhile, or be gone.
+    The text comes from the `copy` that the run made at its start, because the user may have changed the file since.
     """
     from engine.files.scenarios.scenario_file import library
 

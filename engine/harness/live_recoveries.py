@@ -1,7 +1,7 @@
-"""What the live picture knows of recoveries: whose slots they were, whose they are now, and how long it took.
+"""Recoveries for the live picture: the owners of slots before and after, and the time taken.
 
-Rule: while all is well it only notes how long the events file is. When somebody is gone it is read, from a little
-before.
+Rule: while no worker is gone, only the size of the events file is noted. After a worker is gone the file is read, from
+a little before that.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from engine.files.events_file import read_events
 from engine.runtime.agent.run_view import View
 
 GONE = ("dead", "failed", "left")
-_MAX_LOOKS = 8  # at the events, for a recovery that the picture expects; there may be none
+_MAX_LOOKS = 8  # reads of the events for one expected recovery; it may not come
 
 
 class LiveRecoveries:
     """Follows the views of one run, whose events go to `events`."""
 
     def __init__(self, job: Job, events: Path):
-        self.owners: dict[Slot, int] = {}  # as the last recovery left them
+        self.owners: dict[Slot, int] = {}  # after the last recovery
         self._job = job
         self._events = events
-        self._marks: deque[tuple[int, int]] = deque()  # (steps committed, size of the file), the last few
-        self._slots: dict[int, tuple[Slot, ...]] = {}  # of each worker, while it was there
+        self._marks: deque[tuple[int, int]] = deque()  # the last few (steps committed, size of the file)
+        self._slots: dict[int, tuple[Slot, ...]] = {}  # of each worker, while it ran
         self._known_gone: set[int] = set()
         self._looks_left = 0
         self._looked_at = 0  # steps committed
-        self._told = 0  # the latest epoch of whose recovery it has been told
+        self._told = 0  # the epoch of the last reported recovery
 
     def slots(self, worker: int) -> tuple[Slot, ...]:
-        """Returns the slots that a worker owns; of one that is gone, those that it owned at last."""
+        """Returns the slots that a worker owns, or owned last."""
         return self._slots.get(worker, ())
 
     def look(self, view: View) -> list[str]:
-        """Takes in a view; returns what is to be said of the recoveries that have ended since the last one."""
+        """Takes the next view; returns one line for each recovery that ended since the last view."""
         self.owners = self.owners or {slot: each.worker for each in view.workers for slot in each.slots}
         num_steps = len(view.account.losses)
         gone = {each.worker for each in view.workers if each.state in GONE}
@@ -65,14 +65,14 @@ class LiveRecoveries:
             self._marks.popleft()
 
     def _read(self) -> list[str]:
-        # A mark before the first commit may lie before the first epoch, which is no recovery: all is read then.
+        # A mark before the first commit may lie before the first epoch, which is no recovery: then read all.
         num_steps, start = self._marks[0] if self._marks else (0, 0)
         log = RecoveryLog(RunHistory(self._job, True, self.owners) if num_steps else RunHistory())
         try:
             read = read_events(self._events, start if num_steps else 0)
             found = [each for record in read for each in log.read(record) if each.epoch > self._told]
         except StorageError:
-            return []  # the picture is no reason to end a run
+            return []  # a run must not end because of its picture
         if found and not log.epochs:
             self._looks_left, self._told = 0, found[-1].epoch
             self.owners = log.history.owners

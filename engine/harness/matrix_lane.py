@@ -1,7 +1,7 @@
-"""A lane of `bamboo matrix`: runs the cells that it is given one after another, with one fork server for all.
+"""A lane of `bamboo matrix`: a process that runs cells one after another, with one fork server for all.
 
 Started as ``python -m engine.harness.matrix_lane FD``; FD is one end of a link (`engine/runtime/ipc/link.py`). Its log
-holds the results, and the lines that a user would see.
+has the results, and the lines that `bamboo inject` would print.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def run_cell(task: Plain, server: ForkServer) -> CellResult:
-    """Runs one cell: its scenario as plain values, under its name, with its run folder under ``results``."""
+    """Runs the cell of a task (see `MatrixRun.task`); returns its result, which is invalid if it could not be run."""
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.scenarios.scenario_text import scenario_text
     from engine.files.strict_yaml import read_yaml
@@ -61,7 +61,7 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
 
 
 def main(fd: int) -> None:
-    """Answers cases until the other end is gone."""
+    """Runs a case for each message, until the other end is closed."""
     from engine.core.process_messages import Case, Done
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.ipc.link import Link

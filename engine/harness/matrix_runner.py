@@ -1,4 +1,4 @@
-"""Runs the cells of a matrix in lanes, keeps what comes of each, and shrinks one that fails."""
+"""Runs the cells of a matrix in lanes, keeps the results, and shrinks a failing cell."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from engine.files.scenarios.matrix_file import Planned
     from engine.runtime.process.lanes import Lanes
 
-# number of the result, number of cells, result, seconds that the others are expected to take
+# number of the result, number of cells, result, expected seconds for the rest
 Tell = Callable[[int, int, CellResult, float], None]
 LANE = "engine.harness.matrix_lane"
 
 
 @dataclass(slots=True)
 class MatrixRun:
-    """One run of some cells; everything that it writes goes to `folder`."""
+    """One run of some cells; all its files go to `folder`."""
 
     folder: Path
     settings: tuple[str, ...]
@@ -36,7 +36,7 @@ class MatrixRun:
     keep: bool = False
 
     def task(self, name: str, scenario: dict[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns what a lane is told to run a scenario."""
+        """Returns the task of a lane: name, scenario as plain values, settings, and the folder for the run."""
         return {
             "cell": name,
             "file": name.replace("/", "-"),
@@ -53,7 +53,7 @@ class MatrixRun:
         expected_s: Mapping[str, float],
         tell: Tell = lambda number, count, result, left_s: None,
     ) -> list[CellResult]:
-        """Runs cells, appends each result to the folder and tells it; returns them in the order of their ends."""
+        """Runs cells, appends each result to the folder and reports it by `tell`; returns the results as they ended."""
         from engine.files.matrix_results import append_result
 
         by_name = {each.cell.name: each for each in cells}
@@ -85,18 +85,17 @@ class MatrixRun:
             return replace(from_plain(answer["result"]), labels=labels, line=planned.line, key=key)
         loaded = planned.loaded
         do = loaded.faults[0].do if loaded.faults else ""
-        if answer["ended"] == "hang":
-            text = f"no end within {self.limit_s:g} s"
-            return CellResult(
-                planned.cell.name, "failed", "hang", text, do, self.limit_s, loaded.seed, "", labels, planned.line, key
-            )
         text = f"the lane ended with code {answer['ended']}; its log is in {self.folder}"
-        return CellResult(planned.cell.name, "invalid", "", text, do, 0.0, loaded.seed, "", labels, planned.line, key)
+        lost = CellResult(planned.cell.name, "invalid", "", text, do, 0.0, loaded.seed, "", labels, planned.line, key)
+        if answer["ended"] != "hang":
+            return lost
+        text = f"no end within {self.limit_s:g} s"
+        return replace(lost, result="failed", failure="hang", text=text, seconds=self.limit_s)
 
     def shrink(
         self, lanes: Lanes, scenario: Scenario, failed: CellResult, budget: int, say: Callable[[str], None]
     ) -> tuple[Path, Shrunk]:
-        """Returns the file of the smallest scenario that fails like this cell, and how it was found; says each try."""
+        """Returns the file of the smallest scenario that fails like this cell, and the search; `say` gets each try."""
         from engine.core.faults.scenario_plain import scenario_plain
         from engine.core.faults.shrink import shrink
         from engine.files.atomic_write import write_atomically
@@ -117,16 +116,14 @@ class MatrixRun:
         ending = {kind.name for kind in kinds().values() if kind.ends}
         shrunk = shrink(scenario, fails, ending, budget)
         path = self.folder / f"shrunk-{failed.cell.replace('/', '-')}.yaml"
-        replay = f"bamboo matrix {path}"
-        head = (
-            f"# The smallest scenario found that fails as {failed.cell} does: {failed.failure}.\n# Run it: {replay}\n"
-        )
+        head = f"# The smallest scenario found that fails as {failed.cell} does: {failed.failure}.\n"
+        head += f"# Run it: bamboo matrix {path}\n"
         write_atomically(path, head + scenario_text(scenario_plain(shrunk.scenario)))
         return path, shrunk
 
 
 def end_by_exception() -> None:
-    """Has Ctrl-C and SIGTERM end the program by way of every `finally`, so that the lanes end as they should."""
+    """Makes Ctrl-C and SIGTERM raise SystemExit, so that each `finally` runs and the lanes end."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -136,5 +133,5 @@ def end_by_exception() -> None:
 
 
 def usual_jobs() -> int:
-    """Returns how many lanes there are unless the user says: a case waits more than it computes."""
+    """Returns the default number of lanes: one per core, at most 8."""
     return max(1, min(len(os.sched_getaffinity(0)), 8))

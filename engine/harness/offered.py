@@ -1,4 +1,4 @@
-"""What a job may name: built-in models, data and optimizers, and their arguments, all read without torch."""
+"""Checks the models, data and optimizers that a job names, and their arguments, without torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.models.offer import layer_problems, problems_of
 
 
 def offered(job: Job) -> list[Problem]:
-    """Returns what is wrong with what a job names, as far as it is built in, and with the cut into stages."""
+    """Returns the problems of the built-in parts that a job names, and of its cut into stages."""
     return [*named(job), *layer_problems(job)]
 
 
 def named(job: Job) -> list[Problem]:
-    """Returns what is wrong with what a job names: enough for who asks for the program alone, whatever the layers."""
+    """Returns the problems of the built-in parts that a job names; enough for commands that only make the program."""
     optimizer = argument_problems("optimizer_args", "engine.runtime.stage.optimizer", job.optimizer, job.optimizer_args)
     return [*problems_of(job), *optimizer]

@@ -1,4 +1,4 @@
-"""The screen of a command: it shows runs while they go on."""
+"""The output of a command while a run goes on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What shows runs while they go on; the harness itself prints nothing.
+    """Shows runs while they go on; the harness itself prints nothing.
 
-    `say` shows a line. `picture` is called with a job and its events file; the function that it yields gets each view.
+    `say` shows a line. `picture` takes a job and its events file, and yields a function that takes each view.
     """
 
     say: Callable[[str], None]

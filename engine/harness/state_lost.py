@@ -1,7 +1,7 @@
-"""What a user wants to know when the state of a stage is lost: who died, what is left, why, and what to do.
+"""Explains a run that lost the state of a stage: the dead workers, the committed steps, the reason and the advice.
 
-Rules: nothing is said of copies that this job could not have had, and nothing advised that would not have helped: with
-what is advised, any as many workers may be gone at once.
+Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, any
+equal number of workers may be gone at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.core.ownership import Slot
 
 @dataclass(slots=True)
 class Loss:
-    """How the state was lost.
+    """The loss of a state.
 
-    `workers` is how many there were when every slot had its shadows for the last time, `gone` names those who were lost
-    since, each with how. Without redundancy nothing is made whole again, so that is the beginning of the run.
+    `workers` counts the workers at the last time when every slot had its shadows. `gone` describes each worker lost
+    since. Without redundancy shadows are never restored, so that time is the beginning of the run.
     """
 
     job: Job
@@ -32,14 +32,14 @@ class Loss:
     gone: dict[int, str] = field(default_factory=dict)
 
     def why(self) -> str:
-        """Returns why nobody holds the state any more."""
+        """Returns why no worker holds the state any more."""
         job = self.job
         if job.fsdp:
-            return "with --fsdp each owner of a stage holds a shard of it, and nobody can take over from the others"
+            return "with --fsdp each owner of a stage holds one shard of it, and no other worker has a copy"
         if job.redundancy == "none":
             return "no redundancy: each stage is held by its owners only"
         if self.workers == 1:
-            return "there was one worker, and nobody else to hold a stage"
+            return "there was one worker, and no other to hold a stage"
         level = 1 if job.redundancy == "reroute" else job.redundancy_level
         name = job.redundancy if job.redundancy == "reroute" else f"{job.redundancy} redundancy of level {level}"
         kept = min(level, self.workers - 1) + 1
@@ -49,7 +49,7 @@ class Loss:
         )
 
     def advice(self) -> list[str]:
-        """Returns the options that would each have helped."""
+        """Returns the options that each would have kept the state."""
         job, gone = self.job, len(self.gone)
         if job.fsdp:
             whole = replace(self, job=replace(job, fsdp=0))
@@ -67,10 +67,7 @@ class Loss:
 
 
 def fewest_holders(job: Job) -> int:
-    """Returns how many workers hold the stage that the fewest hold, in any pipeline, while nobody has failed.
-
-    The job has no fsdp.
-    """
+    """Returns the smallest number of workers that hold a stage, in any pipeline, before failures; without fsdp."""
     ownership = fresh_ownership(job)
     return min(
         len({worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage)})
@@ -79,7 +76,7 @@ def fewest_holders(job: Job) -> int:
 
 
 def loss_of(job: Job, records: Iterable[Record]) -> Loss:
-    """Returns how the state was lost, by the records of the run."""
+    """Returns the loss that the records of a run show."""
     log = RecoveryLog()
     loss = Loss(job, job.stages // job.stages_per_worker * job.pipelines)
     members, is_quiet = loss.workers, True
@@ -97,7 +94,7 @@ def loss_of(job: Job, records: Iterable[Record]) -> Loss:
                         loss.gone.setdefault(out.worker, _how(out.worker, owners, log))
                 members = len(record.members)
             case CommitRecord():
-                # In the step after a recovery shadows are made whole; a step in which nothing happens ends with all.
+                # The step after a recovery restores the shadows: a step without an event ends with all of them.
                 if is_quiet and job.redundancy != "none":
                     loss.workers, loss.gone = members, {}
                 is_quiet = True
@@ -117,7 +114,7 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
 
 
 def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int) -> list[str]:
-    """Returns the screen that says all of this; `num_committed` steps are."""
+    """Returns the explanation as lines; `num_committed` is the number of committed steps."""
     loss = loss_of(job, records)
     kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
     return [

@@ -1,4 +1,4 @@
-"""The rows of a run's fault-free twin: of an earlier twin of the same job if it was kept, else of a new one."""
+"""The rows of a run's fault-free twin: from a kept twin of the same job, else from a new run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[Row]:
-    """Returns the rows of the twin of a run; `run` makes a new one, whose files go to ``twin/`` in `folder`.
+    """Returns the rows of the twin of a run; `run` makes a new twin, whose files go to ``twin/`` in `folder`.
 
-    Its losses are added to the events of the run, for reports are made of these alone.
+    The losses of the twin are added to the events of the run, because reports read only these.
 
     Raises:
         BambooError: the twin did not finish.

@@ -32,8 +32,8 @@ def loss(job: Job, workers: int, gone: int) -> Loss:
             ["--redundancy-level 2", "--pipelines 2"],
         ),
         (LAZY, 3, 3, "", ["--pipelines 2"]),
-        (LAZY, 1, 1, "there was one worker, and nobody else to hold a stage", ["--pipelines 2"]),
-        (Job(stages=1), 1, 1, "there was one worker, and nobody else to hold a stage", ["--pipelines 2"]),
+        (LAZY, 1, 1, "there was one worker, and no other to hold a stage", ["--pipelines 2"]),
+        (Job(stages=1), 1, 1, "there was one worker, and no other to hold a stage", ["--pipelines 2"]),
         (
             Job(stages=2, redundancy="eager", redundancy_level=3),
             *(2, 2),
@@ -62,7 +62,7 @@ def loss(job: Job, workers: int, gone: int) -> Loss:
         (
             SHARDED,
             *(6, 1),
-            "with --fsdp each owner of a stage holds a shard of it, and nobody can take over from the others",
+            "with --fsdp each owner of a stage holds one shard of it, and no other worker has a copy",
             ["--fsdp 0"],
         ),
         (SHARDED, 6, 2, "", ["--fsdp 0 --redundancy lazy --redundancy-level 2", "--fsdp 0 --pipelines 3"]),
