@@ -1,4 +1,4 @@
-"""The program as a whole: its overview is true, and nobody waits for what a help text does not need."""
+"""The program as a whole: its overview is true, and a help text imports only the modules that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bamboo compare`: two runs of which one is slower."""
+"""`bamboo compare`: two runs, of which one is slower."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APP.command()(compare)
 
 
 def say(*arguments: object) -> str:
-    """Returns what the command prints."""
+    """Returns the output of the command."""
     done = CliRunner().invoke(APP, [str(each) for each in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

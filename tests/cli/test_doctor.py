@@ -1,4 +1,4 @@
-"""`bamboo doctor` as a process: its lines, its object, its exit code, and that it does not import torch itself."""
+"""`bamboo doctor` as a process: its text, its JSON and its exit code; it does not import torch itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ typer.run(doctor)
 
 
 def run_doctor(*arguments: str, python_path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own."""
+    """Runs the command in a child process."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     environment = os.environ | {"PYTHONPATH": f"{python_path}{os.pathsep}{ROOT}"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The job's argument and flags, as commands that share them see them."""
+"""The job's argument and flags in the commands that share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live picture as a terminal of some width shows it."""
+"""The live table in terminals of several widths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bamboo matrix` where nothing runs: lists, workflow matrices, shards, and what is refused; and `bamboo init`."""
+"""`bamboo matrix` without runs: lists, workflow matrices, shards and refusals; and `bamboo init`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a job: who shadows what stands beside the grid."""
+"""The plan of a job: the shadows of each slot stand beside the grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bamboo report`: from made-up events in a folder, from a real run's, and how long it takes."""
+"""`bamboo report`: from made-up events, from the events of a real run, and its processor time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def say(*arguments: object) -> Result:
-    """Runs the command and returns what came of it."""
+    """Runs the command and returns its result."""
     return CliRunner().invoke(APP, [str(each) for each in arguments], catch_exceptions=False)
 
 
@@ -149,14 +149,14 @@ def test_everything_but_the_events_can_be_deleted(folder: Path) -> None:
 
 
 def command_line(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `bamboo` as a process and returns its end."""
+    """Runs `bamboo` as a process and returns its result."""
     command = [sys.executable, "-m", "bamboo_cli", *(str(each) for each in arguments)]
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_200_000_events_take_less_than_5_s_of_work(tmp_path: Path) -> None:
-    """In processor time, which other processes of the machine do not lengthen as they do the clock's."""
+    """Measures processor time, because other processes of the machine lengthen wall-clock time."""
     events = MadeUpRun(stages=8, microbatches=16, steps=360, dead=((50, 3), (120, 5))).events()
     assert len(events) > 200_000
     folder = make_run(tmp_path, events)

@@ -1,4 +1,4 @@
-"""`bamboo schedule`: the table of schedules, and what is exported for others to read."""
+"""`bamboo schedule`: the table of schedules, and the exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bamboo status` of runs that have ended, or whose store is gone: from their events."""
+"""`bamboo status` of runs that have ended or whose store is gone, from their events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_run(results: Path, name: str, events: list[dict[str, Any]], hour: int =
 
 
 def say(*arguments: object) -> str:
-    """Returns what the command prints."""
+    """Returns the output of the command."""
     done = CliRunner().invoke(APP, [str(each) for each in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -94,7 +94,7 @@ def test_a_run_is_named_by_the_beginning_of_its_name_and_the_latest_is_the_defau
 
 
 def lament(results: Path, last: str) -> list[str]:
-    """Returns what the command prints of a run whose launcher is gone, before it says so and fails."""
+    """Returns the output about a run whose launcher is gone, up to the message with which the command fails."""
     done = CliRunner().invoke(APP, ["--watch", "--results", str(results)])
     assert isinstance(done.exception, CoordinatorUnavailableError)
     assert str(done.exception) == f"the launcher is gone, the run ended without its word; {last}"
@@ -102,7 +102,7 @@ def lament(results: Path, last: str) -> list[str]:
 
 
 def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment says is about a kept etcd, and is asked for with one only."""
+    """The environment describes an external etcd, so it is read only for a run that used one."""
     monkeypatch.setenv("BAMBOO_ETCD_CA", "no such file")
     name = make_run(
         tmp_path, "mlp", [STARTED[0], STORE, *STARTED[1:], {"event": "exit", "of": 1, "code": -9, "expected": False}]
@@ -119,7 +119,7 @@ def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeyp
 
 
 def test_watching_waits_for_a_run_to_start_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has made its folder, then says what it does, then where its store is; then it says nothing for too long."""
+    """The run makes its folder, then records its beginning, then the place of its store; then it is silent too long."""
     name = make_run(tmp_path, "mlp", [])
     folder = tmp_path / name
     events = folder / "events.jsonl"

@@ -1,4 +1,4 @@
-"""`bamboo validate` and `bamboo schema`: what they print, what they exit with, and that the library passes."""
+"""`bamboo validate` and `bamboo schema`: their outputs and exit codes; the library is valid."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_scenario_of_the_library_is_valid(name: str) -> None:
 
 
 def test_the_schema_in_the_library_is_the_one_that_is_printed(tmp_path: Path) -> None:
-    """Whoever adds a kind of fault writes it anew: bamboo schema --output scenarios/scenario.schema.json."""
+    """After a change of the schema, write it again: bamboo schema --output scenarios/scenario.schema.json."""
     assert json.loads(call("schema", "matrix").stdout) == json.loads((library() / "matrix.schema.json").read_text())
     printed = json.loads(call("schema").stdout)
     assert printed == json_schema(kinds()) == json.loads((library() / "scenario.schema.json").read_text())

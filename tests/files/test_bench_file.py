@@ -1,4 +1,4 @@
-"""Benchmarks on disk: one CSV per measurement, and a clear error where there is no place for it."""
+"""Benchmarks on disk: one CSV per measurement, and a clear error if it cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events come back as they were written, while they are being written too."""
+"""Events are read as they were written, also while the file grows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:
     fd = open_events(tmp_path / "events.jsonl")
     recorder = Recorder(fd, 3)
     recorder.write(JOB)
-    # Whatever Python takes for the end of a line must not end one here.
+    # Characters that end a line for str.splitlines must not end one here.
     recorder.write(FailedRecord(error="line\nline\x0b\u2028\x85\r"))
     recorder.action(1, 2, "1F0", 10, 20)
     os.close(fd)

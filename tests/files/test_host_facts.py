@@ -1,4 +1,4 @@
-"""Facts of the host: the commit is git's own, and nothing heavy is imported to know a version."""
+"""Facts of the host: the commit is the one that git reports, and no heavy package is imported for its version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's layers: each wins over the one below it, says where its values come from, and points at its mistakes."""
+"""A job's layers: each overrides the lower ones, names the origin of its values and the place of its mistakes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolve(
     settings: tuple[str, ...] = (),
     **flags: str,
 ) -> Resolved:
-    """Resolves a job file of this text, in the working folder, with the other layers as given."""
+    """Resolves a job file of this text in the working folder together with the other layers."""
     if text is not None:
         Path("job.yaml").write_text(text)
     return resolve_job(Path("job.yaml") if text is not None else None, environment or {}, settings, flags)

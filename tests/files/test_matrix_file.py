@@ -1,4 +1,4 @@
-"""Matrix files: what they say becomes cells that can be run; what they should not say is told with its place."""
+"""Matrix files: they expand to cells that can run, and every mistake is reported at its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results on disk: appended, the last of a cell counts, a line that was cut off does no harm."""
+"""Results on disk: they are appended, the last line of a cell counts, and an unfinished line is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders: their names, rights and link, what is said when there can be none, and how one is found again."""
+"""Run folders: names, permissions, the link to the newest, the error if none can be made, and the search for one."""
 
 from __future__ import annotations
 

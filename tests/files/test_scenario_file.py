@@ -1,4 +1,4 @@
-"""Scenario files: read strictly, every mistake at its line and column."""
+"""Scenario files: every mistake is reported at its line and column."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def problems(folder: Path, text: str) -> list[str]:
 
 
 def fault(text: str) -> str:
-    """Returns a file with one fault, the text of which stands in line 5 from column 5."""
+    """Returns the text of a file with one fault, which begins in line 5, column 5."""
     return f"{HEAD}faults:\n  - {text}\n"
 
 
@@ -239,7 +239,7 @@ def test_a_path_is_a_path_and_a_bare_name_is_of_the_library(tmp_path: Path) -> N
 
 
 def test_all_layers_of_mistakes_come_out_at_once(tmp_path: Path) -> None:
-    """Fields that are no good, and what cannot be between those that are; nothing that only follows from the first."""
+    """Bad fields and conflicts between good fields are reported; problems that only follow from a bad field are not."""
     faults = """faults:
   - {id: a, at: {step: 1, stage: 9}, do: kil}
   - {id: a, at: {step: 99, stage: 1, action: B, microbatch: -1}, do: kill}
@@ -261,7 +261,7 @@ expect: {recovery: {max: 1s}, outcome: state-lost, steps_lost: none}
         "expect.recovery",
         "expect.steps_lost",
     ]
-    # Without a good job nobody knows which stages and steps there are.
+    # Without a valid job the stages and steps are unknown.
     found = problems(tmp_path, HEAD + "job: {stages: 0}\n" + faults)
     assert not [each for each in found if "faults.0.at" in each or "faults.2.at" in each]
     assert [each for each in found if "job.stages" in each]

@@ -1,4 +1,4 @@
-"""The schema of scenario files, which allows what is read and nothing else; and the library that comes with them."""
+"""The schema of scenario files allows the same files as the reader; the library's scenarios are valid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAIN_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boo
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
-    """Says whether a JSON schema allows a value, as far as ours go."""
+    """Says whether a JSON schema allows a value; knows the keywords of our schemas only."""
     if "enum" in schema or "const" in schema:
         return value in schema.get("enum", [schema.get("const")])
     if schema["type"] == "object":
@@ -58,7 +58,7 @@ def accepts_mapping(schema: dict[str, Any], value: dict[str, Any]) -> bool:
 
 
 def test_file_and_schema_agree(tmp_path: Path) -> None:
-    """What is read has no problem with the schema, and what the schema forbids is not read."""
+    """The schema allows every value that the reader accepts, and the reader refuses every value that it forbids."""
     schema = json_schema(KINDS)
     assert accepts(schema, read_text(WHOLE, "").value)
     for old, new in (

@@ -1,4 +1,4 @@
-"""A schedule of the user's own: read from a file or made by a generator, checked, and carried as text."""
+"""A user's schedule is read from a file or made by a generator, checked, and passed on as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bamboo init` writes can be read and run, and takes nobody's file away."""
+"""The files of `bamboo init` can be read and run, and replace no file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PLAN, CELLS = ([each for each in JOBS[name]["steps"] if "bamboo matrix" in each.
 
 
 def run_step(script: str, folder: Path, bamboo: Path, **variables: str) -> tuple[int, str]:
-    """Runs a step as a runner does; returns its exit code and what it has put out for the jobs after it."""
+    """Runs a step as a GitHub runner does; returns its exit code and its outputs for later jobs."""
     output = folder / "output"
     output.touch()
     environment = {"PATH": f"{bamboo}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(output), **variables}
@@ -76,13 +76,13 @@ def run_step(script: str, folder: Path, bamboo: Path, **variables: str) -> tuple
     return done.returncode, output.read_text()
 
 
-# What a runner makes of the variables at the top, for a pull request and once a week.
+# The values that a runner gives the variables at the top, for a pull request and for the weekly schedule.
 CHOICES = {"MATRIX": ("matrix-smoke", "matrix-full"), "SHARDS": ("2", "8")}
 
 
 @pytest.mark.parametrize("choice", [0, 1])
 def test_the_workflow_means_what_a_runner_reads(tmp_path: Path, choice: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its expressions name is there, its commands are ours, and its jobs run every cell once."""
+    """Its expressions name values that exist, its commands are commands of bamboo, and its jobs run every cell once."""
     read_each_once(monkeypatch)
     text = workflow()
     assert {*re.findall(r"\$\{\{ (.+?) \}\}", text)} == {

@@ -1,4 +1,4 @@
-"""Every kind of mistake in YAML has its place and its message; everything else reads as YAML 1.2 says."""
+"""Every kind of mistake in YAML has its place and message; all other YAML is read by version 1.2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWICE = "expected one value, found a second one"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        # Values that readers disagree on.
+        # Values on which YAML readers disagree.
         ("a: yes", f"job.yaml:1:4: a: {ONE_WAY} 'yes' (write true or false, or quote it)"),
         ("a: Off", f"job.yaml:1:4: a: {ONE_WAY} 'Off' (write true or false, or quote it)"),
         ("a: n", f"job.yaml:1:4: a: {ONE_WAY} 'n' (write true or false, or quote it)"),
@@ -50,7 +50,7 @@ TWICE = "expected one value, found a second one"
         ("true: 1", "job.yaml:1:1: expected a text key, found 'true' (quote it)"),
         ("? [a]\n: 1", "job.yaml:1:3: expected a text key, found an alias, a list or a mapping"),
         ("<<: {a: 1}", "job.yaml:1:1: expected no merge key, found '<<' (write its keys out)"),
-        # What makes a file mean something else than it shows.
+        # Forms whose value differs from their text.
         ("a: &x 1", "job.yaml:1:4: a: expected no anchor, found '&x' (remove it)"),
         ("&x a: 1", "job.yaml:1:1: expected no anchor, found '&x' (remove it)"),
         ("a: *x", "job.yaml:1:4: a: expected no alias, found '*x' (write the value out)"),
@@ -61,7 +61,7 @@ TWICE = "expected one value, found a second one"
         ),
         ("a: !mine [1]", "job.yaml:1:4: a: expected no tag, found '!mine' (remove it)"),
         ("a: 1\n---\nb: 2", "job.yaml:2:1: expected one document, found a second one (remove what follows)"),
-        # What the parser refuses.
+        # Text that the parser refuses.
         ("a: b: c", "job.yaml:1:5: expected readable YAML (mapping values are not allowed here)"),
         ("a:\n\tb: 1", "job.yaml:2:1: expected readable YAML (indent with spaces, not tabs)"),
         ("a: [1, 2", "job.yaml:1:9: expected readable YAML (expected ',' or ']', but got '<stream end>')"),
@@ -216,8 +216,8 @@ def test_one_value_on_the_command_line_is_read(text: str, value: object) -> None
     assert read_scalar(text, "--lr", "lr").value == value
 
 
-# Without digits, y and n, which PyYAML leaves unquoted where this reader takes them otherwise, and without the rarer
-# line breaks, which it does not read back itself.
+# Without digits, y and n: PyYAML leaves some texts of them unquoted that this reader does not read as text. Without
+# the rarer line breaks: PyYAML itself does not read them back.
 CHARACTERS = st.characters(codec="utf-8", exclude_categories=["Nd", "Zl", "Zp"], exclude_characters="\x85ynYN")
 TEXTS = st.text(CHARACTERS, max_size=8)
 VALUES = st.recursive(

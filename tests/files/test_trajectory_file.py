@@ -1,4 +1,4 @@
-"""trajectory.csv gives back what was written, bit for bit, and refuses a damaged file."""
+"""trajectory.csv is read back bit for bit, and a damaged file is refused."""
 
 from __future__ import annotations
 

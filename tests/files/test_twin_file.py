@@ -1,4 +1,4 @@
-"""Kept trajectories of twins come back, and another program has another hash."""
+"""The trajectory of a twin is read back as it was kept, and changed code has another hash."""
 
 from __future__ import annotations
 

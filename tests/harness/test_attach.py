@@ -1,4 +1,4 @@
-"""Faults for a job that is running: what is asked of its launcher, when nobody waits for more, and what is judged."""
+"""Faults for a running job: the requests to its launcher, the end of the wait for them, and the judgement."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def of_agent(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def death(worker: int, fault: str, epoch: int, owners: list[int], step: int) -> list[dict[str, Any]]:
-    """Returns what a launcher says of a fault that strikes in a step, and of the steps after it."""
+    """Returns the launcher's records of a fault that strikes in a step, and of the steps after it."""
     return [
         of_agent("fault", fault=fault, of=worker, do="kill", slot=None, step=step),
         of_agent("exit", of=worker, code=-9, expected=False, seen_ns=time.monotonic_ns()),
@@ -101,7 +101,7 @@ def death(worker: int, fault: str, epoch: int, owners: list[int], step: int) -> 
 
 @pytest.fixture(name="run")
 def _run(tmp_path: Path) -> RunFolder:
-    """Returns a run that this process is the launcher of: worker 2 was killed in step 4, and 6 is committed."""
+    """Returns a run whose launcher is this process: worker 2 was killed in step 4, and step 6 is committed."""
     folder = RunFolder(tmp_path / "20260101-000000-mine-abcd")
     folder.path.mkdir()
     write(
@@ -122,7 +122,7 @@ def write(folder: RunFolder, *events: dict[str, Any]) -> None:
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Sequence[Fault]], list[dict[str, Any]]]) -> None:
-    """Has a launcher answer each request at once, given its name and its faults; it stays in the folder."""
+    """Makes a launcher answer each request at once by its name and faults; the request stays in the folder."""
     ask = attach._request
 
     def asked(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
@@ -188,7 +188,7 @@ def test_a_run_that_has_only_made_its_folder_is_waited_for(run: RunFolder, monke
     coming = [run.events.read_text(), ""]
     run.events.unlink()
 
-    def sleep(_: float) -> None:  # first an empty file, then what a launcher says
+    def sleep(_: float) -> None:  # first an empty file, then a launcher's record
         run.events.write_text(coming.pop())
 
     monkeypatch.setattr(time, "sleep", sleep)

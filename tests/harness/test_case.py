@@ -1,4 +1,4 @@
-"""A case: what is kept of a scenario is what its run began with."""
+"""A case keeps the scenario as it was at the beginning of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a case: words, exit codes, and what may be claimed; and the options of a run about its failures."""
+"""The result of a case: its words, exit codes and claims; and the options of a run about its failures."""
 
 from __future__ import annotations
 

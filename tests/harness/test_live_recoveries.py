@@ -1,4 +1,4 @@
-"""The live picture's knowledge of recoveries: read off the events once somebody is gone, and not before."""
+"""The recoveries of the live table: it reads the events once a worker is gone, and not before."""
 
 from __future__ import annotations
 

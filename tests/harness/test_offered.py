@@ -1,4 +1,4 @@
-"""What a job names is checked before anything starts: names and arguments of what is built in, at their places."""
+"""Names and arguments of built-in models, data and optimizers are checked before a run starts, at their places."""
 
 from __future__ import annotations
 

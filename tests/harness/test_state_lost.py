@@ -1,4 +1,4 @@
-"""What is said when the state of a stage is lost: true for every job, and what is advised would have helped."""
+"""The message about a lost state is true for every job, and its advice would have kept the state."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def with_options(job: Job, text: str) -> Job:
 
 
 def survives(job: Job, gone: int) -> bool:
-    """Says whether somebody still holds each stage, whichever workers are gone."""
+    """Says whether some worker holds each stage for every choice of workers that are gone."""
     ownership = fresh_ownership(job)
     holders = [
         {worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage)}

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over a pipe: what it shows, what it complains of, what it asks of a network."""
+"""A headless Chromium, controlled over a pipe: gives the page's state, its errors and its network requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _START = (
 
 
 def _high_pipe() -> tuple[int, int]:
-    """Returns the ends of a pipe for reading and writing, with numbers above those that the browser expects."""
+    """Returns the ends of a pipe for reading and writing; their numbers are above 4, which the browser expects."""
     low = os.pipe()
     reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
     for end in low:
@@ -33,12 +33,12 @@ def _high_pipe() -> tuple[int, int]:
 
 
 def find_browser() -> str | None:
-    """Returns the path of a Chromium, or None."""
+    """Returns the path of a Chromium, or None if none is installed."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 class Browser:
-    """One page in one browser. `complaints` are errors of the page, `requests` what it asked for beside itself."""
+    """One page in one browser; `complaints` are its errors, `requests` its requests for other resources."""
 
     def __init__(self, path: str, home: Path, size: tuple[int, int] = (1400, 1000)):
         to_browser, self._write = _high_pipe()
@@ -108,7 +108,7 @@ class Browser:
         return found["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Returns the value of an expression in the page as soon as it is a true one."""
+        """Waits until an expression in the page is true, and returns its value."""
         until_s = time.monotonic() + _PATIENCE_S
         while not (found := self.ask(expression)):
             assert time.monotonic() < until_s, f"never came true: {expression}"
@@ -116,12 +116,12 @@ class Browser:
         return found
 
     def point_at(self, x: float, y: float) -> None:
-        """Moves the mouse there, and a little further."""
+        """Moves the mouse to a point, in two steps so that the page sees a movement."""
         for nudge in (0.0, 0.5):
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + nudge, y=y)
 
     def prefer(self, scheme: str) -> None:
-        """Makes the page believe that its reader likes ``light`` or ``dark``."""
+        """Sets the colour scheme that the page finds preferred, ``light`` or ``dark``."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def picture(self, path: Path, whole: bool = True) -> None:

@@ -1,6 +1,6 @@
-"""Events of runs that never were: a pipeline in 1F1B order whose forwards take 1 ms and backwards 2 ms.
+"""Events of made-up runs: a pipeline in 1F1B order whose forwards take 1 ms and backwards 2 ms.
 
-A death takes a round number of milliseconds in every phase, so that what a table must say is known.
+Every phase of a recovery takes a round number of milliseconds, so that the values of the tables are known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def load(events: Iterable[Event], name: str = "") -> RunTables:
 
 
 FORWARD_MS, BACKWARD_MS, COMMIT_MS = 1.0, 2.0, 0.5
-# Phase by phase, in the order of time; replay is what the made-up heir does again.
+# Milliseconds, in the order of time; the length of replay follows from the actions of the heir.
 PHASES_MS = {"detect": 1, "agree": 2, "fence": 3, "inventory": 1, "regroup": 4, "plan": 2}
 
 
@@ -101,7 +101,7 @@ class MadeUpRun:
         self.now_ms = last_ms + COMMIT_MS
 
     def _compute(self, step: int, owners: list[int], free: dict[int, float]) -> Iterator[Event]:
-        """Yields transfers, forwards and backwards in an order in which nothing waits in a circle."""
+        """Yields transfers, forwards and backwards in an order without deadlock."""
         done: dict[tuple[str, int, int], float] = {}
         orders = [_one_f_one_b(stage, self.stages, self.microbatches) for stage in range(self.stages)]
         while any(orders):
@@ -129,7 +129,7 @@ class MadeUpRun:
                 free[owner] = done[kind, stage, microbatch] = end_ms
 
     def _broken_step(self, step: int, worker: int) -> Iterator[Event]:
-        """The victim falls when half of the step is over; whoever owns the stage before redoes it and goes on."""
+        """Yields the events of a step whose victim dies halfway; the owner of the stage before it redoes its work."""
         begin_ms, slots = self.now_ms, [slot for slot, owner in enumerate(self.owners) if owner == worker]
         whole = list(self._step(step, self.owners))
         death_ms = begin_ms + round((self.now_ms - begin_ms) / 2)
@@ -177,7 +177,7 @@ class MadeUpRun:
 
 
 def make_run(results: Path, events: list[dict[str, Any]], hour: int = 1) -> Path:
-    """Makes a run folder that holds events and nothing else, and returns it."""
+    """Makes and returns a run folder that only holds events."""
     folder = create_run_folder(results, "made-up", datetime(2026, 1, 1, hour), "abcd")
     folder.logs.rmdir()
     folder.events.write_text(lines_of(events))

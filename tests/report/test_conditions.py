@@ -1,4 +1,4 @@
-"""Conditions: what they mean, and what is refused."""
+"""Conditions: their meaning, and the texts that are refused."""
 
 from __future__ import annotations
 

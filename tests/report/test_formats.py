@@ -100,7 +100,7 @@ def test_what_got_slower_stands_first(run: RunTables) -> None:
 
 
 def _slower(event: dict[str, object]) -> dict[str, object]:
-    """Makes a forward take three times as long, beginning sooner."""
+    """Makes a forward take three times as long by an earlier start."""
     action = str(event.get("action", ""))
     if action[1:2] != "F":
         return event

@@ -1,4 +1,4 @@
-"""A matrix as others read it: JUnit, GitHub's summary and annotations, the grid; with hostile text in all of them."""
+"""The outputs of a matrix: JUnit, GitHub's summary and annotations, the grid; all escape hostile text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a matrix in a real browser: its colours, what it tells of a cell, and that text cannot act."""
+"""The page of a matrix in a real browser: its colours and its text about a cell; text from outside is not executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_good_is_green_bad_is_red_and_what_did_not_run_is_grey(browser: Browser,
 
 
 def listed(browser: Browser) -> list[str]:
-    """Returns what is told of the cells that did not pass."""
+    """Returns the page's text about the cells that did not pass."""
     found: list[str] = browser.ask("[...document.querySelectorAll('.others li')].map((each) => each.innerText)")
     return found
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, without a complaint and without a network; marks are where the events say."""
+"""The page in a real browser: it draws without errors and without a network, and its marks agree with the events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOAL_S = 2.0
 
 @pytest.fixture(name="standard")
 def _standard(browser: Browser, run: RunTables, tmp_path_factory: pytest.TempPathFactory) -> Browser:
-    """Returns the browser with the page of the usual run open, which is not opened again when it is still there."""
+    """Returns the browser with the page of the usual run; opens the page only if another one is open."""
     if browser.ask("document.title").startswith("made-up"):
         browser.ask("document.querySelector('#windows button').click()")
     else:
@@ -40,7 +40,7 @@ def opened(browser: Browser, run: RunTables, folder: Path) -> float:
 
 
 def bars(browser: Browser, where: str) -> list[list[Any]]:
-    """Returns [what the bar tells, left, width] of the bars drawn in the timeline that `where` picks, in pixels."""
+    """Returns [text, left, width] in pixels of the bars in the timeline that `where` picks."""
     drawn: list[list[Any]] = browser.ask(
         """[...document.querySelectorAll('#timeline .barlayer g.trace')].flatMap((group) => {
           const trace = group.__data__[0].trace;
@@ -54,7 +54,7 @@ def bars(browser: Browser, where: str) -> list[list[Any]]:
 
 
 def pixel_of(browser: Browser, at_ms: float, row: float) -> tuple[float, float]:
-    """Returns where on the screen a time and a row of the timeline lie."""
+    """Returns the point on the screen of a time and a row of the timeline."""
     x, y = browser.ask(
         f"""(() => {{
           const chart = document.getElementById('timeline');
@@ -74,7 +74,7 @@ def test_the_page_draws_without_complaint_or_network(standard: Browser, run: Run
 
 
 def test_marks_are_where_the_events_say(standard: Browser, run: RunTables) -> None:
-    """By the pixels of what was drawn, not by what the page meant to draw."""
+    """Compares pixels on the screen, not the data of the page."""
     (row,) = run.recovery.to_dict("records")
     x, y = pixel_of(standard, row["begin_ms"], 2)
     cross = standard.ask(
@@ -142,7 +142,7 @@ def test_a_dark_page_for_those_who_like_it_dark(browser: Browser, run: RunTables
 
 
 def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) -> None:
-    """In every text that a run can carry: the model, the name, reasons, faults, errors."""
+    """Hostile text stands in every text of a run: model, name, reasons, faults, errors."""
     events = []
     for event in MadeUpRun(dead=((5, 2),)).events():
         changed: dict[str, dict[str, Any]] = {
@@ -164,7 +164,7 @@ def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) ->
 
 
 def test_the_policy_stops_a_script_that_is_not_ours(browser: Browser, run: RunTables, tmp_path: Path) -> None:
-    """The test of escaping above can fail, and so can the second line of defence."""
+    """Shows that the test of escaping above can fail, and that the policy then stops the script."""
     path = tmp_path / "report.html"
     path.write_text(page(run).replace("<h1", "<script>document.title = 'owned'</script><h1", 1), encoding="utf-8")
     with pytest.raises(AssertionError, match="Content Security Policy"):
@@ -174,7 +174,7 @@ def test_the_policy_stops_a_script_that_is_not_ours(browser: Browser, run: RunTa
 
 
 def test_a_long_run_opens_quickly(browser: Browser, tmp_path: Path) -> None:
-    """In processor time, which other processes of the machine do not lengthen as they do the clock's."""
+    """Measures processor time, because other processes of the machine lengthen wall-clock time."""
     run = load(MadeUpRun(stages=8, steps=200, dead=((50, 3), (120, 5))).events(), "long")
     before_s = browser.work_s()
     taken_s = opened(browser, run, tmp_path)

@@ -41,7 +41,7 @@ def test_the_phases_of_a_recovery_add_up(run: RunTables) -> None:
 
 
 def test_what_was_done_again_is_counted(run: RunTables) -> None:
-    """The victim had finished five forwards and three backwards, of five microbatches of four samples."""
+    """The victim had finished five forwards and three backwards of five microbatches with four samples each."""
     (row,) = run.recovery.to_dict("records")
     assert (row["redone_actions"], row["samples_redone"], row["replay_ms"]) == (8, 20, 5 * 1 + 3 * 2)
     replayed = run.actions[run.actions["replayed"]]
