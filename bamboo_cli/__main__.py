@@ -1,7 +1,7 @@
 """The program `bamboo`, also as ``python -m bamboo_cli``.
 
-Rule: before it loads anything, it lets Ctrl-C end it without a word, as the shell expects (130); a run takes the signal
-itself.
+Rule: before it imports anything, it gives Ctrl-C its default effect: the program ends silently, with code 130 in the
+shell. A run handles the signal itself.
 """
 
 import signal

@@ -1,7 +1,7 @@
-"""The program `bamboo`: its commands, and how an error becomes a message and an exit code.
+"""The program `bamboo`: its commands, and the message and exit code of each error.
 
-Rules: what a command needs is loaded when that command is called; `--help` owes its user 0.2 s, and knows of each
-command only what is said here.
+Rules: a command's module is imported when the command is called. `--help` must answer within 0.2 s, so it uses only the
+texts in this module.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typer.main import get_group
 
 from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
 
-# Module of a command, which has a function or a group of that name -> the beginning of its help.
+# Name of a command, of its module, and of the function or group in that module -> the beginning of its help.
 COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
-    "doctor": "Say what this machine can do, one line per check with the fix",
-    "status": "Say who owns what in a run, its step, heartbeats and verdicts",
-    "inject": "Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it.",
-    "validate": "Check scenarios, matrices and jobs: fields, moments that can come, victims that there are.",
+    "doctor": "Check this machine, one line per check with the fix",
+    "status": "Show the owners of the stages of a run, its step, heartbeats and verdicts",
+    "inject": "Run a scenario: its job, its faults, its fault-free twin; then check its expectations.",
+    "validate": "Check scenarios, matrices and jobs: fields, possible moments, existing victims.",
     "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a matrix of scenarios.",
     "init": "Write a job and a first scenario; with --ci also a workflow.",
-    "report": "Say what happened in a run: tables, a page that opens without a network, a trace.",
-    "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and what got slower.",
+    "report": "Report a run: tables, a page that opens without a network, a trace.",
+    "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",
     "bench": "Measure bamboo beside its peers, interleaved in one run.",
 }
 
 
 class _Group(TyperGroup):
-    """A group of commands whose flags are false where nobody gives them.
+    """A group of commands whose own flags have False as default.
 
-    By themselves some are nothing, and Typer loads pydantic to find out that nothing is no mistake.
+    Some would have None, for which Typer imports pydantic: too slow for `--help`.
     """
 
     def get_params(self, ctx: Any) -> Any:
-        """Returns the options of the group itself."""
+        """Returns the options of the group."""
         params = super().get_params(ctx)
         for each in params:
             each.default = False if each.default is None else each.default
@@ -52,21 +52,21 @@ class _Group(TyperGroup):
 
 
 class _Commands(_Group):
-    """All commands by their names; whichever is called takes the place of its name."""
+    """All commands by name; a called command replaces the placeholder with its name."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self.commands.update({name: TyperCommand(name, help=text) for name, text in COMMANDS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns what `args` call, loaded."""
+        """Returns the command that `args` call, with its module imported."""
         if args and args[0] in COMMANDS:
             self.commands[args[0]] = load(args[0])
         return super().resolve_command(ctx, args)
 
 
 def load(name: str) -> Any:
-    """Returns a command, or a group of commands, that can be called."""
+    """Returns the command, or group of commands, of this name, with its module imported."""
     module = import_module(f"bamboo_cli.{name}")
     found = getattr(module, name)
     loader = typer.Typer(add_completion=False)
@@ -103,14 +103,14 @@ def _program(
 
 
 def main() -> NoReturn:
-    """Runs the program and exits with its code; where nobody reads what it says, with that of SIGPIPE."""
+    """Runs the program and exits with its code; if the reader of its output is gone, with the code of SIGPIPE."""
     _open_standard_streams()
     try:
         _run_program()
     except BrokenPipeError:
         _end_unheard()
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # the libraries that print make a 1 of it
+        if isinstance(end.__context__, BrokenPipeError):  # the printing libraries exit with 1
             _end_unheard()
         raise
 
@@ -119,7 +119,7 @@ def _run_program() -> NoReturn:
     try:
         app()
     except SystemExit as end:
-        # Typer has told whoever reads stderr what is wrong with the arguments.
+        # Typer has printed the error in the arguments to stderr.
         told = getattr(end.__context__, "format_message", None)
         if told is not None:
             _tell_programs(str(told()), end.code)
@@ -129,7 +129,7 @@ def _run_program() -> NoReturn:
     except BrokenPipeError:
         raise
     except OSError as error:
-        # What a run writes goes to one folder; whatever else may fail has been given a name where it happens.
+        # A file of a run folder, or the output: other errors of the system were given a name where they happened.
         _refuse(StorageError(f"{error.filename or 'output'}: {error.strerror or error}"))
     except Exception:
         import traceback
@@ -139,15 +139,15 @@ def _run_program() -> NoReturn:
 
 
 def _end_unheard() -> NoReturn:
-    """Ends as a program does that SIGPIPE kills: a run must survive its reader, so the signal itself is ignored."""
+    """Exits as if killed by SIGPIPE; the signal itself is ignored, because a run must survive its reader."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # where Python writes at its end what it still has
+    for stream in (1, 2):  # Python flushes them at exit
         os.dup2(nowhere, stream)
     sys.exit(ExitCode.UNHEARD)
 
 
 def _open_standard_streams() -> None:
-    """Gives a program that was started without standard streams empty ones; else its files would get their numbers."""
+    """Opens missing standard streams on the null device; else files of the program would get their descriptors."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -157,7 +157,7 @@ def _open_standard_streams() -> None:
 
 
 def _refuse(error: BambooError) -> NoReturn:
-    """Says what was wrong: one line per problem on stderr, and one object on stdout for those who asked for JSON."""
+    """Exits with the code of an error: one line per problem on stderr; with --json also one object on stdout."""
     _tell_programs(str(error), int(error.exit_code), error.problems if isinstance(error, UserError) else ())
     for line in str(error).splitlines():
         typer.echo(f"bamboo: {line}", err=True)
@@ -165,7 +165,7 @@ def _refuse(error: BambooError) -> NoReturn:
 
 
 def _tell_programs(text: str, code: object, problems: Iterable[Problem] = ()) -> None:
-    """Prints one object to stdout for those who asked for JSON."""
+    """Prints one object to stdout if the user gave --json."""
     if "--json" in sys.argv:
         refusal = {"run_dir": None, "outcome": "refused", "exit_code": code, "error": text.partition("\n")[0]}
         typer.echo(json.dumps(refusal | {"problems": [asdict(each) for each in problems]}))

@@ -1,6 +1,6 @@
-"""`bamboo bench NAME`: measures ours and a peer, interleaved in one run.
+"""`bamboo bench NAME`: measures bamboo and a peer, interleaved in one run.
 
-Rules: rows go to stdout and progress to stderr; a goal that is not met is a finding, not an error of the program.
+Rules: rows go to stdout, progress to stderr. A missed goal is a finding: the exit code stays 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose na
 
 
 def _benchmark(cases: Callable[[bool], Cases]) -> None:
-    """Makes a command of a function that returns the cases; its docstring is the help."""
+    """Makes a command from a function that returns the cases; its docstring is the help."""
 
     def command(
         quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = Path("results")
@@ -128,7 +128,7 @@ def _chosen(case: str, cases: Cases) -> Cases:
 def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
     """Measures the cases one after another, writes the CSV and prints the rows: as a table, or as JSON.
 
-    Ctrl-C and SIGTERM end the program by way of every `finally`, so that nothing is left behind.
+    Ctrl-C and SIGTERM raise SystemExit, so that each `finally` runs and no process is left behind.
     """
     from engine.bench.results_file import bench_folder, write_bench
 

@@ -1,4 +1,4 @@
-"""`bamboo compare A B`: what got slower from one run to another."""
+"""`bamboo compare A B`: the figures of two runs, and those that got slower."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and what got slower."""
+    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures."""
     from engine.report.compare import compare as compared
     from engine.report.formats import as_text, for_terminal
 

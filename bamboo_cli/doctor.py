@@ -1,4 +1,4 @@
-"""`bamboo doctor`: what this machine can do, one line per check with the fix."""
+"""`bamboo doctor`: checks this machine, one line per check with the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path, typer.Option(help="Folder that runs would be written to.")] = Path("results"),
 ) -> None:
-    """Say what this machine can do, one line per check with the fix; exit with 4 when something needed is missing."""
+    """Check this machine, one line per check with the fix; exit with 4 if something needed is missing."""
     from engine.runtime.doctor.host_checks import check_host, exit_code
 
     checks = check_host(results)

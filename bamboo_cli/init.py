@@ -1,4 +1,4 @@
-"""`bamboo init`: writes what one begins with: a job, a scenario, and the workflow that kills workers in CI."""
+"""`bamboo init`: writes the first files of a project: a job, a scenario, and a workflow that runs matrices in CI."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _HERE = Path()
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where", show_default=False)] = _HERE,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder for the files", show_default=False)] = _HERE,
     ci: Annotated[
         Literal["none", "github"], typer.Option("--ci", help="github: also the workflow that runs the matrices.")
     ] = "none",
 ) -> None:
-    """Write a job and a first scenario; with --ci also a workflow. Nothing that is there is overwritten."""
+    """Write a job and a first scenario; with --ci also a workflow. Existing files are kept."""
     from engine.files.scenarios.starter import SCENARIO, starter, write_new
 
     for path in write_new(folder, starter(ci == "github")):

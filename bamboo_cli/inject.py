@@ -1,4 +1,4 @@
-"""`bamboo inject`: does to a job what a scenario says, and says whether what was expected came of it."""
+"""`bamboo inject`: runs a scenario, or injects its faults into a running job, and checks its expectations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPILOG = (
     "bamboo inject --scenario kill-middle-stage --repeat 5 --json  |  "
     "bamboo inject --scenario kill-middle-stage --run latest"
 )
-# Of several runs, the first of these that occurs is the exit code of all.
+# The first of these verdicts that occurs in several runs decides their exit code.
 _WORST_FIRST = ("failed", "invalid", "passed")
 
 
@@ -38,18 +38,18 @@ def inject(
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of what is random (default: the job's seed).", min=0)
+        int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", help="How many times to run it.", min=1)] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would strike whom, and when; with --run: as of now.")
+        bool, typer.Option("--dry-run", help="Print the faults, victims and moments; with --run: as of now.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
-    """Run a scenario: its job, its faults, its fault-free twin; then check what was expected of it."""
+    """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
     from engine.files.run_folder import find_run
     from engine.files.scenarios.scenario_file import load_scenario
     from engine.harness.attach import as_of_now, attach
@@ -79,7 +79,7 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     store = etcd_settings(etcd, plain_http)
     cases: list[CaseResult] = []
     mark_processes()
-    with ForkServer() as server:  # for all runs and their twins: to start one takes as long as a short job
+    with ForkServer() as server:  # one for all runs and twins: its start takes as long as a short job
         for _ in range(repeat):
             cases.append(run_case(case_of_file(loaded), store, SCREEN, server))
             _print_case(loaded, cases[-1], as_json)
@@ -100,7 +100,7 @@ def _print_plan(loaded: Loaded, as_json: bool) -> None:
 
 
 def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
-    """Prints the verdict with one line per check; to stderr when stdout is for JSON."""
+    """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
     typer.echo(f"{loaded.scenario.name}: {case.verdict}", err=as_json)
     width = max(len(each.name) for each in case.checks)
     for each in case.checks:
@@ -111,7 +111,7 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
 
 
 def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
-    """Prints what came of all runs together; returns the exit code."""
+    """Prints the summary of all runs; returns the exit code."""
     from engine.harness.case_result import pauses_ms
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict), not each.exit_code))

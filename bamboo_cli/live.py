@@ -31,7 +31,7 @@ _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "
 
 
 class LivePicture:
-    """Shows views of a run as they come; a context, so that the terminal is put back whatever happens."""
+    """Shows views of a run; a context manager, so that an error restores the terminal too."""
 
     def __init__(self, job: Job, events: Path):
         self.job = job
@@ -57,8 +57,8 @@ class LivePicture:
                 self._live.stop()
 
     def show(self, view: View) -> None:
-        """Shows one view: redraws the table, or prints a line if the last is some seconds old."""
-        # A terminal that is gone must not end the run; the hang-up signal says what to do.
+        """Shows one view: redraws the table, or prints a line if the last one is some seconds old."""
+        # A lost terminal must not end the run; the hang-up signal decides about that.
         with contextlib.suppress(OSError):
             self._show(view)
 
@@ -90,7 +90,7 @@ class LivePicture:
         self._num_notes = len(notes)
 
     def _say(self, text: str) -> None:
-        """Says something that stays: above the table, or as a line of its own."""
+        """Prints a lasting line, on a terminal above the table."""
         if self._is_terminal:
             self._console.print(Text(text, style="bold"))
         else:
@@ -125,13 +125,13 @@ class LivePicture:
         for each in view.workers:
             table.add_row(*self._row(each))
         bar = ProgressBar(total=self.job.steps, completed=len(view.account.losses), width=40)
-        # A small screen cuts off the end. A bar alone does not end its line.
+        # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
         return Group(Text(self._line(view)), Padding(bar, 0), table)
 
     def _row(self, each: WorkerView) -> tuple[str | Text, ...]:
         first_s, first, _ = self._history[0]
         elapsed_s = self._history[-1][0] - first_s
-        # A microbatch is done with when it has been forward and back.
+        # A microbatch counts two computations: forward and backward.
         rate = (each.progress.num_computed - first.get(each.worker, 0)) / 2 / elapsed_s if elapsed_s > 0 else 0.0
         style = _STATE_STYLES.get(each.state, "")
         row_style = style if each.state in GONE else ""
@@ -146,7 +146,7 @@ class LivePicture:
         )
 
     def _stages(self, each: WorkerView) -> str:
-        """Returns the slots of a worker; of one that is gone, those that it had, and who has them now."""
+        """Returns the slots of a worker, or its last slots with their new owners."""
         texts = []
         for pipeline, stage in self._recoveries.slots(each.worker):
             owner = self._recoveries.owners[pipeline, stage]

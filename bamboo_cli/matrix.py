@@ -1,4 +1,4 @@
-"""`bamboo matrix`: runs every cell of a matrix of scenarios, and says what came of each in the forms that CI reads."""
+"""`bamboo matrix`: runs every cell of a matrix of scenarios, and reports the results in the forms that CI reads."""
 
 from __future__ import annotations
 
@@ -15,26 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bamboo_cli.options.matrix import (
-    DEFAULT_RESULTS,
-    AsJson,
-    Budget,
-    CellText,
-    File,
-    Form,
-    Jobs,
-    Junit,
-    Keep,
-    Limit,
-    NumShards,
-    Page,
-    Results,
-    Resume,
-    Settings,
-    Shard,
-    Shrink,
-    Times,
-)
+from bamboo_cli.options import matrix as options
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
 
 if TYPE_CHECKING:
@@ -50,25 +31,25 @@ EPILOG = (
 
 
 def matrix(
-    file: File,
-    shard: Shard = "",
-    cell: CellText = "",
-    resume: Resume = False,
-    times: Times = None,
-    form: Form = "text",
-    num_shards: NumShards = 8,
-    settings: Settings = None,
-    jobs: Jobs = 0,
-    limit: Limit = 120.0,
-    shrink: Shrink = False,
-    budget: Budget = 40,
-    junit: Junit = None,
-    page: Page = None,
-    keep: Keep = False,
-    as_json: AsJson = False,
-    results: Results = DEFAULT_RESULTS,
+    file: options.File,
+    shard: options.Shard = "",
+    cell: options.CellText = "",
+    resume: options.Resume = False,
+    times: options.Times = None,
+    form: options.Form = "text",
+    num_shards: options.NumShards = 8,
+    settings: options.Settings = None,
+    jobs: options.Jobs = 0,
+    limit: options.Limit = 120.0,
+    shrink: options.Shrink = False,
+    budget: options.Budget = 40,
+    junit: options.Junit = None,
+    page: options.Page = None,
+    keep: options.Keep = False,
+    as_json: options.AsJson = False,
+    results: options.Results = options.DEFAULT_RESULTS,
 ) -> None:
-    """Run every cell of a matrix of scenarios. Exit with 1 when any failed, with 6 when any proved nothing."""
+    """Run every cell of a matrix of scenarios. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
     from engine.files.matrix_results import usual_seconds
     from engine.files.scenarios.matrix_file import read_matrix
     from engine.harness.offered import offered
@@ -119,12 +100,12 @@ def _code(done: Sequence[CellResult]) -> int:
 def _existing(paths: Sequence[Path]) -> Sequence[Path]:
     missing = [path for path in paths if not path.exists()]
     if missing:
-        raise UserError(Problem("--times", "a file that is there", repr(str(path))) for path in missing)
+        raise UserError(Problem("--times", "an existing file", repr(str(path))) for path in missing)
     return paths
 
 
 def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[Planned]:
-    """Returns the cells that were asked for; shards are made of all that `cell` leaves."""
+    """Returns the cells with `cell` in their names, or the part of them in `shard`."""
     from engine.core.faults.ci_shards import parse_part, shards
 
     names = [each.cell.name for each in found.cells if cell in each.cell.name]
@@ -141,7 +122,7 @@ def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) 
 def _run(
     found: Matrix, chosen: Sequence[Planned], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
-    """Returns the results of the chosen cells in their order, old ones too, and what shrinking found."""
+    """Returns the results of the chosen cells, also those of earlier runs, and the outcome of shrinking."""
     from engine.core.checks.cell_result import key_of
     from engine.core.faults.ci_shards import estimated
     from engine.files.matrix_results import read_results
@@ -165,10 +146,15 @@ def _run(
         done |= {each.cell: each for each in run.run(lanes, left, expected_s, _tell)}
         first = next((each for each in left if done[each.cell.name].result == "failed"), None)
         if budget and first is not None:
-            path, what = run.shrink(
+            path, search = run.shrink(
                 lanes, first.loaded.scenario, done[first.cell.name], budget, partial(typer.echo, err=True)
             )
-            shrunk = {"cell": first.cell.name, "file": str(path), "tries": what.num_tries, "minimal": what.is_minimal}
+            shrunk = {
+                "cell": first.cell.name,
+                "file": str(path),
+                "tries": search.num_tries,
+                "minimal": search.is_minimal,
+            }
     return [done[each.cell.name] for each in chosen], shrunk
 
 
@@ -181,7 +167,7 @@ def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
 
 
 def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Path | None, page: Path) -> None:
-    """Writes the page, and JUnit and what GitHub shows as far as somebody wants them."""
+    """Writes the page; JUnit if a file is given; the summary and errors of GitHub in its workflows."""
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
     from engine.report.pages.cell_grid import grid_of

@@ -1,7 +1,7 @@
 """A pytest plugin: the fixture `bamboo_scenario` runs a scenario as a test.
 
-Rule: every pytest start imports this, so it imports pytest only; torch is loaded by the process that runs the scenario,
-and that only when a test asks for it.
+Rule: every pytest start imports this module, so it imports pytest only. Torch is imported by the process that runs the
+scenario; it starts with the first test that uses the fixture.
 
     def test_we_survive(bamboo_scenario):
         bamboo_scenario("scenarios/first.yaml", "stages=4")
@@ -24,7 +24,7 @@ LIMIT_S = 120.0
 
 @pytest.fixture(scope="session")
 def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
-    """One process that stays warm for all scenarios of a session."""
+    """The process that runs all scenarios of a session."""
     from engine.harness.matrix_runner import LANE
     from engine.runtime.process.lanes import Lanes
 
@@ -34,9 +34,9 @@ def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
 
 @pytest.fixture
 def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellResult]:
-    """Runs a scenario, by path or by name of the library, with ``FIELD=VALUE`` for its job; fails when it does.
+    """Runs a scenario, by path or library name, with ``FIELD=VALUE`` for its job; a failed scenario fails the test.
 
-    Its run folder is below ``tmp_path``. Returns what came of it.
+    Returns the worst result of its cells. The run folder is below ``tmp_path``.
     """
     from engine.files.scenarios.matrix_file import read_matrix
     from engine.harness.matrix_runner import MatrixRun

@@ -1,4 +1,4 @@
-"""`bamboo report`: what happened in runs, as a page, as tables, as a trace; and whether it was good enough."""
+"""`bamboo report`: runs as pages, tables or a trace; and conditions on their figures."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Format(StrEnum):
 
 Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")]
 DEFAULT_RESULTS = Path("results")
-_LONG_BYTES = 8_000_000  # of events: to read more takes longer than a second
-# What is said of a condition, by its exit code; of several, the first of these that occurs is that of all.
+_LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
+# Exit code of a condition -> its word; the first of these codes that occurs is the exit code of all conditions.
 _SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "passed"}
 
 
@@ -56,11 +56,11 @@ def report(
         list[str] | None, typer.Argument(metavar="RUN", help="Names of runs, beginnings of names, or folders.")
     ] = None,
     *,
-    table: Annotated[Table, typer.Option(help="Which table to print.")] = Table.RECOVERY,
+    table: Annotated[Table, typer.Option(help="The table to print.")] = Table.RECOVERY,
     form: Annotated[
         Format | None,
         typer.Option(
-            "--format", help="In which form; others than terminal print nothing else.", show_default="terminal"
+            "--format", help="The form of the table; all but terminal print only the table.", show_default="terminal"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
@@ -73,13 +73,13 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds, or is about a time that a recovery never "
-            "came to; with 5 if there is nothing to measure; repeatable.",
+            help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds, or if a recovery did not reach the time in "
+            "it; with 5 if there is nothing to measure; repeatable.",
         ),
     ] = None,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Say what happened in a run: tables, a page that opens without a network, a trace. Reads its events only."""
+    """Report a run: tables, a page that opens without a network, a trace. Reads only its events."""
     form = _form(form, as_json)
     folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):
@@ -109,9 +109,9 @@ def _form(form: Format | None, as_json: bool) -> Format:
 
 
 def find(results: Path, run: str | None) -> RunFolder:
-    """Returns the run that a user named: by its folder, its name or the beginning of it; the latest by default.
+    """Returns the run with this folder, name or beginning of a name; the latest by default.
 
-    Raises NothingMatchedError where there is no such run, or nothing of it is written yet.
+    Raises NothingMatchedError if there is no such run, or if it has no events yet.
     """
     from engine.files.run_folder import RunFolder, find_run
 
@@ -122,7 +122,7 @@ def find(results: Path, run: str | None) -> RunFolder:
 
 
 def load_run(folder: RunFolder) -> RunTables:
-    """Returns the tables of a run; says what it reads where that takes its time."""
+    """Returns the tables of a run; prints a note before a long read."""
     from engine.files.events_file import read_events
     from engine.report.load import load
 
@@ -133,7 +133,7 @@ def load_run(folder: RunFolder) -> RunTables:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file; raises StorageError when it cannot be."""
+    """Writes a file; raises StorageError if that fails."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -141,7 +141,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def print_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table of texts; columns of numbers stand to the right."""
+    """Prints a table of texts; numeric columns are right-aligned."""
     if not rows:
         return
     from rich.console import Console
@@ -153,7 +153,7 @@ def print_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[S
         drawn.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number)
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    # Whoever reads from a pipe cuts lines where they want.
+    # A pipe has no width: the reader cuts long lines.
     Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(drawn)
 
 
@@ -191,7 +191,7 @@ def _write_page(path: Path, run: RunTables) -> None:
 
 
 def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
-    """Says what came of each condition; returns the exit code of all. Raises UserError when one is none."""
+    """Prints the outcome of each condition; returns the exit code of all. Raises UserError for a malformed one."""
     from engine.report.conditions import parse_condition
     from engine.report.load import TABLES, joined
 

@@ -1,4 +1,4 @@
-"""`bamboo run`: trains a job; also shows its plan and where its values come from."""
+"""`bamboo run`: trains a job; also shows its plan and the origin of its values."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
         if as_json:
             typer.echo(json.dumps(summary))
     except BrokenPipeError:
-        pass  # all of it is on disk, and the reader of the output is gone
+        pass  # the reader of the output is gone; the run folder has all of it
     except OSError as error:
         with contextlib.suppress(OSError):
             typer.echo(f"bamboo: output: {error.strerror or error}; all of it is in {result.folder}", err=True)
@@ -97,12 +97,12 @@ def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
 
 
 def _run_name(model: str) -> str:
-    """Returns a folder's name for a model; of package.module:factory the factory."""
+    """Returns a folder's name for a model; for package.module:factory it is the factory."""
     return model.rpartition(":")[2].lower().replace("_", "-")[:40]
 
 
 def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
-    """Returns a user's error with the places that the values came from."""
+    """Returns a user's error with the origins of the wrong values."""
     if not isinstance(error, UserError):
         return error
     origins = {field: origin for field, origin in resolved.origins.items() if origin != "default"}
@@ -110,7 +110,7 @@ def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
 
 
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
-    """Prints the summary line; what went wrong goes to stderr, and so does everything when stdout is for JSON."""
+    """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON."""
     if result.error is not None:
         for line in str(_with_origins(result.error, resolved)).splitlines():
             typer.echo(f"bamboo: {line}", err=True)

@@ -29,9 +29,9 @@ schedule = typer.Typer(
     "bamboo schedule compare --stages 8 --stages-per-worker 2  |  bamboo schedule show --schedule zb1p --html FILE",
 )
 
-# A schedule that takes every number of stages per worker: the job's own is not asked for.
+# This schedule accepts every number of stages per worker; the job's own may not.
 _OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto"}
-_SLOW = 8000  # stages times microbatches: comparing the schedules of more takes longer than a second
+_SLOW = 8000  # stages times microbatches: larger comparisons take longer than a second
 _takes_job = partial(takes_job, program_only=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -66,16 +66,16 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules when it is not.
+    """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules if it is not.
 
-    What `--schedule FILE.csv` holds is a part of the job, and is refused as every wrong job is: with exit 2.
+    A wrong `--schedule FILE.csv` is a mistake in the job, so it exits with 2.
     """
     from engine.core.analysis.grid_text import marked_lines
     from engine.core.config.initial_program import planned
     from engine.core.program.build import from_csv
     from engine.core.program.verify import verify
 
-    gc.disable()  # a program is a million tuples, and none of them garbage
+    gc.disable()  # a program is a million tuples, none of them garbage
     program, ownership = planned(resolved.job)
     if program_file is not None:
         program = from_csv(_read(program_file))
@@ -142,7 +142,7 @@ def compare(
 ) -> None:
     """Compare every schedule on the workers of a job: length over ideal, bubble, peak stash, transfers.
 
-    Transfers cost nothing. With `--redundancy eager`: what redundant forwards add to the time of a step.
+    Transfers cost nothing. With `--redundancy eager`: also the time that redundant forwards add to a step.
     """
     from engine.core.analysis.schedule_comparison import compare as comparison_of
     from engine.core.program.list_scheduler import op_costs
@@ -175,7 +175,7 @@ def _say(name: str) -> None:
 
 
 def _check_costs(forward: float, backward: float, weights: float) -> None:
-    """Raises UserError with every cost that cannot be."""
+    """Raises UserError with every impossible cost."""
     problems = [
         Problem(name, "a finite number > 0", f"{cost:g}")
         for name, cost in (("--forward", forward), ("--backward", backward))
@@ -203,7 +203,7 @@ def _print_comparison(comparison: Comparison, is_eager: bool) -> None:
         typer.echo(f"{name:<22}  left out: {reason}")
     typer.echo("stash: residuals of stages, each a part 1/V of a worker's layers")
     if is_eager:
-        typer.echo("over none: what redundant forwards add to the time of a step; they count in bubble and stash")
+        typer.echo("over none: time that redundant forwards add to a step; they count in bubble and stash")
 
 
 def _read(path: Path) -> str:

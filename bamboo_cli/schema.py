@@ -1,4 +1,4 @@
-"""`bamboo schema`: the JSON schema of scenario, matrix or job files, which editors complete and check with."""
+"""`bamboo schema`: the JSON schema of scenario, matrix or job files, for editors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Files(StrEnum):
 
 
 def schema(
-    of: Annotated[Files, typer.Argument(metavar="KIND", help="of which files")] = Files.SCENARIO,
+    of: Annotated[Files, typer.Argument(metavar="KIND", help="kind of files")] = Files.SCENARIO,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of to stdout.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this file instead of to stdout.")
     ] = None,
 ) -> None:
     """Print the JSON schema of scenario, matrix or job files."""

@@ -1,4 +1,4 @@
-"""`bamboo status`: who owns what in a run, how far it is, and what was decided."""
+"""`bamboo status`: the owners of the stages of a run, its progress, and its verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
 _EVERY_S = 1.0
-_START_S = 60.0  # within which a run has a store, holds the coordinator's role there, and starts its workers
+_START_S = 60.0  # the time that a run may take to start its store, its coordinator and its workers
 
 
 def status(
@@ -30,7 +30,7 @@ def status(
     results: Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")] = Path(
         "results"
     ),
-    watch: Annotated[bool, typer.Option("--watch", help="Say it again every second until the run ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Print it again every second until the run ends.")] = False,
     plain_http: Annotated[
         bool, typer.Option("--etcd-plain-http", help="Allow clear text to an etcd that is not on this host.")
     ] = False,
@@ -38,9 +38,9 @@ def status(
         bool, typer.Option("--json", help="Print one JSON object (with --watch, one per line).")
     ] = False,
 ) -> None:
-    """Say who owns what in a run, its step, heartbeats and verdicts: from etcd while it lives, else from its events.
+    """Show the owners of the stages of a run, its step, heartbeats and verdicts: from etcd, or from events at the end.
 
-    Exits with 69 when the launcher of the run is gone, and has not said how the run ended.
+    Exit with 69 if the launcher of the run is gone and did not record its end.
     """
     from engine.core.errors import CoordinatorUnavailableError
     from engine.core.history.recorded_status import STARTING, without_word
@@ -51,14 +51,14 @@ def status(
         typer.echo(json.dumps(asdict(found) | {"live": live}) if as_json else "\n".join(_lines(found, live)))
         if not has_launcher:
             last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
-            raise CoordinatorUnavailableError(f"the launcher is gone, the run ended without its word; {last}")
+            raise CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
         if not (watch and (live or found.phase == STARTING)):
             return
         time.sleep(_EVERY_S)
 
 
 def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool, bool]:
-    """Returns the status of a run, whether its store told it, and whether its launcher is there or has had its word."""
+    """Returns the status of a run, whether it is from the store, and whether a launcher runs or recorded the end."""
     from engine.core.history.process_records import StoreRecord
     from engine.core.history.recorded_status import status_of_history
     from engine.files.run_folder import find_run
@@ -69,14 +69,14 @@ def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, 
     if store and not history.ended:
         if (told := _from_store(store, plain_http)) is not None:
             return told, True, True
-        history = _history(folder)  # a run says that it has ended before its store goes away
+        history = _history(folder)  # a run records its end before its store stops
     found = status_of_history(folder.path.name, history)
     is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
     return found, False, is_new or history.ended is not None
 
 
 def _history(folder: RunFolder) -> RunHistory:
-    """Returns the history of a run so far; an empty one where only the folder is made."""
+    """Returns the history of a run; it is empty if the run has only its folder yet."""
     from engine.core.history.run_history import RunHistory
     from engine.files.events_file import read_history
 
@@ -84,14 +84,14 @@ def _history(folder: RunFolder) -> RunHistory:
 
 
 def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
-    """Asks the store of a run; None when the store is gone, or nobody holds the run any more."""
+    """Returns the status in the store of a run; None if the store is gone, or the run has no coordinator any more."""
     from bamboo_cli.options.etcd import etcd_settings
     from engine.core.errors import CoordinatorUnavailableError
     from engine.core.membership.run_status import status_of_keys
     from engine.runtime.agent.coordinator import ROLE
     from engine.runtime.store.etcd_kv import EtcdKV
 
-    # What the environment says is about a kept cluster, not about a run's own etcd.
+    # The environment describes a kept cluster, not a run's private etcd.
     settings = etcd_settings(",".join(store.endpoints), plain_http, {} if store.private else os.environ)
     assert settings is not None
     kv = EtcdKV(settings, f"/bamboo/{store.run_id}/", deadline_s=2.0)

@@ -1,4 +1,4 @@
-"""`bamboo validate`: reads files of scenarios, matrices and jobs, and says what is wrong with them; it runs nothing."""
+"""`bamboo validate`: checks files of scenarios, matrices and jobs without running them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def validate(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of what is random (default: the job's seed).", min=0)
+        int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)
     ] = None,
 ) -> None:
-    """Check scenarios, matrices and jobs: fields, moments that can come, victims that there are.
+    """Check scenarios, matrices and jobs: fields, possible moments, existing victims.
 
-    Exit with 2 when any is no good, with 5 when a name is unknown.
+    Exit with 2 if a file is wrong, with 5 if a name is unknown.
     """
     found = [_checked(each, seed, as_json) for each in files]
     code = min((each["exit_code"] for each in found if each["exit_code"]), default=ExitCode.OK)
@@ -55,7 +55,7 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
-    """Returns what a file says, as text and as plain values; raises what its reader raises."""
+    """Returns the content of a file in words and as plain values; raises BambooError for a wrong file."""
     from engine.files.jobs.job_file import is_job, merge
     from engine.files.jobs.job_layers import document_layer
     from engine.files.scenarios.matrix_file import read_matrix

@@ -47,6 +47,8 @@ FOREIGN_PATH = re.compile(rb"(?<![\w.~-])/" + rb"work/")
 # Rooms whose prose names its nouns. The list may only grow; with the last room it goes.
 ROOMS_IN_PLAIN_ENGLISH = frozenset(
     {
+        "bamboo_cli",
+        "bamboo_cli.options",
         "engine.bench",
         "engine.bench.figures",
         "engine.bench.peers",

@@ -1,4 +1,4 @@
-"""The options that say where the coordinator's store is; without them a run starts a private one."""
+"""The options for a kept etcd cluster as the coordinator's store; without them a run starts a private one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PlainHttp = Annotated[
 
 
 def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, str] = os.environ) -> EtcdSettings | None:
-    """Returns how to reach the kept cluster that the user named, or None; raises UserError with every problem."""
+    """Returns the settings of the kept cluster, or None for a private one; raises UserError with every problem."""
     from engine.runtime.store.etcd_settings import read_settings
 
     source = "--etcd" if environment.get("BAMBOO_ETCD") != endpoints else "BAMBOO_ETCD"

@@ -1,4 +1,4 @@
-"""The options of `bamboo run` about failures: what to do to whom, what to compare with, how long a leaver has."""
+"""The options of `bamboo run` about failures: the kills, the twin, the grace of a leaving worker."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ Kills = Annotated[
 ]
 NoTwin = Annotated[
     bool,
-    typer.Option("--no-twin", help="With --kill: do not run the twin, compare nothing.", rich_help_panel=_PANEL),
+    typer.Option("--no-twin", help="With --kill: do not run the twin; compare no weights.", rich_help_panel=_PANEL),
 ]
 Grace = Annotated[
     str,
     typer.Option(
         "--grace",
         metavar="DURATION",
-        help="What a worker that gets SIGTERM has until it must be gone: 2m, 120s, or 120 (seconds).",
+        help="Time that a worker has to leave after SIGTERM: 2m, 120s, or 120 (seconds).",
         rich_help_panel=_PANEL,
     ),
 ]
 
 
 def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> Scenario:
-    """Returns the scenario of a job with the kills that the user asked for; raises UserError with every problem.
+    """Returns the scenario of a job with the user's kills; raises UserError with every problem.
 
-    The weights are expected to be those of the twin, as far as there are hashes of both.
+    It expects the weights of the twin in each step with hashes in both runs.
     """
     from engine.core.faults.kill_text import kill_scenario
     from engine.core.faults.scenario import Expect
 
     if kills and with_twin and not job.audit:
-        hint = "without hashes nothing can be compared; --no-twin goes without"
+        hint = "without hashes there is nothing to compare; give --no-twin"
         raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
     return kill_scenario(kills, job, Expect(trajectory="as far as hashed" if kills and with_twin else None))
 
 
 def grace_seconds(text: str) -> float:
-    """Returns the seconds of a duration, or of a bare number of them; raises UserError for anything else and for 0."""
+    """Returns the seconds of a duration, such as ``2m``, or of a bare number; raises UserError for other texts."""
     from engine.core.duration import DURATION_FORM, parse_duration
 
     grace_ns = parse_duration(text if text.strip()[-1:].isalpha() else f"{text.strip()}s")

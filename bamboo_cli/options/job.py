@@ -1,7 +1,7 @@
-"""The argument JOB.yaml and the flags that describe a job, the same on every command that takes one.
+"""The argument JOB.yaml and the flags that describe a job, for every command that takes one.
 
-Rules: flags are made from the fields of `Job`, never listed. They reach the engine as texts, so that a value means the
-same and fails with the same words on the command line, in the environment and in a file.
+Rules: flags are made from the fields of `Job`, never listed. They reach the engine as texts, so that a value has the
+same meaning and the same error on the command line, in the environment and in a file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 def takes_job(
     command: Callable[..., None], instead: Mapping[str, str] = {}, *, program_only: bool = False
 ) -> Callable[..., None]:
-    """Gives a command the job's argument and flags beside its own; it is called with the `Resolved` job first.
+    """Returns the command with the job's argument and flags beside its own; it gets the `Resolved` job first.
 
-    Fields that are named in `instead` have these values, whatever else says, and no flag. With `program_only` the
-    layers of the model may be fewer than the stages.
-    The annotations of `command` must exist when it is defined, not for type checkers only: Typer reads them.
+    The fields in `instead` have these values and no flags. With `program_only` the model may have fewer layers than
+    there are stages. Import the types in the annotations of `command` at runtime: Typer reads them.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
@@ -42,19 +41,15 @@ def takes_job(
         own_values = {each.name: values.pop(each.name) for each in own}
         command(resolve_options(values | dict(instead), program_only), **own_values)
 
-    # Typer asks a function for its signature, then for its annotations.
+    # Typer reads the signature of a function, then its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_job.__annotations__ = {each.name: each.annotation for each in parameters}
     return with_job
 
 
 def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
-    """Returns the job that a command's values describe, together with files and environment.
-
-    Raises:
-        UserError: with every problem found.
-    """
-    # The reader of YAML takes 20 ms to import, which --help does not owe.
+    """Returns the job of a command's values, its file and the environment; raises UserError with every problem."""
+    # The YAML reader takes 20 ms to import: too slow for --help.
     from engine.files.jobs.job_file import resolve_job
     from engine.harness.offered import named, offered
 
@@ -82,7 +77,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 def _flag(name: str, default: object) -> Any:
     kind, flag = FIELD_TYPES[name], name.replace("_", "-")
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
-    if kind is bool:  # the flag says what the default does not; --set says either
+    if kind is bool:  # the flag sets the opposite of the default; --set sets either
         help_text = f"leave out {FIELD_HELP[name]}" if default else FIELD_HELP[name]
         option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]

@@ -19,7 +19,7 @@ CellText = Annotated[
     str, typer.Option("--cell", metavar="TEXT", help="Only cells with this in their name.", rich_help_panel=_PANEL)
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the newest run: what passed is not run.", rich_help_panel=_PANEL)
+    bool, typer.Option("--resume", help="Go on with the newest run: skip cells that passed.", rich_help_panel=_PANEL)
 ]
 Times = Annotated[
     list[Path] | None,

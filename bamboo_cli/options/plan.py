@@ -1,4 +1,4 @@
-"""Prints the plan of a job: the grid of actions per worker, and what the dry run predicts. Starts nothing."""
+"""Prints the plan of a job: the grid of actions per worker, and the predictions of the dry run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from engine.core.schedules.csv_text import name_of
 
 
 def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
-    """Prints the grid with a forward of 1 unit and a backward of 2, the bubble and the peak of stashed activations.
-
-    Where there are faults, also what would strike whom, and when.
-    """
+    """Prints the grid with a forward of 1 unit and a backward of 2, the bubble, the peak stash and the faults."""
     program, ownership = planned(job)
     run = dry_run(program, ownership)
     longer = over_none(run, job.schedule, ownership) if job.redundancy == "eager" else 0.0
@@ -64,13 +61,12 @@ def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:
 
 
 def _redundancy_line(job: Job, ownership: Ownership) -> str:
-    """Says who would take over what."""
     if job.redundancy == "reroute":
         return "redundancy reroute: the owner of the same stage in the next pipeline takes over"
     shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
     if not any(shadows.values()):
-        return f"redundancy {job.redundancy}: nobody shadows a stage"
+        return f"redundancy {job.redundancy}: no worker shadows a stage"
     named = [f"{stage}{f'@{pipeline}' if pipeline else ''}" for pipeline, stage in shadows]
-    who = ", ".join(f"{slot}: {' '.join(map(str, line))}" for slot, line in zip(named, shadows.values(), strict=True))
+    texts = ", ".join(f"{slot}: {' '.join(map(str, line))}" for slot, line in zip(named, shadows.values(), strict=True))
     note = " (its redundant forwards stand in brackets)" if job.redundancy == "eager" else ""
-    return f"redundancy {job.redundancy}, shadows by stage: {who}{note}"
+    return f"redundancy {job.redundancy}, shadows by stage: {texts}{note}"

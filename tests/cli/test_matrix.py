@@ -64,7 +64,7 @@ def test_earlier_times_balance_the_shards(tmp_path: Path) -> None:
     [
         (["matrix-smoke", "--shard", "9/8"], UserError, "a part such as 3/8"),
         (["matrix-smoke", "--cell", "nothing"], NothingMatchedError, "no cell of matrix-smoke has 'nothing'"),
-        (["matrix-smoke", "--times", "/nowhere/at/all"], UserError, "--times: expected a file that is there"),
+        (["matrix-smoke", "--times", "/nowhere/at/all"], UserError, "--times: expected an existing file"),
         (["matrix-smoke", "--set", "stages=0"], UserError, "stages"),
         (["/nowhere/m.yaml"], UserError, "a file that can be read"),
     ],

@@ -20,8 +20,8 @@ SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}
     ("job", "line"),
     [
         (Job(**SIZES), "redundancy lazy, shadows by stage: 0: 2, 1: 0, 2: 1"),
-        (Job(**SIZES, redundancy="none"), "redundancy none: nobody shadows a stage"),
-        (Job(stages=1), "redundancy lazy: nobody shadows a stage"),
+        (Job(**SIZES, redundancy="none"), "redundancy none: no worker shadows a stage"),
+        (Job(stages=1), "redundancy lazy: no worker shadows a stage"),
         (
             Job(**SIZES, redundancy="eager"),
             "redundancy eager, shadows by stage: 0: 2, 1: 0, 2: 1 (its redundant forwards stand in brackets)",

@@ -97,7 +97,7 @@ def lament(results: Path, last: str) -> list[str]:
     """Returns the output about a run whose launcher is gone, up to the message with which the command fails."""
     done = CliRunner().invoke(APP, ["--watch", "--results", str(results)])
     assert isinstance(done.exception, CoordinatorUnavailableError)
-    assert str(done.exception) == f"the launcher is gone, the run ended without its word; {last}"
+    assert str(done.exception) == f"the launcher is gone and did not record the end of the run; {last}"
     return done.stdout.splitlines()
 
 
