@@ -67,7 +67,7 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
     notices, calm_ms = [], []
     for number in range(num_notices):
         stage = number % job.stages
-        history = _noticed(job, stage, _an_action(chosen, stage, job), folder)
+        history = _noticed(job, _an_action(chosen, stage, job), folder)
         _refuse_work_done_twice(history)
         notices.append(_change(history))
         if number % _NOTICES_PER_CALM == 0:
@@ -91,7 +91,7 @@ def _an_action(chosen: random.Random, stage: int, job: Job) -> Mapping[str, Any]
     return at if op in _WHOLE_STAGE else at | {"microbatch": chosen.randrange(job.microbatches)}
 
 
-def _noticed(job: Job, stage: int, at: Mapping[str, Any], folder: Path) -> RunHistory:
+def _noticed(job: Job, at: Mapping[str, Any], folder: Path) -> RunHistory:
     fields = ("model", "model_args", "data_args", "stages", "microbatches", "steps", "warmup_steps")
     scenario = {
         "version": 1,

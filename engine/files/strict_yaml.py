@@ -77,15 +77,12 @@ def read_scalar(text: str, source: str, name: str) -> Document:
     document = read_text(text, source)
     problems = [replace(problem, field=problem.field or name, line=0, column=0) for problem in document.problems]
     if not problems and isinstance(document.value, (list, dict)):
-        problems = [Problem(name, "one value", _kind(document.value), "quote it", source)]
+        found = "a list" if isinstance(document.value, list) else "a mapping"
+        problems = [Problem(name, "one value", found, "quote it", source)]
     # YAML would drop " # ..." as a comment; on a command line it is part of the value.
     if not problems and re.search(r"^[^'\"]*(^|\s)#", text):
         problems = [Problem(name, "one value", repr(text), "quote it", source)]
     return replace(document, value=None if problems else document.value, problems=tuple(problems))
-
-
-def _kind(value: Value) -> str:
-    return "a list" if isinstance(value, list) else "a mapping"
 
 
 class _TooDeepError(Exception):

@@ -178,11 +178,8 @@ def whole(least: int = 0) -> Scalar:
 
 def choice(*choices: str) -> Scalar:
     """Returns the form of one of the words `choices`."""
-
-    def read(value: object) -> str | None:
-        return value if isinstance(value, str) and value in choices else None
-
-    return Scalar(f"one of {', '.join(choices)}", read, {"enum": list(choices)}, choices)
+    schema = {"enum": list(choices)}
+    return Scalar(f"one of {', '.join(choices)}", lambda value: value if value in choices else None, schema, choices)
 
 
 def flag() -> Scalar:

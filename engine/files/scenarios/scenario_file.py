@@ -193,9 +193,9 @@ def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, F
     name, moment, target = (".".join(map(str, (*path, each))) for each in ("id", "at", "target"))
     if trigger is None or name in bad or any(each.startswith(moment) for each in bad):
         return None
-    whom = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
+    target_values = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
     do = "" if kind is None else kind.name
-    return Wanted(values.get("id", f"fault-{number + 1}"), trigger, Target(**whom), do, parameters)
+    return Wanted(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
 
 
 def _parameters(

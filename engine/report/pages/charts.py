@@ -23,6 +23,7 @@ KIND_COLOURS = (SKY, ORANGE, YELLOW, "#BFC4CA", GREEN, BLUE, PURPLE)
 PHASE_COLOURS = dict(
     zip(ALL_PHASES, (VERMILLION, ORANGE, YELLOW, GREEN, "#7FCFB9", SKY, BLUE, GREY, PURPLE), strict=True)
 )
+LEGEND = {"orientation": "h", "y": 1.0, "yanchor": "bottom"}
 _AFTER_THE_PAUSE = ("merged", "heal")
 
 
@@ -54,13 +55,8 @@ def _phases(recovery: pd.DataFrame) -> go.Figure:
             visible="legendonly" if phase in _AFTER_THE_PAUSE else True,
             hovertemplate=f"{phase}: %{{x:.2f}} ms<extra></extra>",
         )
-    figure.update_layout(
-        barmode="stack",
-        height=130 + 34 * len(labels),
-        xaxis={"title": {"text": "milliseconds"}},
-        yaxis={"autorange": "reversed", "automargin": True},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
-    )
+    figure.update_layout(barmode="stack", height=130 + 34 * len(labels), xaxis_title_text="milliseconds")
+    figure.update_layout(yaxis={"autorange": "reversed", "automargin": True}, legend=LEGEND, legend_traceorder="normal")
     return figure
 
 
@@ -92,15 +88,8 @@ def _add_line(
 def _by_step(figure: go.Figure, run: RunTables, unit: str) -> go.Figure:
     for step in run.recovery["step"].dropna():
         figure.add_vline(x=int(step), line={"color": VERMILLION, "width": 1.5, "dash": "dash"})
-    figure.update_layout(
-        height=240,
-        hovermode="x unified",
-        showlegend=len(figure.data) > 1,
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
-        xaxis={"title": {"text": "step"}},
-        yaxis={"title": {"text": unit}},
-    )
-    return figure
+    figure.update_layout(height=240, hovermode="x unified", showlegend=len(figure.data) > 1, legend=LEGEND)
+    return figure.update_layout(xaxis_title_text="step", yaxis_title_text=unit)
 
 
 def _memory(run: RunTables) -> go.Figure:
@@ -113,8 +102,7 @@ def _memory(run: RunTables) -> go.Figure:
         marker={"color": SKY},
         hovertemplate="%{x}: %{y:.0f} MiB, at most %{customdata} microbatches stashed<extra></extra>",
     )
-    figure.update_layout(height=240, yaxis={"title": {"text": "peak memory, MiB"}}, bargap=0.4)
-    return figure
+    return figure.update_layout(height=240, yaxis_title_text="peak memory, MiB", bargap=0.4)
 
 
 def _exposure(run: RunTables) -> go.Figure:
@@ -137,11 +125,5 @@ def _exposure(run: RunTables) -> go.Figure:
         customdata=lengths,
         hovertemplate="exposed for %{customdata:.1f} ms<extra></extra>",
     )
-    figure.update_layout(
-        barmode="overlay",
-        height=240,
-        bargap=0.5,
-        showlegend=False,
-        xaxis={"title": {"text": "ms since training began"}},
-    )
-    return figure
+    figure.update_layout(barmode="overlay", height=240, bargap=0.5, showlegend=False)
+    return figure.update_layout(xaxis_title_text="ms since training began")

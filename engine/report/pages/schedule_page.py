@@ -21,7 +21,7 @@ from engine.core.op_row import Stands
 from engine.core.ownership import Ownership
 from engine.core.program.dry_run import DryRun, dry_run
 from engine.core.schedules.csv_text import name_of
-from engine.report.pages.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from engine.report.pages.charts import BLUE, GREEN, GREY, LEGEND, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.timeline import REDUNDANT, packed
 
@@ -119,7 +119,7 @@ def _stash(run: DryRun) -> go.Figure:
         height=300,
         hovermode="closest",
         dragmode=False,
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
+        legend=LEGEND,
         xaxis={"title": {"text": "forwards of a stage"}, "range": [0, run.makespan], "fixedrange": True},
         yaxis={"title": {"text": "residuals"}, "rangemode": "tozero", "fixedrange": True},
     )
