@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from engine.bench.figures.rows import Cases, Row
+    from engine.bench.figures.rows import BenchRow, Cases
 
 bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers, interleaved in one run.")
 
@@ -135,7 +135,7 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder = bench_folder(results)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for name, measure in cases.items():
         typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
         rows += measure(folder)
@@ -147,7 +147,7 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
     typer.echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
 
 
-def _print_table(rows: Sequence[Row]) -> None:
+def _print_table(rows: Sequence[BenchRow]) -> None:
     lines: list[tuple[str, ...]] = [("case", "metric", "ours", "peer", "ratio", "goal", "met", "n")]
     for row in rows:
         goal = "" if row.goal is None else f"{row.goal:.4g}"

@@ -53,7 +53,7 @@ def inject(
     from engine.files.run_folder import find_run
     from engine.files.scenarios.scenario_file import load_scenario
     from engine.harness.attach import as_of_now, attach
-    from engine.harness.offered import offered
+    from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
@@ -74,7 +74,7 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     from bamboo_cli.live import SCREEN
     from engine.harness.case_runner import case_of_file, run_case
     from engine.runtime.doctor.leak_check import mark_processes
-    from engine.runtime.process.children import ForkServer
+    from engine.runtime.process.fork_client import ForkServer
 
     store = etcd_settings(etcd, plain_http)
     cases: list[CaseResult] = []

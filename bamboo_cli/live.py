@@ -22,8 +22,8 @@ from rich.text import Text
 from engine.core.config.job import Job
 from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
-from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.run_view import View, WorkerView
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.run_view import RunView, WorkerView
 
 _PLAIN_EVERY_S = 2.0
 _RATE_OVER_S = 3.0
@@ -40,7 +40,7 @@ class LivePicture:
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._said_s = 0.0
-        self._account: Account | None = None  # of the last view
+        self._run_state: RunState | None = None  # of the last view
         self._num_notes = 0
         self._history: deque[tuple[float, dict[int, int], int]] = deque()
 
@@ -56,19 +56,19 @@ class LivePicture:
             with contextlib.suppress(OSError):
                 self._live.stop()
 
-    def show(self, view: View) -> None:
+    def show(self, view: RunView) -> None:
         """Shows one view: redraws the table, or prints a line if the last one is some seconds old."""
         # A lost terminal must not end the run; the hang-up signal decides about that.
         with contextlib.suppress(OSError):
             self._show(view)
 
-    def _show(self, view: View) -> None:
+    def _show(self, view: RunView) -> None:
         now_s = time.monotonic()
         computed = {each.worker: each.progress.num_computed for each in view.workers}
-        self._history.append((now_s, computed, len(view.account.losses)))
+        self._history.append((now_s, computed, len(view.run_state.losses)))
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
-        self._account = view.account
+        self._run_state = view.run_state
         self._tell_notes()
         for text in self._recoveries.look(view):
             self._say(text)
@@ -84,7 +84,7 @@ class LivePicture:
             self._tell_notes()
 
     def _tell_notes(self) -> None:
-        notes = self._account.notes if self._account is not None else []
+        notes = self._run_state.notes if self._run_state is not None else []
         for text in notes[self._num_notes :]:
             self._say(text)
         self._num_notes = len(notes)
@@ -96,17 +96,17 @@ class LivePicture:
         else:
             typer.echo(text, err=True)
 
-    def _line(self, view: View) -> str:
-        account = view.account
-        if not account.losses:
+    def _line(self, view: RunView) -> str:
+        run_state = view.run_state
+        if not run_state.losses:
             waiting = sum(each.state == "starting" for each in view.workers)
             return (
                 f"starting: {len(view.workers) - waiting} of {len(view.workers)} workers ready" if waiting else "step 0"
             )
-        text = f"step {len(account.losses)}/{self.job.steps}  loss {account.losses[-1]:.4f}"
-        if account.validations:
-            text += f"  validation {account.validations[max(account.validations)][0]:.4f}"
-        return text + self._time_left(len(account.losses))
+        text = f"step {len(run_state.losses)}/{self.job.steps}  loss {run_state.losses[-1]:.4f}"
+        if run_state.validations:
+            text += f"  validation {run_state.validations[max(run_state.validations)][0]:.4f}"
+        return text + self._time_left(len(run_state.losses))
 
     def _time_left(self, num_steps: int) -> str:
         first_s, _, first_steps = self._history[0]
@@ -116,7 +116,7 @@ class LivePicture:
         rate = (num_steps - first_steps) / elapsed_s
         return f"  {rate:.1f} steps/s  {(self.job.steps - num_steps) / rate:.0f} s left"
 
-    def _picture(self, view: View) -> Group:
+    def _picture(self, view: RunView) -> Group:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in ("worker", "pid", "stage", "state", "step", "action", "microbatches/s"):
             table.add_column(
@@ -124,7 +124,7 @@ class LivePicture:
             )
         for each in view.workers:
             table.add_row(*self._row(each))
-        bar = ProgressBar(total=self.job.steps, completed=len(view.account.losses), width=40)
+        bar = ProgressBar(total=self.job.steps, completed=len(view.run_state.losses), width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
         return Group(Text(self._line(view)), Padding(bar, 0), table)
 
@@ -156,7 +156,7 @@ class LivePicture:
 
 
 @contextlib.contextmanager
-def _picture(job: Job, events: Path) -> Iterator[Callable[[View], None]]:
+def _picture(job: Job, events: Path) -> Iterator[Callable[[RunView], None]]:
     with LivePicture(job, events) as picture:
         yield picture.show
         picture.close()

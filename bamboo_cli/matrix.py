@@ -20,7 +20,7 @@ from engine.core.errors import NothingMatchedError, Problem, StorageError, UserE
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
-    from engine.files.scenarios.matrix_file import Matrix, Planned
+    from engine.files.scenarios.matrix_file import Matrix, PlannedCell
     from engine.harness.matrix_runner import MatrixRun
 
 EPILOG = (
@@ -52,7 +52,7 @@ def matrix(
     """Run every cell of a matrix of scenarios. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
     from engine.files.matrix_results import usual_seconds
     from engine.files.scenarios.matrix_file import read_matrix
-    from engine.harness.offered import offered
+    from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
     found = read_matrix(file, kinds(), settings or (), offered)
@@ -72,7 +72,7 @@ def matrix(
 
 
 def _print_cells(
-    file: str, chosen: Sequence[Planned], form: str, num_shards: int, seconds: Mapping[str, float]
+    file: str, chosen: Sequence[PlannedCell], form: str, num_shards: int, seconds: Mapping[str, float]
 ) -> None:
     """Prints the names of the cells, or a workflow matrix that runs them."""
     from engine.core.faults.ci_shards import workflow_matrix
@@ -104,7 +104,7 @@ def _existing(paths: Sequence[Path]) -> Sequence[Path]:
     return paths
 
 
-def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[Planned]:
+def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[PlannedCell]:
     """Returns the cells with `cell` in their names, or the part of them in `shard`."""
     from engine.core.faults.ci_shards import parse_part, shards
 
@@ -120,7 +120,7 @@ def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) 
 
 
 def _run(
-    found: Matrix, chosen: Sequence[Planned], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
+    found: Matrix, chosen: Sequence[PlannedCell], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
     """Returns the results of the chosen cells, also those of earlier runs, and the outcome of shrinking."""
     from engine.core.checks.cell_result import key_of
@@ -204,7 +204,7 @@ def _write_file(path: Path, text: str) -> None:
 
 def _print(
     found: Matrix,
-    chosen: Sequence[Planned],
+    chosen: Sequence[PlannedCell],
     done: Sequence[CellResult],
     run: MatrixRun,
     shrunk: dict[str, Any] | None,

@@ -39,8 +39,8 @@ def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellRes
     Returns the worst result of its cells. The run folder is below ``tmp_path``.
     """
     from engine.files.scenarios.matrix_file import read_matrix
+    from engine.harness.job_checks import offered
     from engine.harness.matrix_runner import MatrixRun
-    from engine.harness.offered import offered
     from engine.runtime.faults.registry import kinds
 
     def run(scenario: str | Path, *settings: str, limit_s: float = LIMIT_S) -> CellResult:

@@ -19,7 +19,7 @@ from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
 from engine.files.jobs.resolved_job import Resolved
 
 if TYPE_CHECKING:
-    from engine.core.analysis.schedule_comparison import Comparison
+    from engine.core.analysis.schedule_comparison import ScheduleComparison
 
 schedule = typer.Typer(
     no_args_is_help=True,
@@ -71,12 +71,12 @@ def check(
     A wrong `--schedule FILE.csv` is a mistake in the job, so it exits with 2.
     """
     from engine.core.analysis.grid_text import marked_lines
-    from engine.core.config.initial_program import planned
+    from engine.core.config.initial_program import initial_program
     from engine.core.program.build import from_csv
     from engine.core.program.verify import verify
 
     gc.disable()  # a program is a million tuples, none of them garbage
-    program, ownership = planned(resolved.job)
+    program, ownership = initial_program(resolved.job)
     if program_file is not None:
         program = from_csv(_read(program_file))
         if sorted(program) != list(ownership.workers()):
@@ -113,11 +113,11 @@ def export(
     compute actions of one pipeline: `--compute-only`.
     """
     from engine.core.action import COMPUTE_OPS
-    from engine.core.config.initial_program import planned
+    from engine.core.config.initial_program import initial_program
     from engine.core.program.build import overlaps, to_csv
 
     job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
-    program, _ = planned(job)
+    program, _ = initial_program(job)
     if not compute_only or job.pipelines > 1:
         typer.echo("torch's pipelining and --schedule FILE.csv read --compute-only, of one pipeline", err=True)
     if compute_only:
@@ -187,7 +187,7 @@ def _check_costs(forward: float, backward: float, weights: float) -> None:
         raise UserError(problems)
 
 
-def _print_comparison(comparison: Comparison, is_eager: bool) -> None:
+def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
     typer.echo(
         f"{'schedule':<22}{'V':>3}{'placement':>11}{'length':>9}{'over ideal':>12}{'bubble':>8}{'stash':>7}{'sends':>8}"
         + f"{'over none':>11}" * is_eager

@@ -61,7 +61,7 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     from engine.files.scenarios.matrix_file import read_matrix
     from engine.files.scenarios.scenario_file import find_scenario, is_matrix, load_document
     from engine.files.strict_yaml import read_yaml
-    from engine.harness.offered import offered
+    from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
     path = find_scenario(name)

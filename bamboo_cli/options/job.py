@@ -51,7 +51,7 @@ def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
     """Returns the job of a command's values, its file and the environment; raises UserError with every problem."""
     # The YAML reader takes 20 ms to import: too slow for --help.
     from engine.files.jobs.job_file import resolve_job
-    from engine.harness.offered import named, offered
+    from engine.harness.job_checks import named, offered
 
     flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = named if program_only else offered

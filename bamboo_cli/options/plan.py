@@ -12,7 +12,7 @@ import typer
 from engine.core.analysis.grid_text import grid_lines
 from engine.core.analysis.schedule_comparison import over_none
 from engine.core.analysis.utilization import bubbles
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
@@ -23,7 +23,7 @@ from engine.core.schedules.csv_text import name_of
 
 def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
     """Prints the grid with a forward of 1 unit and a backward of 2, the bubble, the peak stash and the faults."""
-    program, ownership = planned(job)
+    program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     longer = over_none(run, job.schedule, ownership) if job.redundancy == "eager" else 0.0
     if as_json:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.bench.figures.rows import Cases, Row, in_turns, paired_row
+from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row
 from engine.bench.redundancy import timed_flags
 from engine.bench.runs import run_bamboo, seconds_between_commits
 from engine.core.config.job import Job
@@ -61,7 +61,7 @@ def buffer_cases(quick: bool) -> Cases:
     return cases
 
 
-def _bench(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
+def _bench(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
     jobs = {
         "lazy": job,
         "beside none": replace(job, redundancy="none"),

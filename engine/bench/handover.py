@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from engine.bench.figures.rows import Cases, Row, at_most, paired_row, row
+from engine.bench.figures.rows import BenchRow, Cases, at_most, paired_row, row
 from engine.bench.redundancy import overhead_jobs, timed_flags
 from engine.bench.runs import run_bamboo, run_scenario
 from engine.core.action import COMPUTE_OPS, parse_action
@@ -43,7 +43,7 @@ _WHOLE_STAGE = frozenset({"REDUCE_GRAD", "LOG", "COMMIT", "STEP"})
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StepChange:
     """One run that lost a worker; times in milliseconds."""
 
     before_ms: float  # a usual step before
@@ -56,7 +56,7 @@ def handover_cases(quick: bool) -> Cases:
     return {CASE: partial(bench_handover, *((1, 1) if quick else (30, 4)))}
 
 
-def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Row]:
+def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of stalls by notices at random actions of all stages, and of steps after notices and kills.
 
     Raises:
@@ -134,7 +134,7 @@ def _took_ms(history: RunHistory) -> dict[int, float]:
     }
 
 
-def _change(history: RunHistory) -> Change:
+def _change(history: RunHistory) -> StepChange:
     """Returns the times of the steps before, during and after the change of ownership."""
     commits_ns, took_ms = _commits_ns(history), _took_ms(history)
     epochs = history.of(EpochRecord)
@@ -146,10 +146,10 @@ def _change(history: RunHistory) -> Change:
     after_ms = fmean(took_ms[step] for step in range(settled + 1, last + 1))
     stall_ms = sum(took_ms[step] - before_ms for step in range(_STEP, old + 1))
     stall_ms += sum(took_ms[step] - after_ms for step in range(old + 1, settled + 1))
-    return Change(before_ms, after_ms, stall_ms)
+    return StepChange(before_ms, after_ms, stall_ms)
 
 
-def _stall_rows(notices: Sequence[Change], calm_ms: Sequence[float]) -> list[Row]:
+def _stall_rows(notices: Sequence[StepChange], calm_ms: Sequence[float]) -> list[BenchRow]:
     limit_ms = median(max(_STALL_PART * each.before_ms, _STALL_MS) for each in notices)
     stalls_ms = [each.stall_ms for each in notices]
     found = {"median": median(stalls_ms), "9 of 10 within": at_most(stalls_ms, 0.9), "most": max(stalls_ms)}
@@ -161,7 +161,7 @@ def _stall_rows(notices: Sequence[Change], calm_ms: Sequence[float]) -> list[Row
     return [*rows, row(f"{CASE}, nothing happens", metric, median(calm_ms), limit_ms, len(calm_ms))]
 
 
-def _steady_rows(job: Job, how: str, changes: Sequence[Change]) -> list[Row]:
+def _steady_rows(job: Job, how: str, changes: Sequence[StepChange]) -> list[BenchRow]:
     """Returns the time of a step after, beside a step before times the ideal factor for a worker with two stages."""
     if not changes:
         return []

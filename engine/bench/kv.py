@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from engine.bench.figures.rows import Cases, Row, in_turns, ratio_row
+from engine.bench.figures.rows import BenchRow, Cases, in_turns, ratio_row
 from engine.core.store.kv import Put, Txn, equal
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_calls import ATTEMPT_S, etcd3
@@ -28,7 +28,7 @@ _VALUE = b"v" * 64
 _NUM_WARM_UPS = 50
 _BLOCK = 500
 
-Call = Callable[[], float]  # returns the seconds that the call took
+TimedCall = Callable[[], float]  # returns the seconds that the call took
 
 
 def kv_cases(quick: bool) -> Cases:
@@ -36,7 +36,7 @@ def kv_cases(quick: bool) -> Cases:
     return {"kv": partial(bench_kv, 50 if quick else 10_000)}
 
 
-def bench_kv(num_pairs: int, folder: Path) -> list[Row]:
+def bench_kv(num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns p50 and p99 of put, get and transaction, each from `num_pairs` calls per side; leaves `folder` empty."""
     with tempfile.TemporaryDirectory(dir=folder) as own, EmbeddedEtcd(Path(own)) as server:
         settings = server.settings()
@@ -49,7 +49,7 @@ def bench_kv(num_pairs: int, folder: Path) -> list[Row]:
     return rows
 
 
-def _calls(kv: EtcdKV, bare: Any, num_pairs: int) -> list[Row]:
+def _calls(kv: EtcdKV, bare: Any, num_pairs: int) -> list[BenchRow]:
     theirs = _ROOT + "theirs"
     steps = bare.transactions
 
@@ -75,7 +75,7 @@ def _number(turn: int) -> bytes:
     return f"{turn:064}".encode()
 
 
-def _timed(call: Callable[[], object]) -> Call:
+def _timed(call: Callable[[], object]) -> TimedCall:
     def timed() -> float:
         started_s = time.perf_counter()
         call()
@@ -84,7 +84,7 @@ def _timed(call: Callable[[], object]) -> Call:
     return timed
 
 
-def _compare(case: str, ours: Call, peer: Call, num_pairs: int) -> list[Row]:
+def _compare(case: str, ours: TimedCall, peer: TimedCall, num_pairs: int) -> list[BenchRow]:
     taken = in_turns({"ours": ours, "peer": peer}, _NUM_WARM_UPS + num_pairs)
     ours_s, peer_s = (each[_NUM_WARM_UPS:] for each in taken.values())
     return [

@@ -17,29 +17,29 @@ from typing import Protocol
 import torch
 from torch import distributed
 
-from engine.bench.figures.bench_messages import Timed, Turns
+from engine.bench.figures.bench_messages import CodecTimes, Turns
 from engine.bench.figures.rows import SIDES, Stamps, in_turns
 from engine.bench.figures.schedules import timed_program
 from engine.core.action import Program
 from engine.core.config.job import Job
-from engine.core.messages import Finished, Welcome
-from engine.core.process_messages import Bye
+from engine.core.messages import FinishedMessage, WelcomeMessage
+from engine.core.process_messages import ByeMessage
 from engine.core.schedules.registry import SCHEDULES
-from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.layers import Batch
+from engine.models.model_loader import build_model, open_data
 from engine.models.networks import timed
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
+from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
 from engine.runtime.transport.rendezvous import connect
-from engine.runtime.transport.worker_program import share_of
+from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.handlers import Call, Handler, register
-from engine.runtime.worker.surroundings import Surroundings
-from engine.runtime.worker.worker import Joined, join
+from engine.runtime.worker.worker import GroupMember, join
+from engine.runtime.worker.worker_context import WorkerContext
 
 _LEAD_NS = 5_000_000  # between the agreement on a start and the start
 _NUM_WARM_UP = 2
@@ -74,10 +74,10 @@ class PremadeData:
 class OurSide:
     """Our executor and data plane, with the events, progress board and control thread of a run."""
 
-    def __init__(self, joined: Joined, program: Program):
-        around, ownership, self.plane = joined.around, joined.ownership, joined.plane
-        self.executor = Executor(around)
-        self.executor.enter(self.plane, share_of(around.worker, program, ownership, around.borders))
+    def __init__(self, joined: GroupMember, program: Program):
+        context, ownership, self.plane = joined.context, joined.ownership, joined.plane
+        self.executor = Executor(context)
+        self.executor.enter(self.plane, worker_program(context.worker, program, ownership, context.borders))
 
     def run(self) -> None:
         """Runs the program once."""
@@ -93,25 +93,25 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd), die_with_launcher)
-    turns, welcome = control.take(Turns), control.take(Welcome)
+    turns, welcome = control.take(Turns), control.take(WelcomeMessage)
     recorder = Recorder(events_fd, welcome.worker)
     joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome.num_lines))
-    around = joined.around
+    context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
     from engine.bench.peers.torch_side import TorchSide, join_default_group
 
-    join_default_group(connect(welcome.store_port, "torch"), around.worker, len(welcome.ranks))
-    job, ownership = around.job, joined.ownership
+    join_default_group(connect(welcome.store_port, "torch"), context.worker, len(welcome.ranks))
+    job, ownership = context.job, joined.ownership
     if SCHEDULES[job.schedule].overlaps:
         register("OVERLAP_F_B", _at_once())
-    sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(around)
-    calls = {name: partial(_run_once, around, side) for name, side in zip(SIDES, sides, strict=True)}
+    sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(context)
+    calls = {name: partial(_run_once, context, side) for name, side in zip(SIDES, sides, strict=True)}
     taken = in_turns(calls, _NUM_WARM_UP + turns.iterations)
     for name, stamps in ((name, each) for name, figures in taken.items() for each in figures[_NUM_WARM_UP:]):
-        control.send(Timed(name, stamps))
-    control.send(Finished(control.accepted, (), 0))
-    control.take(Bye)
+        control.send(CodecTimes(name, stamps))
+    control.send(FinishedMessage(control.accepted, (), 0))
+    control.take(ByeMessage)
     return os.EX_OK
 
 
@@ -127,15 +127,15 @@ def _at_once() -> Handler:
     return run
 
 
-def _form(control: Control, welcome: Welcome, recorder: Recorder, board: ProgressBoard) -> Joined:
+def _form(control: Control, welcome: WelcomeMessage, recorder: Recorder, board: ProgressBoard) -> GroupMember:
     job = Job(**welcome.job)
     torch.set_num_threads(job.threads)
     data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
     return join(control, welcome, job, data, build_model(job, data.facts), recorder, board)
 
 
-def _run_once(around: Surroundings, side: Side) -> Stamps:
-    for stage in around.replicas.stages.values():
+def _run_once(context: WorkerContext, side: Side) -> Stamps:
+    for stage in context.replicas.stages.values():
         for layer in stage.layers.values():
             layer.zero_grad()
     timed.forwards_ns.clear()

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from engine.bench.figures.redo import redo_of
-from engine.bench.figures.rows import Cases, Row, at_most, in_turns, paired_row, row
+from engine.bench.figures.rows import BenchRow, Cases, at_most, in_turns, paired_row, row
 from engine.bench.runs import run_bamboo
 from engine.core.action import Op, parse_action
 from engine.core.checks.recovery_log import recoveries
@@ -45,7 +45,7 @@ _SHARE_GOAL = 0.20  # of an iteration, for the pause without the phases detect a
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KillCase:
     """A job in which the worker of one stage dies."""
 
     name: str
@@ -54,7 +54,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class KillFigures:
     """The times of one recovery, in milliseconds."""
 
     pause_ms: float
@@ -66,11 +66,11 @@ class Taken:
     iteration_ms: float  # a usual one before the kill
 
 
-def kill_cases() -> list[Case]:
+def kill_cases() -> list[KillCase]:
     """Returns a case with timed stages and one with real compute."""
     job = Job(steps=STEP + 3, validate_every=0, warmup_steps=0)
     timed = replace(job, model="timed", model_args={"layers": 4, "width": _WIDTH}, data_args={"features": _WIDTH})
-    return [Case("timed P=4 M=8", timed, 2), Case("gpt P=2 M=8", replace(job, stages=2), 1)]
+    return [KillCase("timed P=4 M=8", timed, 2), KillCase("gpt P=2 M=8", replace(job, stages=2), 1)]
 
 
 def pause_cases(quick: bool) -> Cases:
@@ -79,7 +79,7 @@ def pause_cases(quick: bool) -> Cases:
     return {case.name: partial(bench_pause, case, *sizes) for case in kill_cases()}
 
 
-def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Path) -> list[Row]:
+def bench_pause(case: KillCase, num_kills: int, points: Sequence[float], folder: Path) -> list[BenchRow]:
     """Returns the rows of a case's pause with each kind of redundancy, from `num_kills` kills at each point.
 
     Raises:
@@ -96,7 +96,7 @@ def bench_pause(case: Case, num_kills: int, points: Sequence[float], folder: Pat
     return rows
 
 
-def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Taken:
+def _kill(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -> KillFigures:
     """Returns the times of a run whose victim dies after the backwards of the part `point` of its microbatches."""
     num_back = round(point * case.job.microbatches)
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -116,7 +116,7 @@ def _kill(case: Case, mode: Mapping[str, Any], point: float, folder: Path) -> Ta
     phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
     commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
-    return Taken(found.pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
+    return KillFigures(found.pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
 
 
 def _fields(job: Job) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _usual_ms(history: RunHistory, stage: int, op: Op) -> float:
     )
 
 
-def _pause_rows(case: str, taken: Sequence[Taken], mode: str) -> list[Row]:
+def _pause_rows(case: str, taken: Sequence[KillFigures], mode: str) -> list[BenchRow]:
     floors = {"redo floor": median(each.floor_ms for each in taken)}
     if mode == _EAGER:
         floors["what was really redone"] = median(each.redone_ms for each in taken)
@@ -156,7 +156,7 @@ def _pause_rows(case: str, taken: Sequence[Taken], mode: str) -> list[Row]:
     return [*rows, paired_row(case, metric, rest_ms, [each.iteration_ms for each in taken], goal)]
 
 
-def _phase_rows(case: str, taken: Sequence[Taken]) -> list[Row]:
+def _phase_rows(case: str, taken: Sequence[KillFigures]) -> list[BenchRow]:
     """Returns the median of each phase beside the median pause, and the time until the last survivor was told."""
     pause_ms = median(each.pause_ms for each in taken)
     rows = []

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.rows import Cases, Row, in_turns, overhead_rows, paired_row
+from engine.bench.figures.rows import BenchRow, Cases, in_turns, overhead_rows, paired_row
 from engine.bench.runs import run_bamboo, seconds_between_commits
 from engine.core.config.job import Job
 from engine.core.ownership import Redundancy
@@ -55,7 +55,7 @@ def redundancy_cases(quick: bool) -> Cases:
     return {**timed, MEMORY_CASE: partial(bench_memory, 1 if quick else 3, quick)}
 
 
-def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[Row]:
+def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of one case's step time with each redundancy, and with streams.
 
     Raises:
@@ -76,7 +76,7 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
     ]
 
 
-def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[Row]:
+def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
     """Returns the rows of the peak memory, summed over all workers, with each redundancy beside none.
 
     The first measurement uses the C allocator's defaults, by which the process keeps much freed memory in small pieces.

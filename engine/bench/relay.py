@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.figures.bench_messages import Round
-from engine.bench.figures.rows import Cases, Row, limit_row
+from engine.bench.figures.rows import BenchRow, Cases, limit_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.history.process_records import ExitRecord, KnownRecord
@@ -26,13 +26,13 @@ from engine.core.history.run_records import MarkRecord
 from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
-from engine.runtime.agent.message_handlers import hear
+from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.session import first_state, join_store
-from engine.runtime.agent.worker_handles import RendezvousStore, close_members, start_members
+from engine.runtime.agent.worker_handles import RendezvousStore, close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
@@ -53,7 +53,7 @@ def coordination_cases(quick: bool) -> Cases:
     }
 
 
-def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
+def bench_relay(num_rounds: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the times from an exit seen by the agent to its reception by the 7 workers that are left.
 
     The agent tells them of the exit at once, and of the verdict when the coordinator has written it.
@@ -71,14 +71,14 @@ def bench_relay(num_rounds: int, folder: Path) -> list[Row]:
     ]
 
 
-def bench_forming(num_rounds: int, folder: Path) -> list[Row]:
+def bench_forming(num_rounds: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time from the welcome of 4 workers until the last of them has joined the group."""
     with _rounds(4, num_rounds, folder) as rounds:
         taken = [_forming_s(events) for events in rounds]
     return [limit_row("4 workers", "welcome to group formed, p95 s", taken, 0.95, _FORM_S)]
 
 
-def bench_etcd_start(num_times: int, folder: Path) -> list[Row]:
+def bench_etcd_start(num_times: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the time from the start of a private etcd until a run has won its role there."""
     taken = [_etcd_start_s(folder) for _ in range(num_times)]
     return [
@@ -141,8 +141,8 @@ def _round(
         stack.callback(os.close, events_fd)
         board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
-        members = start_members(server, ownership, events_fd, board, folder, role="bench-relay")
-        stack.callback(close_members, list(members.values()))
+        members = start_workers(server, ownership, events_fd, board, folder, role="bench-relay")
+        stack.callback(close_workers, list(members.values()))
         recorder = Recorder(events_fd, AGENT)
         node = Node(kv, first_state(job, ownership), now_ns())
         stack.callback(node.leave)
@@ -152,7 +152,7 @@ def _round(
         for member in members.values():
             victim = number % num_workers
             member.link.send(Round(member.worker, ownership.workers(), store.port, f"round-{number}", victim))
-        supervise(agent, hear, server, interrupts)
+        supervise(agent, dispatch, server, interrupts)
     return agent
 
 

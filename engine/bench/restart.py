@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
-from engine.bench.figures.rows import Cases, Row, in_turns, paired_row, ratio_row, row
+from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row, ratio_row, row
 from engine.bench.recovery import STEP, only, pause_cases
 from engine.bench.runs import run_bamboo, run_python
 from engine.core.checks.recovery_log import recoveries
@@ -37,7 +37,7 @@ def recovery_cases(quick: bool) -> Cases:
     return {**pause_cases(quick), **{name: partial(peer, 1 if quick else 5) for name, peer in peers.items()}}
 
 
-def bench_restart(num_pairs: int, folder: Path) -> list[Row]:
+def bench_restart(num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of our pause, and of the time that a kill adds to its step, beside torchrun's restart.
 
     Raises:
@@ -55,7 +55,7 @@ def bench_restart(num_pairs: int, folder: Path) -> list[Row]:
     ]
 
 
-def bench_torchft(num_pairs: int, folder: Path) -> list[Row]:
+def bench_torchft(num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time that a kill adds to its step, beside the kill of a replica of torchft.
 
     Raises:

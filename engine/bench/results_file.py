@@ -8,7 +8,7 @@ from datetime import datetime
 from io import StringIO
 from pathlib import Path
 
-from engine.bench.figures.rows import COLUMNS, Row
+from engine.bench.figures.rows import COLUMNS, BenchRow
 from engine.core.errors import StorageError
 from engine.files.atomic_write import write_atomically
 
@@ -27,7 +27,7 @@ def bench_folder(results: Path) -> Path:
     return folder
 
 
-def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[Row]) -> Path:
+def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[BenchRow]) -> Path:
     """Writes the rows of one benchmark and returns the path; a value of None is empty.
 
     Raises:

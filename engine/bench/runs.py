@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from engine.bench.figures.rows import Cases, Row, in_turns, paired_row
+from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_history import RunHistory
@@ -38,7 +38,7 @@ def launch_cases(quick: bool) -> Cases:
     return {f"gpt, {Job().stages} workers": partial(_bench_launch, 1 if quick else 7)}
 
 
-def _bench_launch(num_pairs: int, folder: Path) -> list[Row]:
+def _bench_launch(num_pairs: int, folder: Path) -> list[BenchRow]:
     sides = {"ours": partial(_launch_ours, folder), "peer": partial(_launch_torchrun, folder)}
     ours, peer = in_turns(sides, num_pairs).values()
     return [paired_row(f"gpt, {Job().stages} workers", "command to first step s", ours, peer, _LAUNCH_GOAL)]
@@ -49,7 +49,7 @@ def audit_cases(quick: bool) -> Cases:
     return {_AUDIT_CASE: partial(_bench_audit, *((1, 4) if quick else (5, 80)))}
 
 
-def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
+def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[BenchRow]:
     def seconds(audit: str) -> float:
         return seconds_between_commits(run_bamboo(folder, "--audit", audit, "--steps", str(num_steps)))
 
@@ -58,7 +58,7 @@ def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[Row]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchRun:
     """A child that has ended: the time of its start, its stdout, and its history, empty unless it ran bamboo."""
 
     started_ns: int
@@ -84,13 +84,13 @@ def _launch_torchrun(folder: Path) -> float:
     return (max(ends_ns) - run.started_ns) / 1e9
 
 
-def seconds_between_commits(run: Run) -> float:
+def seconds_between_commits(run: BenchRun) -> float:
     """Returns the median seconds of a step, from one commit to the next."""
     commits_ns = [each.at_ns for each in run.history.of(CommitRecord)]
     return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
 
 
-def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
+def run_bamboo(folder: Path, *flags: str, **variables: str) -> BenchRun:
     """Runs `bamboo run` in `folder` with `flags` and environment `variables`; deletes its run folder afterwards.
 
     Raises:
@@ -98,7 +98,7 @@ def run_bamboo(folder: Path, *flags: str, **variables: str) -> Run:
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
         run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags], **variables)
-        return Run(run.started_ns, run.stdout, _history_of(json.loads(run.stdout)["run_dir"]))
+        return BenchRun(run.started_ns, run.stdout, _history_of(json.loads(run.stdout)["run_dir"]))
 
 
 def run_scenario(folder: Path, file: Path) -> RunHistory:
@@ -117,7 +117,7 @@ def _history_of(run_dir: str) -> RunHistory:
     return read_history(Path(run_dir) / "events.jsonl")
 
 
-def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
+def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun:
     """Runs Python with `arguments` in `folder`, which has no job file; adds `variables` to the environment.
 
     Raises:
@@ -139,4 +139,4 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> Run:
             raise
     if child.returncode != 0:
         raise WorkerFailedError(f"{' '.join(arguments[:3])} exited with code {child.returncode}:\n{stderr}")
-    return Run(started_ns, stdout, RunHistory())
+    return BenchRun(started_ns, stdout, RunHistory())

@@ -10,20 +10,20 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from engine.bench.figures.bench_messages import Timed, Turns
-from engine.bench.figures.rows import SIDES, Cases, Row, Stamps, pipeline_rows
+from engine.bench.figures.bench_messages import CodecTimes, Turns
+from engine.bench.figures.rows import SIDES, BenchRow, Cases, Stamps, pipeline_rows
 from engine.bench.figures.schedules import REMARKS, schedule_job, timed_job
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.errors import WorkerFailedError
-from engine.core.messages import Border, Cut, Finished, Partition, Welcome
-from engine.core.process_messages import Bye
+from engine.core.messages import BorderMessage, CutMessage, FinishedMessage, PartitionMessage, WelcomeMessage
+from engine.core.process_messages import ByeMessage
 from engine.core.scalar import Args
 from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.agent.worker_handles import Member, RendezvousStore, close_members, start_members, tell_all
+from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, close_workers, start_workers, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 
 _PLAIN = ("1f1b", "gpipe")  # one stage per worker: their ideal time is known
 _SHAPES = ((4, 8), (8, 16), (4, 32))  # P, M
@@ -51,7 +51,7 @@ def pipeline_jobs() -> dict[str, Job]:
     return jobs
 
 
-def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> list[Row]:
+def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of one case; `folder` holds the temporary files of its workers.
 
     Raises:
@@ -75,11 +75,11 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
         stack.callback(board.close)
         store = RendezvousStore(server, folder)
         stack.callback(store.close)
-        members = start_members(server, ownership, events_fd, board, folder, role="bench-pipeline")
-        stack.callback(close_members, list(members.values()))
+        members = start_workers(server, ownership, events_fd, board, folder, role="bench-pipeline")
+        stack.callback(close_workers, list(members.values()))
         for worker, member in members.items():
             member.link.send(Turns(num_iterations, str(folder)))
-            welcome = Welcome(
+            welcome = WelcomeMessage(
                 worker=worker,
                 job=asdict(job),
                 owners=ownership.owners,
@@ -91,11 +91,11 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
             )
             member.link.send(welcome)
         taken = _gather(members)
-        tell_all(members.values(), Bye())
+        tell_all(members.values(), ByeMessage())
     return [list(zip(*(taken[side, worker] for worker in members), strict=True)) for side in SIDES]
 
 
-def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
+def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stamps]]:
     """Serves the workers as the agent would, until all have sent their stamps; returns the stamps by (side, worker)."""
     taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
     working = set(members)
@@ -109,12 +109,12 @@ def _gather(members: dict[int, Member]) -> dict[tuple[str, int], list[Stamps]]:
                 if message is None:
                     raise WorkerFailedError(f"worker {member.worker} of the benchmark ended:\n{member.log.read_text()}")
                 match message:
-                    case Timed():
+                    case CodecTimes():
                         taken[message.side, member.worker].append(message.stamps)
-                    case Finished():
+                    case FinishedMessage():
                         working.remove(member.worker)
-                    case Cut():
-                        tell_all(members.values(), Partition(message.starts))
-                    case Border():
+                    case CutMessage():
+                        tell_all(members.values(), PartitionMessage(message.starts))
+                    case BorderMessage():
                         tell_all(members.values(), message)
     return taken

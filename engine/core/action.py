@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from engine.core.errors import ScheduleError
-from engine.core.op_row import ALL, At, By, Form, OpRow, Shown, Stands, Term, Work
+from engine.core.op_row import ALL, By, OpRow, Shown, Stands, Term, WeightForm, Where, Work
 from engine.core.value import Kind
 
 
@@ -51,12 +51,12 @@ _FOR_BACKWARD = (Term(Kind.RESIDUAL), Term(Kind.GRADIENT, stage=1))
 _COUNTED_BEFORE = Term(Kind.COUNTED, microbatch=-1)
 _ADDED_BEFORE = Term(Kind.ADDED, microbatch=-1)
 _OWN_SUMS = (Term(Kind.ADDED, by=By.OWNER), Term(Kind.COUNTED, by=By.OWNER))
-_OWN_REDUCED = (Term(Kind.REDUCED, by=By.OWNER), Term(Kind.REDUCED, At.TIED, by=By.OWNER))
+_OWN_REDUCED = (Term(Kind.REDUCED, by=By.OWNER), Term(Kind.REDUCED, Where.TIED, by=By.OWNER))
 _SUMS_TAKEN = (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.COUNTED, by=By.SHADOW))
 
 
 def _transfer(about: str, value: Term, peer: int, *, sends: bool) -> OpRow:
-    here, wire = (value,), (value._replace(at=At.WIRE),)
+    here, wire = (value,), (value._replace(at=Where.WIRE),)
     needs, makes = (here, wire) if sends else (wire, here)
     return OpRow(about, Stands.BORDER, Shown.TRANSFER, needs, makes, peer=peer)
 
@@ -115,8 +115,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         "send of a slot's gradient accumulator to its shadows",
         Stands.STREAM,
         Shown.REDUCE,
-        (*_OWN_SUMS, Term(Kind.STREAMED, At.WIRE, by=By.SHADOW)),
-        (*_SUMS_TAKEN, Term(Kind.STREAMED, At.WIRE, by=By.OWNER)),
+        (*_OWN_SUMS, Term(Kind.STREAMED, Where.WIRE, by=By.SHADOW)),
+        (*_SUMS_TAKEN, Term(Kind.STREAMED, Where.WIRE, by=By.OWNER)),
         touches=True,
         closes=0,
     ),
@@ -125,22 +125,22 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         Stands.ANY_TIMES,
         Shown.TRANSFER,
         meets=True,
-        finds=Form.IN_SHARDS,
-        leaves=Form.WHOLE,
+        finds=WeightForm.IN_SHARDS,
+        leaves=WeightForm.WHOLE,
     ),
     Op.RESHARD: OpRow(
         "release of the weights of other shards",
         Stands.ANY_TIMES,
         Shown.TRANSFER,
-        finds=Form.WHOLE,
-        leaves=Form.IN_SHARDS,
+        finds=WeightForm.WHOLE,
+        leaves=WeightForm.IN_SHARDS,
     ),
     Op.HEAL: OpRow(
         "send of a slot's state at the step boundary to a new shadow",
         Stands.HEALING,
         Shown.HEAL,
-        (Term(Kind.STATE, At.WIRE, by=By.SHADOW),),
-        (Term(Kind.STATE, At.WIRE, by=By.OWNER), Term(Kind.STATE, by=By.SHADOW)),
+        (Term(Kind.STATE, Where.WIRE, by=By.SHADOW),),
+        (Term(Kind.STATE, Where.WIRE, by=By.OWNER), Term(Kind.STATE, by=By.SHADOW)),
         touches=True,
     ),
     Op.REDUCE_GRAD: OpRow(
@@ -148,7 +148,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         Stands.STAGE,
         Shown.REDUCE,
         (Term(Kind.ADDED, microbatch=ALL), Term(Kind.COUNTED, microbatch=ALL)),
-        (Term(Kind.REDUCED), Term(Kind.REDUCED, At.WIRE)),
+        (Term(Kind.REDUCED), Term(Kind.REDUCED, Where.WIRE)),
         meets=True,
         per_pipeline=True,
     ),
@@ -156,8 +156,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         "send of the inputs of a slot's optimizer step to its shadows",
         Stands.REPLICA,
         Shown.REDUCE,
-        (*_OWN_REDUCED, Term(Kind.LOGGED, At.WIRE, by=By.SHADOW)),
-        (Term(Kind.LOGGED), Term(Kind.LOGGED, At.WIRE, by=By.OWNER)),
+        (*_OWN_REDUCED, Term(Kind.LOGGED, Where.WIRE, by=By.SHADOW)),
+        (Term(Kind.LOGGED), Term(Kind.LOGGED, Where.WIRE, by=By.OWNER)),
         closes=ALL,
     ),
     Op.COMMIT: OpRow(
@@ -165,10 +165,10 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         Stands.REPLICA,
         Shown.COMMIT,
         (Term(Kind.LOGGED),),
-        (Term(Kind.VOTED, At.WIRE),),
+        (Term(Kind.VOTED, Where.WIRE),),
     ),
     Op.STEP: OpRow(
-        "optimizer step", Stands.REPLICA, Shown.COMMIT, (Term(Kind.VOTED, At.VOTERS),), finds=Form.IN_SHARDS
+        "optimizer step", Stands.REPLICA, Shown.COMMIT, (Term(Kind.VOTED, Where.VOTERS),), finds=WeightForm.IN_SHARDS
     ),
 }
 
@@ -178,7 +178,7 @@ def ops_at(*stands: Stands) -> frozenset[Op]:
     return frozenset(op for op, row in OP_TABLE.items() if row.stands in stands)
 
 
-def ops_that_make(kind: Kind, at: At = At.HERE) -> frozenset[Op]:
+def ops_that_make(kind: Kind, at: Where = Where.HERE) -> frozenset[Op]:
     """Returns the ops that make a kind of value at a place, on some worker."""
     return frozenset(op for op, row in OP_TABLE.items() if any((kind, at) == term[:2] for term in row.makes))
 
@@ -188,7 +188,7 @@ FORWARD_OPS = ops_that_make(Kind.RESIDUAL)
 ADDING_OPS = COMPUTE_OPS & ops_that_make(Kind.ADDED)
 SHARD_OPS = ops_at(Stands.ANY_TIMES)  # the only ops that a step may repeat on a stage
 STAGE_OPS = SHARD_OPS | ops_at(Stands.HEALING, Stands.STAGE, Stands.REPLICA)
-SEND_OPS = frozenset(op for op in ops_at(Stands.BORDER) if OP_TABLE[op].makes[0].at is At.WIRE)
+SEND_OPS = frozenset(op for op in ops_at(Stands.BORDER) if OP_TABLE[op].makes[0].at is Where.WIRE)
 RECEIVE_OPS = ops_at(Stands.BORDER) - SEND_OPS
 
 WHOLE_STAGE = -1

@@ -1,8 +1,8 @@
 """The codec of control messages: a message is a frozen data class, and travels as one JSON object that names its kind.
 
-Rules: the kind is the name of the class in small letters. The object has every field of the class and no other, each
-of the annotated type; an error names kind and field. A tuple is a list in JSON, a data class in a field is an object.
-The annotations of a class are read once, with its first message.
+Rules: the kind is the name of the class in small letters, without its last word. The object has every field of the
+class and no other, each of the annotated type; an error names kind and field. A tuple is a list in JSON, a data class
+in a field is an object. The annotations of a class are read once, with its first message.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ _SCALARS = frozenset({str, int, float, bool, NoneType})  # JSON has these; a num
 _KINDS: dict[str, type[Message]] = {}
 
 
+def kind_of(made: type[Message]) -> str:
+    """Returns the kind of a message as it travels, such as ``commit``."""
+    return made.__name__.removesuffix("Message").lower()
+
+
 @dataclass_transform(frozen_default=True)
 def message(made: type[Made]) -> type[Made]:
     """Makes a class a frozen data class with slots, and the one kind of message that has its name."""
     made = dataclass(frozen=True, slots=True)(made)
-    kind = made.__name__.lower()
+    kind = kind_of(made)
     assert kind not in _KINDS, f"two kinds of message are called {kind!r}"
     _KINDS[kind] = made
     return made
@@ -61,7 +66,7 @@ def kinds() -> Mapping[str, type[Message]]:
 
 def encode(of: Message) -> bytes:
     """Returns a message as it travels."""
-    return _TEXT({"kind": type(of).__name__.lower(), **_plain(of)}).encode()
+    return _TEXT({"kind": kind_of(type(of)), **_plain(of)}).encode()
 
 
 def decode(data: bytes) -> Message:
@@ -114,7 +119,7 @@ def _read(made: Any, found: Any) -> Any:
 
 
 def _called(made: type) -> str:
-    return f"a message {made.__name__.lower()!r}"
+    return f"a message {kind_of(made)!r}"
 
 
 def _wrong(wanted: str, value: Any) -> TypeError:

@@ -19,7 +19,7 @@ OwnPhase = Literal["fence", "regroup", "inventory", "plan"]  # phases of a recov
 
 
 @message
-class Welcome(ToWorker):
+class WelcomeMessage(ToWorker):
     """The first message to a worker: all that it needs to join."""
 
     worker: int
@@ -33,21 +33,21 @@ class Welcome(ToWorker):
 
 
 @message
-class Partition(ToWorker):
+class PartitionMessage(ToWorker):
     """How the model was cut: the first layer of each stage; every worker waits for it."""
 
     starts: tuple[int, ...]
 
 
 @message
-class Exit(ToWorker):
+class ExitMessage(ToWorker):
     """The agent has seen worker `of` end, and nothing is decided yet."""
 
     of: int
 
 
 @message
-class Go(ToWorker):
+class GoMessage(ToWorker):
     """Training goes on in the epoch, or ends; before that a validation pass may be due."""
 
     end: bool
@@ -55,7 +55,7 @@ class Go(ToWorker):
 
 
 @message
-class Commit(ToWorker):
+class CommitMessage(ToWorker):
     """A step is committed: gradients are multiplied with `clip_factor`, and `then` is what follows the optimizer."""
 
     step: int
@@ -64,7 +64,7 @@ class Commit(ToWorker):
 
 
 @message
-class Epoch(ToWorker):
+class EpochMessage(ToWorker):
     """A new epoch, sent to every worker as soon as it is decided, and again to a worker that is behind."""
 
     epoch: int
@@ -72,13 +72,13 @@ class Epoch(ToWorker):
     gather: bool  # the members answer with their inventories, and wait for the plan
     regroup: bool  # they form a new group at the store, too
     store_port: int
-    commit: Commit | None  # the last one
+    commit: CommitMessage | None  # the last one
     digest: str | None  # of the plan that they have prepared
-    go: Go | None  # when no message is left to wait for
+    go: GoMessage | None  # when no message is left to wait for
 
 
 @message
-class Plan(ToWorker):
+class PlanMessage(ToWorker):
     """The document that every member makes the plan of an epoch from, when the last inventory is in."""
 
     epoch: int
@@ -91,29 +91,29 @@ class Plan(ToWorker):
 
 
 @message
-class Prepare(ToWorker):
+class PrepareMessage(ToWorker):
     """The document of an epoch that will begin with the coming commit; the answer has the same number."""
 
     number: int
-    plan: Plan
+    plan: PlanMessage
 
 
 @message
-class Validated(ToWorker):
+class ValidatedMessage(ToWorker):
     """The outcome of the validation pass after a step is known; the next step may begin."""
 
     step: int
 
 
 @message
-class Arm(ToWorker):
+class ArmMessage(ToWorker):
     """Faults that became known while the job runs."""
 
     faults: tuple[Plain, ...]
 
 
 @message
-class Inflict(ToWorker):
+class InflictMessage(ToWorker):
     """The worker is to harm itself: the fault is recorded. `do` names the kind, `slot` the slot that it is about."""
 
     fault: str
@@ -123,14 +123,14 @@ class Inflict(ToWorker):
 
 
 @message
-class Fired(ToWorker):
+class FiredMessage(ToWorker):
     """A fault has struck, at any worker; the worker that waits for it goes on."""
 
     fault: str
 
 
 @message
-class Cut(ToAgent):
+class CutMessage(ToAgent):
     """The owner of the first slot has cut the model: first layer of each stage, and the names of all layers."""
 
     starts: tuple[int, ...]
@@ -138,7 +138,7 @@ class Cut(ToAgent):
 
 
 @message
-class Border(ToAgent, ToWorker):
+class BorderMessage(ToAgent, ToWorker):
     """What a stage hands to the next, told by its owner and passed on to every worker: shape, dtype, needs gradient."""
 
     stage: int
@@ -146,19 +146,19 @@ class Border(ToAgent, ToWorker):
 
 
 @message
-class Pure(ToAgent):
+class PureMessage(ToAgent):
     """The marks of some layers, by layer and name of the value, from the check before training."""
 
     rows: tuple[tuple[str, Mapping[str, str]], ...]
 
 
 @message
-class Ready(ToAgent):
+class ReadyMessage(ToAgent):
     """The worker has joined, and waits for training."""
 
 
 @message
-class Heartbeat(ToAgent):
+class HeartbeatMessage(ToAgent):
     """The answer to a ping: the open step, the actions begun in it, and whether the last of them is running."""
 
     epoch: int
@@ -168,7 +168,7 @@ class Heartbeat(ToAgent):
 
 
 @message
-class Vote(ToAgent):
+class VoteMessage(ToAgent):
     """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss."""
 
     epoch: int
@@ -181,7 +181,7 @@ class Vote(ToAgent):
 
 
 @message
-class Audit(ToAgent):
+class AuditMessage(ToAgent):
     """The hashes of some layers of a replica after a step: state, buffers, and marks of the tensors of each."""
 
     step: int
@@ -190,7 +190,7 @@ class Audit(ToAgent):
 
 
 @message
-class Validation(ToAgent):
+class ValidationMessage(ToAgent):
     """The mean loss of the validation pass after a step, and the metric if the model has one."""
 
     step: int
@@ -199,7 +199,7 @@ class Validation(ToAgent):
 
 
 @message
-class Finished(ToAgent):
+class FinishedMessage(ToAgent):
     """The worker has done all of the last step, and waits to be let go."""
 
     epoch: int
@@ -208,7 +208,7 @@ class Finished(ToAgent):
 
 
 @message
-class Suspicion(ToAgent):
+class SuspicionMessage(ToAgent):
     """A transfer has failed, or a group could not be formed: `text` says how; the worker waits for an epoch."""
 
     epoch: int
@@ -216,14 +216,14 @@ class Suspicion(ToAgent):
 
 
 @message
-class Refused(ToAgent):
+class RefusedMessage(ToAgent):
     """The last message of a worker that has found mistakes of the user."""
 
     problems: tuple[Problem, ...]
 
 
 @message
-class Failed(ToAgent):
+class FailedMessage(ToAgent):
     """The last message of a worker that has found an error of the run; `code` is the exit code that it asks for."""
 
     error: str
@@ -231,7 +231,7 @@ class Failed(ToAgent):
 
 
 @message
-class Raised(ToAgent):
+class RaisedMessage(ToAgent):
     """The last message of a worker in which something raised in a step; `error` is type and text of the exception."""
 
     step: int
@@ -240,7 +240,7 @@ class Raised(ToAgent):
 
 
 @message
-class Inventory(ToAgent):
+class InventoryMessage(ToAgent):
     """All that a frozen worker holds, as text; `whole` are the places of the slots of which it has a whole replica."""
 
     epoch: int
@@ -249,7 +249,7 @@ class Inventory(ToAgent):
 
 
 @message
-class Planned(ToAgent):
+class PlannedMessage(ToAgent):
     """The worker has made the plan: its digest, and the stages that it cannot bring back."""
 
     epoch: int
@@ -258,7 +258,7 @@ class Planned(ToAgent):
 
 
 @message
-class Prepared(ToAgent):
+class PreparedMessage(ToAgent):
     """The worker has made the plan of the order with this number."""
 
     number: int
@@ -266,19 +266,19 @@ class Prepared(ToAgent):
 
 
 @message
-class Notice(ToAgent):
+class NoticeMessage(ToAgent):
     """The worker got SIGTERM, and is going to leave."""
 
 
 @message
-class Strike(ToAgent):
+class StrikeMessage(ToAgent):
     """The moment of a fault has come at this worker."""
 
     fault: str
 
 
 @message
-class Suffered(ToAgent):
+class SufferedMessage(ToAgent):
     """The worker has felt a fault: `how` says so in words."""
 
     fault: str
@@ -286,7 +286,7 @@ class Suffered(ToAgent):
 
 
 @message
-class Mark(ToAgent):
+class MarkMessage(ToAgent):
     """The worker has come to a phase of a recovery that a fault waits for."""
 
     epoch: int

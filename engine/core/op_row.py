@@ -52,14 +52,14 @@ class Shown(StrEnum):
     HEAL = "heal"
 
 
-class Form(Enum):
+class WeightForm(Enum):
     """The form of a stage's weights where the job shards them."""
 
     WHOLE = auto()
     IN_SHARDS = auto()
 
 
-class At(Enum):
+class Where(Enum):
     """The place of a value that an action needs or makes."""
 
     HERE = auto()  # at the worker that runs the action
@@ -80,7 +80,7 @@ class Term(NamedTuple):
     """A value that an action needs or makes, relative to the action's stage and microbatch."""
 
     kind: Kind
-    at: At = At.HERE
+    at: Where = Where.HERE
     stage: int = 0  # further; a stage outside the pipeline drops the term
     microbatch: int = 0  # further; a microbatch before the first drops the term
     by: By = By.ALL
@@ -116,5 +116,5 @@ class OpRow:
     per_pipeline: bool = False  # needs and makes the same for each pipeline in which the worker owns the stage
     touches: bool = False
     closes: int | None = None
-    finds: Form | None = None  # an op that computes finds the weights whole
-    leaves: Form | None = None
+    finds: WeightForm | None = None  # an op that computes finds the weights whole
+    leaves: WeightForm | None = None

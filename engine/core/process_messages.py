@@ -9,12 +9,12 @@ from engine.core.message_codec import Message, Plain, ToWorker, message
 
 
 @message
-class Begin(Message):
+class BeginMessage(Message):
     """The launcher asks the fork server for a process in between, before the first of some children."""
 
 
 @message
-class Fork(Message):
+class ForkMessage(Message):
     """The launcher asks the process in between for a child, with the child's descriptors: first pipe and log."""
 
     role: str
@@ -22,58 +22,58 @@ class Fork(Message):
 
 
 @message
-class Forked(Message):
+class ForkedMessage(Message):
     """The process in between has forked a child, whose pidfd comes along."""
 
     pid: int
 
 
 @message
-class Unforked(Message):
+class UnforkedMessage(Message):
     """The process in between was refused a child."""
 
     error: str
 
 
 @message
-class Leave(Message):
+class LeaveMessage(Message):
     """The launcher wants no more children now."""
 
 
 @message
-class Left(Message):
+class LeftMessage(Message):
     """The fork server says that the process in between has ended."""
 
 
 @message
-class Case(Message):
+class CaseMessage(Message):
     """The launcher gives a lane its next case."""
 
     task: Plain
 
 
 @message
-class Done(Message):
+class DoneMessage(Message):
     """A lane answers its case."""
 
     result: Plain
 
 
 @message
-class Serving(Message):
+class ServingMessage(Message):
     """The rendezvous store serves: said at its start, and in answer to every ping."""
 
 
 @message
-class Ping(ToWorker):
+class PingMessage(ToWorker):
     """The agent asks for a sign of life, of each worker and of the rendezvous store, with every tick."""
 
 
 @message
-class Bye(ToWorker):
+class ByeMessage(ToWorker):
     """Every worker has finished, and may leave."""
 
 
 @message
-class Stop(ToWorker):
+class StopMessage(ToWorker):
     """The run ends now, whatever the worker waits for."""

@@ -17,9 +17,9 @@ import yaml
 from engine.core.errors import Problem, UserError
 from engine.files.yaml_scalar import YamlScalar, plain_value, surprise
 
-Value = YamlScalar | list["Value"] | dict[str, "Value"]
+YamlValue = YamlScalar | list["YamlValue"] | dict[str, "YamlValue"]
 KeyPath = tuple[str | int, ...]
-Place = tuple[int, int]
+TextPlace = tuple[int, int]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -32,9 +32,9 @@ class Document:
     """One file or text: its value, the (line, column) of every value and key, and the problems found."""
 
     source: str
-    value: Value = None
-    places: dict[KeyPath, Place] = field(default_factory=dict)
-    key_places: dict[KeyPath, Place] = field(default_factory=dict)
+    value: YamlValue = None
+    places: dict[KeyPath, TextPlace] = field(default_factory=dict)
+    key_places: dict[KeyPath, TextPlace] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
 
@@ -94,11 +94,11 @@ class _Builder:
 
     def __init__(self, source: str):
         self.source = source
-        self.places: dict[KeyPath, Place] = {}
-        self.key_places: dict[KeyPath, Place] = {}
+        self.places: dict[KeyPath, TextPlace] = {}
+        self.key_places: dict[KeyPath, TextPlace] = {}
         self.problems: list[Problem] = []
 
-    def build(self, text: str) -> Value:
+    def build(self, text: str) -> YamlValue:
         try:
             self.loader = yaml.SafeLoader(text)
             return self._document()
@@ -121,7 +121,7 @@ class _Builder:
             )
         return None
 
-    def _document(self) -> Value:
+    def _document(self) -> YamlValue:
         self.loader.get_event()
         if isinstance(self.loader.get_event(), yaml.StreamEndEvent):
             return None
@@ -136,7 +136,7 @@ class _Builder:
         name = ".".join(str(part) for part in path)
         self.problems.append(Problem(name, expected, found, hint, self.source, *_place(event)))
 
-    def _node(self, path: KeyPath, event: Any) -> Value:
+    def _node(self, path: KeyPath, event: Any) -> YamlValue:
         self.places.setdefault(path, _place(event))
         if isinstance(event, yaml.AliasEvent):
             self._refuse(path, event, "no alias", f"'*{event.anchor}'", "write the value out")
@@ -158,7 +158,7 @@ class _Builder:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             self._refuse(path, event, "no tag", repr(tag), "remove it")
 
-    def _scalar(self, path: KeyPath, event: Any) -> Value:
+    def _scalar(self, path: KeyPath, event: Any) -> YamlValue:
         if event.style is not None:
             return str(event.value)
         hint = surprise(event.value)
@@ -167,14 +167,14 @@ class _Builder:
             return _BROKEN
         return plain_value(event.value)
 
-    def _sequence(self, path: KeyPath) -> Value:
-        items: list[Value] = []
+    def _sequence(self, path: KeyPath) -> YamlValue:
+        items: list[YamlValue] = []
         while not isinstance(event := self.loader.get_event(), yaml.SequenceEndEvent):
             items.append(self._node((*path, len(items)), event))
         return _BROKEN if any(item is _BROKEN for item in items) else items
 
-    def _mapping(self, path: KeyPath) -> Value:
-        mapping: dict[str, Value] = {}
+    def _mapping(self, path: KeyPath) -> YamlValue:
+        mapping: dict[str, YamlValue] = {}
         first_lines: dict[str, int] = {}
         while not isinstance(event := self.loader.get_event(), yaml.MappingEndEvent):
             key = self._key(path, event)
@@ -208,5 +208,5 @@ class _Builder:
         return text
 
 
-def _place(event: Any) -> Place:
+def _place(event: Any) -> TextPlace:
     return (event.start_mark.line + 1, event.start_mark.column + 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.core.checks.trajectory import COLUMNS, Row
+from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import StorageError
 from engine.files.atomic_write import write_atomically
 
 
-def write_trajectory(path: Path, rows: Iterable[Row]) -> None:
+def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
     """Writes the rows in the given order.
 
     Raises:
@@ -20,7 +20,7 @@ def write_trajectory(path: Path, rows: Iterable[Row]) -> None:
     write_atomically(path, "".join(",".join(line) + "\n" for line in lines))
 
 
-def read_trajectory(path: Path) -> list[Row]:
+def read_trajectory(path: Path) -> list[TrajectoryRow]:
     """Returns the rows in the order of the file.
 
     Raises:
@@ -35,9 +35,9 @@ def read_trajectory(path: Path) -> list[Row]:
     return [_row(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]
 
 
-def _row(line: str, place: str) -> Row:
+def _row(line: str, place: str) -> TrajectoryRow:
     try:
         step, layer, state, buffers, loss = line.split(",")
-        return Row(int(step), int(layer), state, buffers, float(loss) if loss else None)
+        return TrajectoryRow(int(step), int(layer), state, buffers, float(loss) if loss else None)
     except ValueError as error:
         raise StorageError(f"{place}: expected {','.join(COLUMNS)}, found {line!r}") from error

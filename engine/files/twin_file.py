@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
 from engine.files.trajectory_file import read_trajectory, write_trajectory
 
 
-def kept_twin(results: Path, fingerprint: str) -> list[Row] | None:
+def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
     """Returns the rows of a twin that ran before; None if its file does not exist.
 
     Raises:
@@ -21,7 +21,7 @@ def kept_twin(results: Path, fingerprint: str) -> list[Row] | None:
     return read_trajectory(path) if path.exists() else None
 
 
-def keep_twin(results: Path, fingerprint: str, rows: Iterable[Row]) -> None:
+def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) -> None:
     """Writes the rows of a twin.
 
     Raises:

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.core.checks.expectations import Check, Observed, Result, check, exit_code, verdict, why_not_struck
 from engine.core.checks.recovery_times import Recovery
-from engine.core.checks.strike_accuracy import precision
-from engine.core.checks.twin import Comparison
+from engine.core.checks.strike_accuracy import strike_accuracy
+from engine.core.checks.twin import TwinComparison
 from engine.core.errors import BambooError, ExitCode
 from engine.core.faults.fault import Fault
 from engine.core.faults.scenario import Scenario
@@ -50,7 +50,7 @@ class CaseResult:
     def recovery_lines(self) -> list[str]:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
         twin, proved = self.seen.twin, ""
-        if isinstance(twin, Comparison) and twin.difference is None and twin.num_steps:
+        if isinstance(twin, TwinComparison) and twin.difference is None and twin.num_steps:
             is_last = twin.last_step == self.summary["steps"] - 1
             proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
         return [f"{each}{proved if each.pause_ns is not None or each.after_end else ''}" for each in self.recoveries]
@@ -81,7 +81,7 @@ class CaseResult:
             "recoveries": [each.as_dict() for each in self.recoveries],
             "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
             "twin": {"steps_compared": twin.num_steps, "difference": twin.difference}
-            if isinstance(twin, Comparison)
+            if isinstance(twin, TwinComparison)
             else twin and {"error": str(twin)},
         }
 
@@ -91,7 +91,7 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
     from engine.runtime.faults.registry import kinds
 
     checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
-    checks = (*checks, precision(scenario.job, faults, seen.history))
+    checks = (*checks, strike_accuracy(scenario.job, faults, seen.history))
     return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries()))
 
 

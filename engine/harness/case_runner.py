@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.expectations import Observed, needs_twin
-from engine.core.checks.twin import Comparison, compare
+from engine.core.checks.twin import TwinComparison, compare
 from engine.core.errors import BambooError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
@@ -24,13 +24,13 @@ from engine.core.history.run_records import ScenarioRecord
 from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
-    from engine.core.checks.trajectory import Row
+    from engine.core.checks.trajectory import TrajectoryRow
     from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_view import Ending
-    from engine.runtime.process.children import ForkServer
+    from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
@@ -66,8 +66,8 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     from engine.files.events_file import add_event, read_history
     from engine.files.run_folder import create_run_folder
     from engine.files.trajectory_file import write_trajectory
-    from engine.models.offer import unreadable_data
-    from engine.runtime.doctor.leak_check import Traces
+    from engine.models.model_registry import unreadable_data
+    from engine.runtime.doctor.leak_check import LeakCheck
 
     started_s = time.monotonic()
     job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
@@ -77,14 +77,14 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     if case.file is not None:
         write_atomically(folder.path / "scenario.yaml", case.file.path.read_text(encoding="utf-8"))
     _write_facts(folder, case)
-    traces = Traces() if expect.leftovers else None
+    traces = LeakCheck() if expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
     ending = drive(job, folder, run_id=folder.path.name, faults=faults, grace_s=case.grace_s)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     if case.file is not None:
         add_event(folder.events, scenario_record(case.file, folder.path / "scenario.yaml"))
-    rows = ending.view.account.rows
+    rows = ending.view.run_state.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
     seen = Observed(ending.exit_code, error, read_history(folder.events), leftovers=left)
@@ -105,8 +105,8 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
 
 
 def _compared(
-    job: Job, rows: list[Row], folder: RunFolder, screen: Screen, drive: Callable[..., Ending]
-) -> Comparison | BambooError:
+    job: Job, rows: list[TrajectoryRow], folder: RunFolder, screen: Screen, drive: Callable[..., Ending]
+) -> TwinComparison | BambooError:
     """Returns the comparison of a run with its twin, or the error of the twin."""
     from engine.harness.twin_run import twin_rows
 
@@ -124,22 +124,22 @@ def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]
     """Returns the result of a run for `run.json`."""
     from engine.core.checks.trajectory import trajectory_hash
 
-    account = ending.view.account
-    last = max(account.validations, default=None)
+    run_state = ending.view.run_state
+    last = max(run_state.validations, default=None)
     return {
         "run_dir": str(folder.path),
         "outcome": ending.outcome,
         "exit_code": ending.exit_code,
         "error": None if ending.error is None else str(ending.error),
-        "steps": len(account.losses),
-        "loss_first": account.losses[0] if account.losses else None,
-        "loss_last": account.losses[-1] if account.losses else None,
-        "validation_loss": None if last is None else account.validations[last][0],
-        "validation_metric": None if last is None else account.validations[last][1],
-        "trajectory": trajectory_hash(account.rows) if account.rows else None,
+        "steps": len(run_state.losses),
+        "loss_first": run_state.losses[0] if run_state.losses else None,
+        "loss_last": run_state.losses[-1] if run_state.losses else None,
+        "validation_loss": None if last is None else run_state.validations[last][0],
+        "validation_metric": None if last is None else run_state.validations[last][1],
+        "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
         "missing": list(ending.missing),
         "wall_s": round(wall_s, 3),
-        "launch_s": round((account.going_at_ns - ending.started_at_ns) / 1e9, 3) if account.going_at_ns else None,
+        "launch_s": round((run_state.going_at_ns - ending.started_at_ns) / 1e9, 3) if run_state.going_at_ns else None,
         "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
         "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
     }

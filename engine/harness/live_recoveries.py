@@ -15,7 +15,7 @@ from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory
 from engine.core.ownership import Slot
 from engine.files.events_file import read_events
-from engine.runtime.agent.run_view import View
+from engine.runtime.agent.run_view import RunView
 
 GONE = ("dead", "failed", "left")
 _MAX_LOOKS = 8  # reads of the events for one expected recovery; it may not come
@@ -39,10 +39,10 @@ class LiveRecoveries:
         """Returns the slots that a worker owns, or owned last."""
         return self._slots.get(worker, ())
 
-    def look(self, view: View) -> list[str]:
+    def look(self, view: RunView) -> list[str]:
         """Takes the next view; returns one line for each recovery that ended since the last view."""
         self.owners = self.owners or {slot: each.worker for each in view.workers for slot in each.slots}
-        num_steps = len(view.account.losses)
+        num_steps = len(view.run_state.losses)
         gone = {each.worker for each in view.workers if each.state in GONE}
         for each in view.workers:
             if each.worker not in gone:
@@ -58,7 +58,7 @@ class LiveRecoveries:
         return []
 
     def _note(self, num_steps: int) -> None:
-        """Keeps a mark before the open step; a worker may be a step ahead of the agent's account."""
+        """Keeps a mark before the open step; a worker may be a step ahead of the agent's run state."""
         size = self._events.stat().st_size if self._events.exists() else 0
         self._marks.append((num_steps, size))
         while len(self._marks) > 1 and self._marks[1][0] <= num_steps - 2:

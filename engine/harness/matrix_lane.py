@@ -20,7 +20,7 @@ from engine.core.errors import BambooError, ExitCode
 if TYPE_CHECKING:
     from engine.core.message_codec import Plain
     from engine.files.scenarios.scenario_file import Loaded
-    from engine.runtime.process.children import ForkServer
+    from engine.runtime.process.fork_client import ForkServer
 
 
 def run_cell(task: Plain, server: ForkServer) -> CellResult:
@@ -28,7 +28,7 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.scenarios.scenario_text import scenario_text
     from engine.files.strict_yaml import read_yaml
-    from engine.harness.offered import offered
+    from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
     started_s = time.monotonic()
@@ -62,18 +62,18 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
 
 def main(fd: int) -> None:
     """Runs a case for each message, until the other end is closed."""
-    from engine.core.process_messages import Case, Done
+    from engine.core.process_messages import CaseMessage, DoneMessage
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.ipc.link import Link
-    from engine.runtime.process.children import ForkServer
+    from engine.runtime.process.fork_client import ForkServer
 
     link = Link.from_fd(fd)
     mark_processes()
     with ForkServer() as server:
-        while isinstance(message := link.receive(), Case):
+        while isinstance(message := link.receive(), CaseMessage):
             result = run_cell(message.task, server)
             print(json.dumps(result.to_plain()), flush=True)
-            link.send(Done(result.to_plain()))
+            link.send(DoneMessage(result.to_plain()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.core.faults.scenario import Scenario
     from engine.core.faults.shrink import Shrunk
     from engine.core.message_codec import Plain
-    from engine.files.scenarios.matrix_file import Planned
+    from engine.files.scenarios.matrix_file import PlannedCell
     from engine.runtime.process.lanes import Lanes
 
 # number of the result, number of cells, result, expected seconds for the rest
@@ -49,7 +49,7 @@ class MatrixRun:
     def run(
         self,
         lanes: Lanes,
-        cells: Sequence[Planned],
+        cells: Sequence[PlannedCell],
         expected_s: Mapping[str, float],
         tell: Tell = lambda number, count, result, left_s: None,
     ) -> list[CellResult]:
@@ -76,7 +76,7 @@ class MatrixRun:
         lanes.run(tasks, self.limit_s, take)
         return results
 
-    def _result(self, planned: Planned, answer: Plain) -> CellResult:
+    def _result(self, planned: PlannedCell, answer: Plain) -> CellResult:
         from engine.core.checks.cell_result import from_plain
 
         labels = dict(planned.cell.labels)

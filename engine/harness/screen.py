@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.core.config.job import Job
-    from engine.runtime.agent.run_view import View
+    from engine.runtime.agent.run_view import RunView
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Screen:
     """
 
     say: Callable[[str], None]
-    picture: Callable[[Job, Path], AbstractContextManager[Callable[[View], None]]]
+    picture: Callable[[Job, Path], AbstractContextManager[Callable[[RunView], None]]]
 
 
 def lines_only(say: Callable[[str], None]) -> Screen:

@@ -20,7 +20,7 @@ from engine.core.ownership import Slot
 
 
 @dataclass(slots=True)
-class Loss:
+class LostState:
     """The loss of a state.
 
     `workers` counts the workers at the last time when every slot had its shadows. `gone` describes each worker lost
@@ -75,30 +75,30 @@ def fewest_holders(job: Job) -> int:
     )
 
 
-def loss_of(job: Job, records: Iterable[Record]) -> Loss:
+def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:
     """Returns the loss that the records of a run show."""
     log = RecoveryLog()
-    loss = Loss(job, job.stages // job.stages_per_worker * job.pipelines)
-    members, is_quiet = loss.workers, True
+    lost = LostState(job, job.stages // job.stages_per_worker * job.pipelines)
+    members, is_quiet = lost.workers, True
     for record in records:
         owners = log.history.owners  # before
         list(log.read(record))
         match record:
             case ExitRecord() if not record.expected:
                 is_quiet = False
-                loss.gone[record.of] = _how(record.of, owners, log)
+                lost.gone[record.of] = _how(record.of, owners, log)
             case EpochRecord():
                 is_quiet = False
                 for out in record.verdict:
                     if out.cause is not Cause.LEFT:
-                        loss.gone.setdefault(out.worker, _how(out.worker, owners, log))
+                        lost.gone.setdefault(out.worker, _how(out.worker, owners, log))
                 members = len(record.members)
             case CommitRecord():
                 # The step after a recovery restores the shadows: a step without an event ends with all of them.
                 if is_quiet and job.redundancy != "none":
-                    loss.workers, loss.gone = members, {}
+                    lost.workers, lost.gone = members, {}
                 is_quiet = True
-    return loss
+    return lost
 
 
 def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
@@ -115,12 +115,12 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
 
 def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int) -> list[str]:
     """Returns the explanation as lines; `num_committed` is the number of committed steps."""
-    loss = loss_of(job, records)
+    lost = lost_state_of(job, records)
     kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
     return [
-        *(f"died   {how}" for how in loss.gone.values()),
+        *(f"died   {how}" for how in lost.gone.values()),
         f"kept   {kept}",
-        f"why    {loss.why()}",
+        f"why    {lost.why()}",
         "next   there is no checkpoint to resume from: start the run again, with",
-        f"       {' or '.join(loss.advice())} to survive this",
+        f"       {' or '.join(lost.advice())} to survive this",
     ]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from engine.core.errors import BambooError, ExitCode
 
 if TYPE_CHECKING:
-    from engine.core.checks.trajectory import Row
+    from engine.core.checks.trajectory import TrajectoryRow
     from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
     from engine.runtime.agent.run_view import Ending
 
 
-def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[Row]:
+def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:
     """Returns the rows of the twin of a run; `run` makes a new twin, whose files go to ``twin/`` in `folder`.
 
     The losses of the twin are added to the events of the run, because reports read only these.
@@ -41,7 +41,7 @@ def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     return twin
 
 
-def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[Row]:
+def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:
     from engine.core.checks.twin import twin_of
     from engine.files.run_folder import RunFolder
 
@@ -53,4 +53,4 @@ def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
         interrupted = ending.outcome == "interrupted"
         error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode(ending.exit_code)
         raise error
-    return ending.view.account.rows
+    return ending.view.run_state.rows

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.models.nests import parts_of, with_parts
+from engine.models.pytree import parts_of, with_parts
 
 
 @dataclass(frozen=True, slots=True)

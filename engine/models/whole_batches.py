@@ -22,7 +22,7 @@ from engine.core.config.job import Job
 from engine.models.chunks import Spec, split
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, LayerSpec, Model
-from engine.models.nests import mapped, put_together, taken_apart
+from engine.models.pytree import flatten, map_leaves, unflatten
 
 _VALIDATION = -1  # used as the step of validation
 
@@ -74,11 +74,11 @@ class SplitBatches:
         return self._batch(_VALIDATION, 0, index, size)
 
     def _batch(self, step: int, pipeline: int, index: int, size: int) -> Batch:
-        part = mapped(_own, self._part(step, pipeline, index, size))
+        part = map_leaves(_own, self._part(step, pipeline, index, size))
         form, inputs = _form(part)
         if form != self._form:
             raise ValueError(f"batch: expected arguments of the same form in every microbatch, found {form}")
-        return Batch(inputs, taken_apart(part.targets)[1])
+        return Batch(inputs, flatten(part.targets)[1])
 
     def _part(self, step: int, pipeline: int, index: int, size: int) -> WholeBatch:
         if step != self._step:
@@ -107,7 +107,7 @@ class SplitBatches:
 
 
 def _form(part: WholeBatch) -> tuple[object, tuple[Tensor, ...]]:
-    return taken_apart((part.args, part.kwargs))
+    return flatten((part.args, part.kwargs))
 
 
 def _own(leaf: Any) -> Any:
@@ -128,7 +128,7 @@ def _build(layer: LayerSpec, form: object) -> nn.Module:
     forward = module.forward
 
     def call(*inputs: Tensor) -> object:
-        args, kwargs = put_together(form, inputs)
+        args, kwargs = unflatten(form, inputs)
         return forward(*args, **kwargs)
 
     module.forward = call

@@ -39,7 +39,7 @@ _NOT_OVER = ("not recovered", "under way")  # outcomes of recoveries
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class FailCondition:
     """A comparison of one figure of a column with a number."""
 
     text: str
@@ -68,7 +68,7 @@ class Condition:
         return bool((table["outcome"].isin(_NOT_OVER) & table[self.column].isna()).any())
 
 
-def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> Condition:
+def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> FailCondition:
     """Returns the condition in `text`; its table, column and figure exist.
 
     Raises:
@@ -86,7 +86,7 @@ def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> Condition:
     if figure not in _FIGURES and not _QUANTILE.fullmatch(figure):
         raise _refusal(f"a figure: one of {', '.join(_FIGURES)}, or p0 to p100", text, nearest(figure, _FIGURES))
     try:
-        return Condition(text.strip(), table, column, figure, comparison, float(number))
+        return FailCondition(text.strip(), table, column, figure, comparison, float(number))
     except ValueError:
         raise _refusal("a number after the operator", text) from None
 

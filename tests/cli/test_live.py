@@ -11,8 +11,8 @@ from rich.console import Console
 import bamboo_cli.live
 from bamboo_cli.live import LivePicture
 from engine.core.config.job import Job
-from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.run_view import View, WorkerView
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 
 BAR = "\u2501\u2578\u257a"
@@ -31,7 +31,7 @@ def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.stderr", screen)
     worker = WorkerView(0, 100, ((0, 0),), "running", Progress(1, 0, ""), 0, 0)
     with LivePicture(job, tmp_path / "events.jsonl") as picture:
-        picture.show(View(Account(job, losses=[0.5]), (worker,)))
+        picture.show(RunView(RunState(job, losses=[0.5]), (worker,)))
         shown = screen.getvalue()
     lines = [line.rpartition("\r")[2].rpartition("\x1b[2K")[2] for line in shown.splitlines()]
     (line,) = [line for line in lines if "worker" in line]
@@ -41,9 +41,9 @@ def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_users_are_told_at_once_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    account = Account(Job(stages=1, steps=9), losses=[0.5])
-    with LivePicture(account.job, tmp_path / "events.jsonl") as picture:
+    run_state = RunState(Job(stages=1, steps=9), losses=[0.5])
+    with LivePicture(run_state.job, tmp_path / "events.jsonl") as picture:
         for text in ("one", "one", "two"):
-            account.note(text)
-            picture.show(View(account, ()))
+            run_state.note(text)
+            picture.show(RunView(run_state, ()))
     assert [line for line in capsys.readouterr().err.splitlines() if line in ("one", "two")] == ["one", "two"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bamboo_cli.options.plan import print_plan
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.expansion import describe
 from tests.kills import parse_kills
@@ -60,7 +60,7 @@ def test_json_has_the_shadows_of_each_stage_and_pipeline(capsys: pytest.CaptureF
 
 
 def test_every_worker_but_the_owner_may_shadow() -> None:
-    _, ownership = planned(Job(**SIZES, pipelines=2, redundancy_level=5))
+    _, ownership = initial_program(Job(**SIZES, pipelines=2, redundancy_level=5))
     assert all(len(set(ownership.replicas(*slot))) == 6 for slot in ownership.grid.slots())
 
 

@@ -8,7 +8,7 @@ from engine.core.membership.events import (
     Event,
     ExitSeen,
     Heartbeat,
-    Inventory,
+    InventoryReceived,
     Joined,
     LeaseExpired,
     Notice,
@@ -50,7 +50,7 @@ def running(redundant: bool = True, last_step: int = 9, max_repeats: int = 2) ->
 
 def recovered(state: State, now_ns: int = 10) -> State:
     """Returns a job that gathers after everybody has answered."""
-    words = [Inventory(now_ns, worker, state.epoch, f"held by {worker}") for worker in state.members]
+    words = [InventoryReceived(now_ns, worker, state.epoch, f"held by {worker}") for worker in state.members]
     plans = [PlanAcknowledged(now_ns, worker, state.epoch, "plan") for worker in state.members]
     return told(state, *words, *plans)
 
@@ -83,7 +83,7 @@ def sample(kind: type[Event], state: State) -> Event:
         Suspicion(40, worker, epoch, None),
         ExitSeen(40, worker, -9),
         LeaseExpired(40, "node-0"),
-        Inventory(40, worker, epoch, "nothing"),
+        InventoryReceived(40, worker, epoch, "nothing"),
         PlanAcknowledged(40, worker, epoch, "plan"),
         StepCommitted(40, epoch, state.committed + 1),
         Notice(40, worker, S),

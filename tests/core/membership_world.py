@@ -15,7 +15,7 @@ from typing import Any
 from engine.core.exclusion import Cause
 from engine.core.membership import effects, events
 from engine.core.membership.effects import Effect
-from engine.core.membership.pending_effects import orders
+from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Options, Phase, State, begin, resume, to_json
 
@@ -24,7 +24,7 @@ FENCED, FROZEN, PLANNED, TRAINING, DONE = range(5)  # the state of a worker in i
 EVICTED_AFTER = 2  # repeats
 _ONCE = (effects.PublishEpoch, effects.GatherInventories, effects.PublishPlanInput)  # one of a kind in an epoch
 _CODES = {event: code for code, event in enumerate(events.EVENTS)}
-_ANSWERS = (events.Suspicion, events.Inventory, events.PlanAcknowledged, events.Done)
+_ANSWERS = (events.Suspicion, events.InventoryReceived, events.PlanAcknowledged, events.Done)
 _TIMES = {"form": 300, "hail": 300, "answer": 60, "stall": 120, "silence": 50, "hang": 80, "look": 15, "repeat": 10}
 
 
@@ -156,7 +156,7 @@ class World:
                 self.join(worker)
             elif not worker.alive:
                 self.say(events.ExitSeen, worker.number, -9)
-        self.emit(orders(self.state))
+        self.emit(pending_effects(self.state))
 
     def has_ended(self) -> bool:
         """Whether the job is over."""
@@ -317,7 +317,9 @@ class World:
         """Freezes, and says so as often as it is asked."""
         if worker.mode <= FROZEN:
             worker.mode = FROZEN
-            self.say(events.Inventory, worker.number, worker.epoch, "", tuple(sorted(self.copies[worker.number])))
+            self.say(
+                events.InventoryReceived, worker.number, worker.epoch, "", tuple(sorted(self.copies[worker.number]))
+            )
 
     def obey_plan(self, worker: Worker, effect: effects.PublishPlanInput) -> None:
         """Makes the plan."""
@@ -333,7 +335,7 @@ class World:
             worker.mode = TRAINING
             self.vote(worker)
 
-    def obey_commit(self, worker: Worker, effect: effects.Commit) -> None:
+    def obey_commit(self, worker: Worker, effect: effects.AnnounceCommit) -> None:
         """Goes on to the next step, is done, or waits; told again, it votes or is done again."""
         if worker.mode == FROZEN:
             raise Violation("a commit after the inventory")
@@ -372,7 +374,7 @@ _OBEY: dict[type, Any] = {
     effects.GatherInventories: World.obey_gather,
     effects.PublishPlanInput: World.obey_plan,
     effects.StartTraining: World.obey_start,
-    effects.Commit: World.obey_commit,
+    effects.AnnounceCommit: World.obey_commit,
     effects.OrderHandOver: World.obey_nothing,
     effects.Look: World.obey_nothing,
     effects.Evict: World.obey_evict,

@@ -8,7 +8,7 @@ from engine.core.action import parse_action
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, When
 from engine.core.faults.fault_kind import FaultKind, Parameter
-from engine.core.faults.scenario import Expect, Scenario, Target, Trigger, Wanted
+from engine.core.faults.scenario import Expect, FaultSpec, Scenario, Target, Trigger
 
 KINDS = {
     each.name: each
@@ -31,11 +31,11 @@ def at(step: int, action: str, when: When = "before") -> At:
     return At(step, parse_action(action), when)
 
 
-def wanted(name: str, trigger: Trigger, do: str = "kill", **target: Any) -> Wanted:
+def wanted(name: str, trigger: Trigger, do: str = "kill", **target: Any) -> FaultSpec:
     """Returns a fault as a scenario asks for it."""
-    return Wanted(name, trigger, Target(**target), do)
+    return FaultSpec(name, trigger, Target(**target), do)
 
 
-def scenario(*faults: Wanted, job: Job = JOB, expect: Expect = Expect()) -> Scenario:  # noqa: B008 - it is frozen
+def scenario(*faults: FaultSpec, job: Job = JOB, expect: Expect = Expect()) -> Scenario:  # noqa: B008 - it is frozen
     """Returns a scenario of these faults."""
     return Scenario("made-up", "a test", job, faults, expect)

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from engine.core.checks.audit import AuditBook
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import InvariantError
 
 ONE, OTHER = "0" * 64, "f" * 64
@@ -17,7 +17,7 @@ def test_layers_of_one_pipeline_become_rows_in_layer_order() -> None:
     book = AuditBook(num_layers=3, num_pipelines=1)
     book.add(7, 1, 0, {2: ("s2", "b2")})
     book.add(7, 0, 0, {0: ("s0", "b0"), 1: ("s1", "b1")})
-    assert book.close(7, 1.5) == [Row(7, layer, f"s{layer}", f"b{layer}", 1.5) for layer in range(3)]
+    assert book.close(7, 1.5) == [TrajectoryRow(7, layer, f"s{layer}", f"b{layer}", 1.5) for layer in range(3)]
 
 
 def test_an_unaudited_step_has_no_rows_and_a_closed_one_is_forgotten() -> None:
@@ -40,7 +40,7 @@ def test_buffers_of_pipelines_differ_by_right_and_are_hashed_in_pipeline_order()
     book = AuditBook(num_layers=1, num_pipelines=3)
     for pipeline in (2, 0, 1):
         book.add(0, pipeline, pipeline, {0: ("s", f"b{pipeline}")})
-    assert book.close(0, 1.0) == [Row(0, 0, "s", hashlib.sha256(b"b0\nb1\nb2").hexdigest(), 1.0)]
+    assert book.close(0, 1.0) == [TrajectoryRow(0, 0, "s", hashlib.sha256(b"b0\nb1\nb2").hexdigest(), 1.0)]
 
 
 def test_who_disagrees_is_told_the_tensor() -> None:
@@ -54,7 +54,7 @@ def test_an_owner_and_its_shadows_make_one_row() -> None:
     book = AuditBook(num_layers=1, num_pipelines=1)
     for worker in range(3):
         book.add(0, worker, 0, {0: ("s", "b")})
-    assert book.close(0, 1.0) == [Row(0, 0, "s", "b", 1.0)]
+    assert book.close(0, 1.0) == [TrajectoryRow(0, 0, "s", "b", 1.0)]
 
 
 @pytest.mark.parametrize("pipeline", [0, 1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.bench.figures.rows import (
     COLUMNS,
     PIPELINE_GOAL_OF_IDEAL,
-    Row,
+    BenchRow,
     Stamps,
     ideal_seconds,
     in_turns,
@@ -112,7 +112,7 @@ def test_an_overhead_stands_beside_its_floor_and_the_goal_is_for_ours(ours: floa
 
 
 def test_a_row_as_plain_values_has_the_columns_in_order() -> None:
-    values = Row("case", "metric", 1.23456789, 2.0, 0.5, None, None, 3).as_dict()
+    values = BenchRow("case", "metric", 1.23456789, 2.0, 0.5, None, None, 3).as_dict()
     assert tuple(values) == COLUMNS == ("case", "metric", "ours", "peer", "ratio", "goal", "met", "n")
     assert list(values.values()) == ["case", "metric", 1.23457, 2.0, 0.5, None, None, 3]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.faults.expansion import describe, expand
@@ -83,7 +83,7 @@ def test_random_faults_come_in_order_at_actions_that_their_victims_run(seed: int
         return  # none in time, which is told
     assert faults == drawn(seed)
     assert [each.id for each in faults] == [f"many-{number}" for number in range(1, len(faults) + 1)]
-    program, ownership = planned(JOB)
+    program, ownership = initial_program(JOB)
     steps = []
     for fault in faults:
         assert isinstance(fault.moment, At)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.checks.expectations import Check, Observed, check, exit_code, needs_twin, verdict
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
@@ -20,7 +20,7 @@ from tests.core.scenario_cases import KINDS, at
 
 JOB = Job(stages=2, microbatches=1, steps=2)
 FAULT = Fault("first", at(1, "1B0"), (Owner(0, 1),))
-ROWS = [Row(step, layer, "state", "buffers", 0.5) for step in range(2) for layer in range(2)]
+ROWS = [TrajectoryRow(step, layer, "state", "buffers", 0.5) for step in range(2) for layer in range(2)]
 Event = dict[str, Any]
 
 

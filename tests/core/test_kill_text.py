@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op, parse_action
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.faults.fault import At, Fault, Owner, When
@@ -113,7 +113,7 @@ def test_what_is_left_out_is_what_the_stage_has_in_the_middle() -> None:
     halves = Job(stages=4, stages_per_worker=2, schedule="zbv", microbatches=8)
     assert [struck(text, halves) for text in ("3:2", "3:2:I", "3:2:W", "3:2:F")] == ["2I4", "2I4", "2W4", "2F4"]
     both = replace(halves, schedule="dualpipev")
-    own = own_actions(*planned(both), (0, 0))
+    own = own_actions(*initial_program(both), (0, 0))
     assert {each.op for each in own} >= {Op.B, Op.I}
     middle = next(each for each in own if each.op in (Op.B, Op.I) and each.microbatch == 4)
     assert struck("3:0", both) == str(middle)

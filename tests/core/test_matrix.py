@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
-from engine.core.faults.matrix import Axis, Case, cells
+from engine.core.faults.matrix import Axis, MatrixCase, cells
 
 STAGE = Axis("stage", {"first": "first", "last": "last"}, {"first": ("axes", "stage", 0), "last": ("axes", "stage", 1)})
 FAULT = Axis(
@@ -15,8 +15,8 @@ FAULT = Axis(
 )
 
 
-def case(faults: Any, name: str = "a", only: dict[str, tuple[str, ...]] | None = None, **job: Any) -> Case:
-    return Case(name, {"job": {"stages": 3, **job}, "faults": faults}, only or {}, ("cases", 0))
+def case(faults: Any, name: str = "a", only: dict[str, tuple[str, ...]] | None = None, **job: Any) -> MatrixCase:
+    return MatrixCase(name, {"job": {"stages": 3, **job}, "faults": faults}, only or {}, ("cases", 0))
 
 
 def test_every_combination_once_in_order() -> None:
@@ -44,7 +44,7 @@ def test_stages_by_their_place(label: str, number: int) -> None:
 
 
 def test_stages_by_their_place_in_the_default_job() -> None:
-    (made,) = cells((), (Case("a", {"faults": [{"at": {"stage": "last"}}]}, {}, ("cases", 0)),))
+    (made,) = cells((), (MatrixCase("a", {"faults": [{"at": {"stage": "last"}}]}, {}, ("cases", 0)),))
     assert made.values["faults"][0]["at"]["stage"] == 3
 
 

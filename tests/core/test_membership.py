@@ -9,7 +9,7 @@ import pytest
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, excluded
 from engine.core.membership.effects import (
-    Commit,
+    AnnounceCommit,
     Effect,
     Evict,
     Fence,
@@ -28,7 +28,7 @@ from engine.core.membership.events import (
     Event,
     ExitSeen,
     Heartbeat,
-    Inventory,
+    InventoryReceived,
     LeaseExpired,
     Notice,
     PlanAcknowledged,
@@ -36,7 +36,7 @@ from engine.core.membership.events import (
     Suspicion,
     Tick,
 )
-from engine.core.membership.pending_effects import orders
+from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import TABLE, Impossible, step
 from engine.core.membership.state import Phase, Sighting, State, resume, to_json
 from tests.core.membership_cases import (
@@ -55,14 +55,14 @@ from tests.core.membership_cases import (
 BEATS = Heartbeat(1, 2, 0, 0, 0, False)
 PAIRS = [(phase, kind) for phase in Phase for kind in EVENTS]
 IMPOSSIBLE = {
-    *((Phase.FORMING, kind) for kind in (Inventory, PlanAcknowledged, StepCommitted, Done)),
+    *((Phase.FORMING, kind) for kind in (InventoryReceived, PlanAcknowledged, StepCommitted, Done)),
     *((phase, Done) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
 }
 
 
 def halt(state: State) -> Halt:
     """Returns how a job has halted."""
-    (found,) = orders(state)
+    (found,) = pending_effects(state)
     assert isinstance(found, Halt)
     return found
 
@@ -106,9 +106,9 @@ def test_the_last_to_join_starts_the_first_epoch() -> None:
 
 def test_a_job_without_a_fault() -> None:
     state, effects = step(running(last_step=1), StepCommitted(5, 1, 0))
-    assert effects == (Commit(1, 0, "step"),)
+    assert effects == (AnnounceCommit(1, 0, "step"),)
     state, effects = step(state, StepCommitted(6, 1, 1))
-    assert (state.phase, effects) == (Phase.DRAINING, (Commit(1, 1, "end"),))
+    assert (state.phase, effects) == (Phase.DRAINING, (AnnounceCommit(1, 1, "end"),))
     state = told(state, Done(7, 0, 1), Done(7, 1, 1))
     assert state.phase is Phase.DRAINING
     assert heard(state, Done(8, 2, 1)) == (Finish(1, 1),)
@@ -120,20 +120,20 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     why = "was ended by SIGKILL, inside action 7 of step 1"
     out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
     assert effects == (PublishEpoch(2, (0, 2), (out,), f"worker 1 {why}"), GatherInventories(2))
-    assert heard(state, Inventory(31, 2, 2, "two")) == ()
-    state = told(state, Inventory(31, 2, 2, "two"))
-    state, effects = step(state, Inventory(32, 0, 2, "none"))
+    assert heard(state, InventoryReceived(31, 2, 2, "two")) == ()
+    state = told(state, InventoryReceived(31, 2, 2, "two"))
+    state, effects = step(state, InventoryReceived(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
     document = PublishPlanInput(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), (out,), inventories)
     assert effects == (document,)
     state = told(state, PlanAcknowledged(33, 0, 2, "same"))
     state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
-    assert (state.phase, effects) == (Phase.RUNNING, (StartTraining(2), Commit(2, 0, "step")))
+    assert (state.phase, effects) == (Phase.RUNNING, (StartTraining(2), AnnounceCommit(2, 0, "step")))
 
 
 def test_a_death_while_gathering_begins_again() -> None:
     state = running()._replace(shadows=((2, 1), (0, 2), (1, 0)))
-    state = told(state, ExitSeen(30, 1, -9), Inventory(31, 0, 2, "held"), Inventory(31, 2, 2, "held"))
+    state = told(state, ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, "held"), InventoryReceived(31, 2, 2, "held"))
     state, effects = step(told(state, PlanAcknowledged(32, 0, 2, "plan")), ExitSeen(33, 0, -9))
     assert (state.phase, state.epoch, state.owners) == (Phase.FAILING_OVER, 3, (2, 2, 2))
     assert [type(effect) for effect in effects] == [PublishEpoch, GatherInventories]
@@ -165,7 +165,7 @@ def test_a_death_after_the_last_commit_is_failed_over() -> None:
     assert state.phase is Phase.FAILING_OVER
     state = recovered(state)
     assert state.phase is Phase.DRAINING
-    assert Commit(2, 0, "end") in orders(state)
+    assert AnnounceCommit(2, 0, "end") in pending_effects(state)
     assert told(state, Done(40, 0, 2), Done(40, 2, 2)).phase is Phase.FINISHED
 
 
@@ -181,14 +181,16 @@ def test_whatever_is_lost_after_the_last_commit_the_job_has_finished(gathering: 
 
 
 def test_a_plan_that_lacks_a_stage_after_the_last_commit_ends_nothing() -> None:
-    state = told(in_phase(Phase.DRAINING), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    state = told(
+        in_phase(Phase.DRAINING), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""), InventoryReceived(31, 2, 2, "")
+    )
     state = told(state, *(PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)))
     assert (state.phase, state.lost_stages) == (Phase.FINISHED, (1,))
 
 
 def test_with_nobody_left_the_job_has_finished_too() -> None:
     state = told(in_phase(Phase.DRAINING), *(ExitSeen(30 + worker, worker, -9) for worker in range(3)))
-    (finish,) = orders(state)
+    (finish,) = pending_effects(state)
     assert isinstance(finish, Finish)
     assert finish.cut_short
 
@@ -196,7 +198,7 @@ def test_with_nobody_left_the_job_has_finished_too() -> None:
 def test_a_lost_stage_ends_the_job() -> None:
     state = told(committed(running()), ExitSeen(30, 1, -9), ExitSeen(31, 2, -9))
     assert state.phase is Phase.FAILING_OVER, "worker 0 has not said yet what it holds"
-    assert halt(told(state, Inventory(32, 0, 3, "", (0, 1)))) == Halt(
+    assert halt(told(state, InventoryReceived(32, 0, 3, "", (0, 1)))) == Halt(
         3,
         0,
         ExitCode.STATE_LOST,
@@ -210,8 +212,8 @@ def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
     state = committed(recovered(told(running(), ExitSeen(30, 1, -9)), 31), now_ns=32)
     state = told(state, ExitSeen(40, 2, -9))
     assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 2))
-    assert told(state, Inventory(41, 0, 3, "", (0, 1))).phase is Phase.HALTED, "what it has got was not whole"
-    state, effects = step(state, Inventory(41, 0, 3, "held", (0, 1, 2)))
+    assert told(state, InventoryReceived(41, 0, 3, "", (0, 1))).phase is Phase.HALTED, "what it has got was not whole"
+    state, effects = step(state, InventoryReceived(41, 0, 3, "held", (0, 1, 2)))
     document = effects[0]
     assert isinstance(document, PublishPlanInput)
     assert (document.owners, document.shadows) == ((0, 0, 0), ((), (), ()))
@@ -219,14 +221,19 @@ def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
 
 def test_a_replica_that_was_healed_in_the_open_step_is_a_shadow_in_the_plan() -> None:
     """Nobody throws a live replica away: the owner may be the next to die."""
-    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, "", (0, 1, 2)), Inventory(31, 2, 2, "", (0, 2)))
+    state = told(
+        running(),
+        ExitSeen(30, 1, -9),
+        InventoryReceived(31, 0, 2, "", (0, 1, 2)),
+        InventoryReceived(31, 2, 2, "", (0, 2)),
+    )
     assert (state.owners, state.shadows) == ((0, 0, 2), ((2,), (), (0,)))
     assert resume(to_json(state), 0).decided() == state.decided()
 
 
 def test_whoever_stays_takes_over_before_one_who_is_leaving() -> None:
     state = told(running()._replace(shadows=((), (), ())), Notice(5, 0, S), ExitSeen(30, 1, -9))
-    state = told(state, Inventory(31, 0, 2, "", (0, 1)), Inventory(31, 2, 2, "", (1, 2)))
+    state = told(state, InventoryReceived(31, 0, 2, "", (0, 1)), InventoryReceived(31, 2, 2, "", (1, 2)))
     assert (state.owners, state.shadows) == ((0, 2, 2), ((), (0,), ()))
 
 
@@ -242,7 +249,7 @@ def test_without_redundancy_every_death_ends_the_job() -> None:
 
 
 def test_a_plan_that_lacks_a_stage_ends_the_job() -> None:
-    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    state = told(running(), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""), InventoryReceived(31, 2, 2, ""))
     lacking = [PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)]
     assert told(state, lacking[0]).phase is Phase.FAILING_OVER
     end = halt(told(state, *lacking))
@@ -250,13 +257,13 @@ def test_a_plan_that_lacks_a_stage_ends_the_job() -> None:
 
 
 def test_different_plans_end_the_job() -> None:
-    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""), Inventory(31, 2, 2, ""))
+    state = told(running(), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""), InventoryReceived(31, 2, 2, ""))
     end = halt(told(state, PlanAcknowledged(32, 2, 2, "a"), PlanAcknowledged(33, 0, 2, "b")))
     assert (end.exit_code, end.reason) == (ExitCode.INTERNAL, "workers 0 and 2 made different plans for epoch 2")
 
 
 def test_a_plan_before_the_inventories_counts_for_nothing() -> None:
-    state = told(running(), ExitSeen(30, 1, -9), Inventory(31, 0, 2, ""))
+    state = told(running(), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""))
     assert step(state, PlanAcknowledged(32, 0, 2, "plan")) == (state, ())
 
 
@@ -286,7 +293,7 @@ def test_a_pair_that_fails_again_and_again_loses_one() -> None:
     given_up = suspected(state)
     why = "is given up: a transfer failed at workers 1 and 2, 3 times in a row"
     assert given_up.verdict == (excluded(2, Cause.GIVEN_UP, why),)
-    assert [order for order in orders(given_up) if isinstance(order, Evict)] == [Evict(4, 2, why)]
+    assert [order for order in pending_effects(given_up) if isinstance(order, Evict)] == [Evict(4, 2, why)]
     forgiven = suspected(committed(state, now_ns=state.ticked_ns))
     assert forgiven.members == (0, 1, 2), "a commit proves that they can talk"
 
@@ -317,13 +324,16 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
     [
         (told(forming(), *JOINED[:2], BEATS), "did not join within 60.0 s"),
         (told(forming(), *JOINED[:2]), "did not send a message within 60.0 s"),
-        (told(running(), ExitSeen(5, 1, -9), Inventory(6, 0, 2, "")), "did not report its inventory within 10.0 s"),
+        (
+            told(running(), ExitSeen(5, 1, -9), InventoryReceived(6, 0, 2, "")),
+            "did not report its inventory within 10.0 s",
+        ),
         (
             told(
                 running()._replace(shadows=((2,), (0,), (1, 0))),
                 ExitSeen(5, 1, -9),
-                Inventory(6, 0, 2, ""),
-                Inventory(6, 2, 2, ""),
+                InventoryReceived(6, 0, 2, ""),
+                InventoryReceived(6, 2, 2, ""),
                 PlanAcknowledged(6, 0, 2, ""),
             ),
             "did not make the plan within 10.0 s",
@@ -341,13 +351,13 @@ def test_a_worker_that_is_out_is_evicted_until_its_exit_is_seen() -> None:
     state = told(running()._replace(ticked_ns=6 * S), *(Heartbeat(6 * S, each, 1, 0, 1, False) for each in (0, 1)))
     state = told(state, Tick(6 * S))
     why = "has been silent for 6.0 s"
-    assert Evict(2, 2, why) in orders(state)
-    assert Evict(2, 2, why) not in orders(told(state, ExitSeen(6 * S, 2, -9)))
+    assert Evict(2, 2, why) in pending_effects(state)
+    assert Evict(2, 2, why) not in pending_effects(told(state, ExitSeen(6 * S, 2, -9)))
 
 
 def test_nobody_listens_to_whoever_is_out_or_speaks_of_an_old_epoch() -> None:
     state = told(running(), ExitSeen(5, 1, -9))
-    for word in (JOINED[1], Heartbeat(6, 1, 9, 9, 9, True), Inventory(6, 1, 2, ""), Done(6, 1, 1)):
+    for word in (JOINED[1], Heartbeat(6, 1, 9, 9, 9, True), InventoryReceived(6, 1, 2, ""), Done(6, 1, 1)):
         assert step(state, word) == (state, (Fence(2, 1, "was ended by SIGKILL"),))
     assert step(state, Done(6, 0, 1)) == (state, (Fence(2, 0, "speaks of epoch 1"),))
     assert step(state, StepCommitted(6, 1, 0)) == (state, ())
@@ -355,7 +365,7 @@ def test_nobody_listens_to_whoever_is_out_or_speaks_of_an_old_epoch() -> None:
 
 
 def test_a_coordinator_that_was_replaced_ignores_what_it_does_not_know() -> None:
-    for word in (Inventory(6, 1, 2, ""), Done(6, 1, 2), StepCommitted(6, 2, 0)):
+    for word in (InventoryReceived(6, 1, 2, ""), Done(6, 1, 2), StepCommitted(6, 2, 0)):
         assert step(running(), word) == (running(), ())
 
 
@@ -367,7 +377,7 @@ def test_a_node_takes_all_its_workers_with_it() -> None:
         "worker 0 was on node node-0, whose lease has expired; worker 1 was on node node-0, whose lease has expired"
     )
     assert {each.cause for each in state.verdict} == {Cause.NODE_LOST}
-    assert not [order for order in orders(state) if isinstance(order, Evict)], "nobody is left there to do it"
+    assert not [order for order in pending_effects(state) if isinstance(order, Evict)], "nobody is left there to do it"
     assert step(state, LeaseExpired(6, "node-0")) == (state, ())
 
 
@@ -376,7 +386,7 @@ def test_a_hand_over_is_made_before_the_break() -> None:
     assert effects == (OrderHandOver(1, 0, (2,)),)
     state, effects = step(state, StepCommitted(6, 1, 0))
     assert effects == (
-        Commit(1, 0, "epoch"),
+        AnnounceCommit(1, 0, "epoch"),
         PublishEpoch(2, (0, 1, 2), (), "worker 2 handed over after step 0", planned=True),
         GatherInventories(2),
     )
@@ -386,7 +396,7 @@ def test_a_hand_over_is_made_before_the_break() -> None:
     state, effects = step(state, StepCommitted(7, 2, 2, shadows=((1,), (0,), (0,))))
     left = excluded(2, Cause.LEFT, "has left after step 2")
     assert effects == (
-        Commit(2, 2, "epoch"),
+        AnnounceCommit(2, 2, "epoch"),
         PublishEpoch(3, (0, 1), (left,), "worker 2 has left after step 2", planned=True),
         GatherInventories(3),
     )
@@ -406,7 +416,7 @@ def test_without_a_shadow_there_is_no_hand_over() -> None:
 
 def test_a_notice_during_a_recovery_is_taken_up_after_it() -> None:
     state = told(running()._replace(shadows=((2,), (0,), (1, 0))), ExitSeen(5, 1, -9), Notice(6, 2, S))
-    assert OrderHandOver(2, 0, (2,)) in orders(recovered(state))
+    assert OrderHandOver(2, 0, (2,)) in pending_effects(recovered(state))
 
 
 @pytest.mark.parametrize(
@@ -428,9 +438,9 @@ def test_orders_are_repeated_when_nothing_moves() -> None:
     repeat_ns = state.options.repeat_ns
     assert heard(state, Tick(repeat_ns)) == ()
     late = 2 + repeat_ns
-    assert heard(state, Tick(late)) == orders(state)
+    assert heard(state, Tick(late)) == pending_effects(state)
     assert heard(state, Tick(late), Tick(late + 1)) == ()
-    assert heard(state, Tick(late), Tick(late + repeat_ns)) == orders(state)
+    assert heard(state, Tick(late), Tick(late + repeat_ns)) == pending_effects(state)
     assert heard(state, Heartbeat(3 + late, 0, 1, 0, 1, True), Tick(late + repeat_ns)) == ()
 
 
@@ -438,4 +448,4 @@ def test_orders_are_repeated_when_nothing_moves() -> None:
 def test_the_end_is_repeated_too(phase: Phase) -> None:
     state = in_phase(phase)
     effects: tuple[Effect, ...] = heard(state, Tick(S))
-    assert effects == orders(state) != ()
+    assert effects == pending_effects(state) != ()

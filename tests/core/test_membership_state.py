@@ -7,11 +7,11 @@ import json
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.membership.events import ExitSeen, Inventory, Notice, PlanAcknowledged, Suspicion
+from engine.core.membership.events import ExitSeen, InventoryReceived, Notice, PlanAcknowledged, Suspicion
 from engine.core.membership.state import Phase, State, resume, to_json
 from tests.core.membership_cases import S, in_phase, running, told
 
-GATHERED = told(in_phase(Phase.FAILING_OVER), *(Inventory(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
+GATHERED = told(in_phase(Phase.FAILING_OVER), *(InventoryReceived(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
 STATES = [
     *(in_phase(phase) for phase in Phase),
     told(GATHERED, PlanAcknowledged(7, 0, 2, "0" * 64)),

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.membership.events import Notice
 from engine.core.membership.state import Options, State
-from engine.core.membership.verdicts import departing, heirs, held_back, leavers
+from engine.core.membership.verdicts import free_to_leave, heirs, leavers, unable_to_leave
 from tests.core.membership_cases import S, running, told
 
 Shadows = tuple[tuple[int, ...], ...]
@@ -54,24 +54,24 @@ def test_the_same_stage_of_another_pipeline_inherits_after_the_shadows() -> None
 
 
 def test_who_can_never_leave_is_known_with_its_stages() -> None:
-    assert held_back(running()) == held_back(leaving(1)) == held_back(leaving(0, 1)) == {}
-    assert held_back(leaving(0, 1, 2)) == {0: (0,), 1: (1,), 2: (2,)}
+    assert unable_to_leave(running()) == unable_to_leave(leaving(1)) == unable_to_leave(leaving(0, 1)) == {}
+    assert unable_to_leave(leaving(0, 1, 2)) == {0: (0,), 1: (1,), 2: (2,)}
     none = Options(stages=3, redundant=False)
-    assert held_back(leaving(1)._replace(options=none, shadows=((), (), ()))) == {1: (1,)}
+    assert unable_to_leave(leaving(1)._replace(options=none, shadows=((), (), ()))) == {1: (1,)}
     twice = leaving(1)._replace(options=none, members=(0, 1, 2, 3), owners=(0, 1, 2, 0, 3, 2), shadows=((),) * 6)
-    assert held_back(twice) == {}, "another pipeline has the stage"
-    assert held_back(twice._replace(owners=(0, 1, 1, 0, 3, 1))) == {1: (2,)}
+    assert unable_to_leave(twice) == {}, "another pipeline has the stage"
+    assert unable_to_leave(twice._replace(owners=(0, 1, 1, 0, 3, 1))) == {1: (2,)}
 
 
 def test_nobody_waits_for_a_shadow_that_never_comes() -> None:
     state = leaving(1)._replace(
         options=Options(stages=1, redundant=False), members=(0, 1), owners=(0, 0), shadows=((), (1,))
     )
-    assert departing(state) == (1,)
-    assert departing(state._replace(options=Options(stages=1, redundant=True))) == (1,), "nobody else could be one"
+    assert free_to_leave(state) == (1,)
+    assert free_to_leave(state._replace(options=Options(stages=1, redundant=True))) == (1,), "nobody else could be one"
     more = state._replace(members=(0, 1, 2))
-    assert departing(more) == (1,)
-    assert departing(more._replace(options=Options(stages=1, redundant=True))) == ()
+    assert free_to_leave(more) == (1,)
+    assert free_to_leave(more._replace(options=Options(stages=1, redundant=True))) == ()
 
 
 def test_whoever_stays_inherits_before_whoever_leaves() -> None:
@@ -107,4 +107,4 @@ def test_a_leaver_goes_when_every_slot_lives_without_it(
     members: tuple[int, ...], owners: tuple[int, ...], shadows: Shadows, gone: tuple[int, ...]
 ) -> None:
     state = leaving(2)._replace(members=members, owners=owners, shadows=shadows)
-    assert departing(state) == gone
+    assert free_to_leave(state) == gone

@@ -16,7 +16,7 @@ import engine.bench.figures.bench_messages
 import engine.core.process_messages  # noqa: F401 - which registers its kinds, as the one before
 from engine.core.errors import InvariantError
 from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
-from engine.core.messages import Commit, Epoch, Go, Heartbeat, Inflict, Vote
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage, VoteMessage
 from tests.test_house import MODULES
 
 KINDS = sorted((kind, made) for kind, made in kinds().items() if made.__module__.startswith("engine."))
@@ -35,13 +35,24 @@ class Everything(ToAgent):
     many: tuple[int, ...]
     pair: tuple[int, str]
     nested: tuple[tuple[int, tuple[str, ...]], ...]
-    inner: Commit | None
+    inner: CommitMessage | None
     named: Mapping[str, str | int]
     plain: Mapping[str, Any]
 
 
 WHOLE = Everything(
-    1, "a", True, 0.5, None, "one", (1, 2), (1, "b"), ((1, ("c",)),), Commit(1, 1.0, "end"), {"a": 1}, {"b": [None]}
+    1,
+    "a",
+    True,
+    0.5,
+    None,
+    "one",
+    (1, 2),
+    (1, "b"),
+    ((1, ("c",)),),
+    CommitMessage(1, 1.0, "end"),
+    {"a": 1},
+    {"b": [None]},
 )
 
 
@@ -83,7 +94,7 @@ def test_every_kind_comes_back_as_it_was_sent(kind: str, made: type[Message]) ->
     for _ in range(30):
         sent = made_of(made, draw)
         travels = encode(sent)
-        assert json.loads(travels)["kind"] == kind == made.__name__.lower()
+        assert json.loads(travels)["kind"] == kind == made.__name__.removesuffix("Message").lower()
         assert decode(travels) == sent
 
 
@@ -94,20 +105,20 @@ def test_every_kind_says_by_whom_and_when_it_is_sent() -> None:
 
 def test_floats_keep_their_bits() -> None:
     values = (0.1 + 0.2, 5e-324, 1.7976931348623157e308, float("inf"), -0.0)
-    found = decode(encode(Vote(0, 0, 0, 0, (), values, math.nan)))
-    assert isinstance(found, Vote) and found.loss is not None
+    found = decode(encode(VoteMessage(0, 0, 0, 0, (), values, math.nan)))
+    assert isinstance(found, VoteMessage) and found.loss is not None
     assert [each.hex() for each in found.squared_norms] == [each.hex() for each in values]
     assert math.isnan(found.loss)
 
 
 def test_a_message_inside_another_comes_back_as_its_class() -> None:
-    told = Epoch(2, (0, 1), False, True, 80, Commit(1, 0.5, "epoch"), "digest", Go(False, True))
+    told = EpochMessage(2, (0, 1), False, True, 80, CommitMessage(1, 0.5, "epoch"), "digest", GoMessage(False, True))
     assert decode(encode(told)) == told
 
 
 def test_a_message_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
-        Heartbeat(1, 2, 3, True).step = 4  # type: ignore[misc]
+        HeartbeatMessage(1, 2, 3, True).step = 4  # type: ignore[misc]
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
@@ -177,21 +188,21 @@ def test_all_forms_come_back() -> None:
 
 def test_a_number_without_a_fraction_is_a_float_too() -> None:
     found = decode(b'{"kind":"commit","step":1,"clip_factor":1,"then":"end"}')
-    assert found == Commit(1, 1.0, "end")
+    assert found == CommitMessage(1, 1.0, "end")
 
 
 def test_a_slot_is_a_pair_again() -> None:
-    assert decode(encode(Inflict("f", "kill", {"code": 3, "hard": True}, (0, 1)))) == Inflict(
+    assert decode(encode(InflictMessage("f", "kill", {"code": 3, "hard": True}, (0, 1)))) == InflictMessage(
         "f", "kill", {"code": 3, "hard": True}, (0, 1)
     )
 
 
 def test_two_classes_of_one_name_are_refused() -> None:
-    class Heartbeat(Message):
+    class HeartbeatMessage(Message):
         """Has the name of another."""
 
     with pytest.raises(AssertionError, match="two kinds of message are called 'heartbeat'"):
-        message(Heartbeat)
+        message(HeartbeatMessage)
 
 
 def test_an_annotation_that_no_reader_knows_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.faults.fault import After
 from engine.core.faults.fault_kind import Parameter
-from engine.core.faults.scenario import Every, Expect, Limits, Scenario, Wanted
+from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 from tests.core.scenario_cases import ENDING, JOB, KINDS, at, scenario, wanted
 
@@ -101,7 +101,7 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
         ),
     ],
 )
-def test_what_can_never_be_is_told_before_the_run(fault: Wanted, problem: str) -> None:
+def test_what_can_never_be_is_told_before_the_run(fault: FaultSpec, problem: str) -> None:
     found = problems(scenario(fault))
     assert len(found) == 1 and found[0].startswith(f"faults.0.{problem}"), found
 

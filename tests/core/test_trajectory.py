@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.checks.trajectory import Row, first_difference, trajectory_hash
+from engine.core.checks.trajectory import TrajectoryRow, first_difference, trajectory_hash
 
-ROWS = [Row(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5 / (step + 1)) for step in range(3) for layer in range(4)]
+ROWS = [
+    TrajectoryRow(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5 / (step + 1))
+    for step in range(3)
+    for layer in range(4)
+]
 
 
 def test_hash_says_nothing_about_the_order_of_rows() -> None:
@@ -19,7 +23,7 @@ def test_hash_says_nothing_about_the_order_of_rows() -> None:
 
 def test_hash_is_of_these_lines() -> None:
     # The SHA-256 of "0,1,ab,cd,0.1\n10,0,ef,cd,\n", so that old run folders stay comparable.
-    rows = [Row(10, 0, "ef", "cd", None), Row(0, 1, "ab", "cd", 0.1)]
+    rows = [TrajectoryRow(10, 0, "ef", "cd", None), TrajectoryRow(0, 1, "ab", "cd", 0.1)]
     assert trajectory_hash(rows) == "91ca2651cb35c6a93839e85771955c449689560a5632ec445161dbd977832373"
 
 
@@ -32,7 +36,7 @@ def test_hash_is_of_these_lines() -> None:
         ("loss", replace(ROWS[6], loss=None)),
     ],
 )
-def test_one_changed_column_is_found_and_changes_the_hash(column: str, changed: Row) -> None:
+def test_one_changed_column_is_found_and_changes_the_hash(column: str, changed: TrajectoryRow) -> None:
     rows = [*ROWS[:6], changed, *ROWS[7:]]
     difference = first_difference(ROWS, rows)
     assert difference is not None
@@ -52,9 +56,9 @@ def test_a_missing_row_is_a_difference_on_either_side() -> None:
 
 
 def test_losses_are_compared_by_their_bits() -> None:
-    nan, zero = [Row(0, 0, "a", "b", math.nan)], [Row(0, 0, "a", "b", 0.0)]
-    assert first_difference(nan, [Row(0, 0, "a", "b", float("nan"))]) is None
-    assert first_difference(zero, [Row(0, 0, "a", "b", -0.0)]) == (
+    nan, zero = [TrajectoryRow(0, 0, "a", "b", math.nan)], [TrajectoryRow(0, 0, "a", "b", 0.0)]
+    assert first_difference(nan, [TrajectoryRow(0, 0, "a", "b", float("nan"))]) is None
+    assert first_difference(zero, [TrajectoryRow(0, 0, "a", "b", -0.0)]) == (
         "step 0, layer 0: loss differs, 0.0 in the first and -0.0 in the second"
     )
 

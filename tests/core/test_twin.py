@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.checks.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
-from engine.models.offer import DATA
+from engine.models.model_registry import DATA
 
-ROWS = [Row(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)]
+ROWS = [TrajectoryRow(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)]
 FACTS: dict[str, object] = {
     "python": "3.11",
     "torch": "2",

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TypeVar
 
 from engine.core.errors import LeaseLostError
-from engine.core.store.kv import Change, Condition, KeyValue, Lease, Outcome, Put, Txn
+from engine.core.store.kv import Change, Condition, KeyValue, Lease, Put, Txn, TxnOutcome
 
 Reply = TypeVar("Reply")
 
@@ -84,16 +84,16 @@ class StoreDouble:
             raise LostError
         return reply
 
-    def commit(self, txn: Txn) -> Outcome:
+    def commit(self, txn: Txn) -> TxnOutcome:
         """Runs a transaction."""
         found = tuple(self.items.get(condition.key) for condition in txn.conditions)
         if not all(map(Condition.holds, txn.conditions, found)):
-            return Outcome(False, self.revision, found)
+            return TxnOutcome(False, self.revision, found)
         for change in txn.changes:
             if isinstance(change, Put) and change.lease and change.lease.lease_id not in self._leases:
                 raise LeaseLostError(f"cannot write {change.key!r}: its lease has expired")
         self._apply([change for change in txn.changes if isinstance(change, Put) or change.key in self.items])
-        return Outcome(True, self.revision)
+        return TxnOutcome(True, self.revision)
 
     def grant(self, ttl_s: int) -> Lease:
         """Makes a lease."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.store.kv import Delete, KeyValue, Lease, Outcome, Put, Snapshot, Txn, settled
+from engine.core.store.kv import Delete, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from tests.doubles.kv_double import LostError, StoreDouble
 
 ATTEMPTS = 5
@@ -31,14 +31,14 @@ class ClientDouble:
         txn = self._far(Txn((), (Put(key, value, lease),)))
         return self._call(lambda: self._store.commit(txn)).revision
 
-    def transact(self, txn: Txn) -> Outcome:
+    def transact(self, txn: Txn) -> TxnOutcome:
         """Runs a transaction, again after a lost reply."""
         num_tries = 0
 
-        def commit() -> Outcome:
+        def commit() -> TxnOutcome:
             return self._store.commit(self._far(txn))
 
-        def serve() -> Outcome:
+        def serve() -> TxnOutcome:
             nonlocal num_tries
             num_tries += 1
             return self._store.serve(commit)
@@ -47,11 +47,11 @@ class ClientDouble:
         outcome = replace(outcome, found=tuple(map(self._near, outcome.found)))
         return settled(txn, outcome) if num_tries > 1 else outcome
 
-    def read_prefix(self, prefix: str) -> Snapshot:
+    def read_prefix(self, prefix: str) -> StoreSnapshot:
         """Returns all keys under `prefix`."""
         items, revision = self._call(lambda: (sorted(self._store.items.items()), self._store.revision))
         found = (self._near(item) for key, item in items if key.startswith(self._root + prefix))
-        return Snapshot(tuple(item for item in found if item is not None), revision)
+        return StoreSnapshot(tuple(item for item in found if item is not None), revision)
 
     def delete_prefix(self, prefix: str) -> None:
         """Deletes all keys under `prefix`."""

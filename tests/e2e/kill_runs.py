@@ -15,10 +15,10 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
-from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import Kill, without_redundancy
 from tests.kills import parse_kills
 
@@ -84,7 +84,7 @@ class Runs:
         if repr(job) not in self._twins:
             ending, _ = self.run(job)
             assert ending.error is None, ending.error
-            self._twins[repr(job)] = outcome_of(ending.view.account)
+            self._twins[repr(job)] = outcome_of(ending.view.run_state)
         return self._twins[repr(job)]
 
     def strike(self, job: Job, kills: Sequence[Kill], second: Fault | None = None) -> list[str]:
@@ -96,16 +96,16 @@ class Runs:
         return [*differences(ending, twin), *_not_as_forecast(kills, events), *lives(events, victims)]
 
 
-def outcome_of(account: Account) -> tuple[object, ...]:
+def outcome_of(run_state: RunState) -> tuple[object, ...]:
     """Returns all that a death may not change: the hashes of each layer after each step, losses and validations."""
-    return tuple(account.rows), tuple(account.losses), dict(account.validations)
+    return tuple(run_state.rows), tuple(run_state.losses), dict(run_state.validations)
 
 
 def differences(ending: Ending, twin: tuple[object, ...]) -> Iterator[str]:
     """Yields how the end of a run differs from that of its twin."""
     if ending.error is not None or ending.outcome != "finished":
         yield f"{ending.outcome}: {ending.error}"
-    for name, mine, its in zip(("rows", "losses", "validations"), outcome_of(ending.view.account), twin, strict=True):
+    for name, mine, its in zip(("rows", "losses", "validations"), outcome_of(ending.view.run_state), twin, strict=True):
         if mine != its:
             yield f"the {name} differ from those of the twin"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 
 from engine.core.faults.fault import PHASES, After, Fault, Worker
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import SORTS, Kill, bystanders, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Runs, job_of
 from tests.e2e.launcher import ROOT

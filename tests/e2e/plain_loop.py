@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.config.job import Job
-from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Model, Tensors
+from engine.models.model_loader import build_model, open_data
 
 Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss
 

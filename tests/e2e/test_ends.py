@@ -18,7 +18,7 @@ from engine.core.faults.fault import At, Fault, slot_owner
 from engine.runtime.agent import agent
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
-from engine.runtime.process.children import Child, ForkServer
+from engine.runtime.process.fork_client import Child, ForkServer
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import SERVER, STORE, Moment, Strike, Striker, committed
 
@@ -38,8 +38,8 @@ class Ended:
     def __init__(self, ending: Ending, folder: Path, seconds: float):
         self.ending = ending
         self.seconds = seconds
-        account = ending.view.account
-        self.result = account.rows, account.losses, account.validations
+        run_state = ending.view.run_state
+        self.result = run_state.rows, run_state.losses, run_state.validations
         self.known = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -74,8 +74,8 @@ def _twin(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Calla
     def twin(**fields: Any) -> Any:
         folder = tmp_path_factory.mktemp("twin")
         job = Job(**{**SMALL, **fields, "redundancy": "none"})
-        account = run_session(job, folder / "events.jsonl", folder, server=server).view.account
-        return account.rows, account.losses, account.validations
+        run_state = run_session(job, folder / "events.jsonl", folder, server=server).view.run_state
+        return run_state.rows, run_state.losses, run_state.validations
 
     return twin
 
@@ -137,7 +137,7 @@ def _immortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
             send(child, number)
 
     monkeypatch.setattr(Child, "signal", signal_others)
-    monkeypatch.setattr("engine.runtime.process.children._GONE_S", 0.2)
+    monkeypatch.setattr("engine.runtime.process.fork_client._GONE_S", 0.2)
     monkeypatch.setattr(agent, "_KILL_GRACE_S", 0.2)
     monkeypatch.setattr(Child, "close", lambda child: None if child in found else close(child))
     yield found
@@ -154,7 +154,7 @@ def test_a_process_that_not_even_sigkill_ends_is_left_behind(run: Run, immortal:
     (left,) = ended.events("left_behind")
     assert left["child"] == immortal[0].pid
     said = f"worker 1 (pid {left['child']}) does not end by SIGKILL and is left behind"
-    assert said in ended.ending.view.account.notes
+    assert said in ended.ending.view.run_state.notes
 
 
 def test_training_outlives_the_fork_server(run: Run, twin: Callable[..., Any], server: ForkServer) -> None:

@@ -13,11 +13,11 @@ import pytest
 from engine.core.action import parse_action
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.faults.fault import After, At, Fault, Owner, Phase, Role, Victim, Worker, slot_owner
+from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -31,7 +31,7 @@ class Struck:
 
     def __init__(self, ending: Ending, folder: Path):
         self.ending = ending
-        self.rows = ending.view.account.rows
+        self.rows = ending.view.run_state.rows
         self.known = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> 
         if name not in known:
             folder = tmp_path_factory.mktemp("faultless")
             job = Job(**{**SMALL, **fields, "redundancy": "none", "redundancy_level": 1})
-            known[name] = run_session(job, folder / "events.jsonl", folder, server=server).view.account.rows
+            known[name] = run_session(job, folder / "events.jsonl", folder, server=server).view.run_state.rows
         return known[name]
 
     return faultless
@@ -197,7 +197,9 @@ def test_a_bit_that_flips_where_nobody_can_compare_shows_in_the_weights(
 @pytest.mark.parametrize(
     "phase", ["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
 )
-def test_the_recoverer_may_die_in_any_phase(strike: Strike, faultless: Callable[..., Any], phase: Phase) -> None:
+def test_the_recoverer_may_die_in_any_phase(
+    strike: Strike, faultless: Callable[..., Any], phase: RecoveryPhase
+) -> None:
     second = Fault("second", After("first", phase), (Role("recoverer"),))
     struck = strike(at("1B2"), second, **TWO_SHADOWS)
     check(struck, faultless(**TWO_SHADOWS), 1, 0)

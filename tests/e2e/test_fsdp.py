@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Runs
 from tests.kills import parse_kill
@@ -53,10 +53,10 @@ def test_shards_change_no_bit(runs: Runs, fields: dict[str, Any]) -> None:
     job = Job(**SMALL | fields)
     ending, events = runs.run(job)
     assert ending.error is None, ending.error
-    account = ending.view.account
+    run_state = ending.view.run_state
     loop = plain_loop.PlainLoop(job)
-    assert [row.texts() for row in account.rows] == [row for step in range(job.steps) for row in loop.step(step)]
-    assert account.validations[job.steps - 1] == loop.validate()
+    assert [row.texts() for row in run_state.rows] == [row for step in range(job.steps) for row in loop.step(step)]
+    assert run_state.validations[job.steps - 1] == loop.validate()
     ops = {event["action"].lstrip("0123456789").split("@")[0] for event in events if event["event"] == "action"}
     assert {"UNSHARD", "RESHARD"} <= ops
 

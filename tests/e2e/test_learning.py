@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from engine.core.config.job import Job
-from engine.models.catalogue import open_data
 from engine.models.datasets.text import TokenData
+from engine.models.model_loader import open_data
 from engine.runtime.agent.run_view import Ending
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # some 15 s of the processor each
 
@@ -30,7 +30,7 @@ def test_the_default_gpt_learns_more_than_how_often_each_byte_occurs(train: Call
     assert isinstance(data, TokenData)
     entropy = unigram_entropy(data)
     assert 3.0 < entropy < 3.3
-    loss, _ = train(job).view.account.validations[39]
+    loss, _ = train(job).view.run_state.validations[39]
     assert loss < entropy - 0.3
 
 
@@ -46,7 +46,7 @@ def test_resnet18_reads_digits(train: Callable[..., Ending], server: ForkServer)
         audit=0, validate_every=36, validation_microbatches=12,
     )  # fmt: skip
     before_s = work_s(server)
-    _, accuracy = train(job).view.account.validations[35]
+    _, accuracy = train(job).view.run_state.validations[35]
     assert accuracy is not None
     assert accuracy >= 0.9  # of all 360 validation images
     assert 0 < work_s(server) - before_s < 120

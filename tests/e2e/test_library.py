@@ -13,7 +13,7 @@ from engine.harness.case_runner import case_of_file, run_case
 from engine.harness.screen import lines_only
 from engine.runtime.doctor.leak_check import mark_processes
 from engine.runtime.faults.registry import kinds
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
 from engine.core.schedules.overlap_pairs import pairs_of
 from engine.runtime.agent.session import run_session
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -34,7 +34,7 @@ def test_a_handler_changes_the_order_and_no_bit(tmp_path: Path, server: ForkServ
     ending = run_session(job, events, tmp_path, server=server)
     assert ending.error is None, ending.error
     loop = PlainLoop(job)
-    assert [row.texts() for row in ending.view.account.rows] == [row for step in (0, 1) for row in loop.step(step)]
+    assert [row.texts() for row in ending.view.run_state.rows] == [row for step in (0, 1) for row in loop.step(step)]
     program = build_program(job.schedule, fresh(Grid(4, 4), 2, "v"))
     done = [json.loads(line) for line in events.read_text().splitlines()]
     for worker, actions in program.items():

@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.runtime.agent.run_view import Ending
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Event, Runs
 from tests.e2e.user_batches import MICROBATCHES, VALIDATION_MICROBATCHES
@@ -54,8 +54,8 @@ def plain(
 
 def check(ending: Ending, expected: tuple[Any, Any]) -> None:
     assert ending.error is None, ending.error
-    account = ending.view.account
-    assert ([row.texts() for row in account.rows], account.validations) == expected
+    run_state = ending.view.run_state
+    assert ([row.texts() for row in run_state.rows], run_state.validations) == expected
 
 
 def u_shape_by_hand() -> tuple[Any, Any]:

@@ -13,10 +13,10 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import Launcher
 from tests.e2e.striker import STORE, Strike, Striker, committed, computed, healing, marked, told
 
@@ -42,7 +42,7 @@ class Recovered:
 
     def __init__(self, ending: Ending, folder: Path):
         self.ending = ending
-        self.account = ending.view.account
+        self.run_state = ending.view.run_state
         self.events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
     @property
@@ -53,12 +53,12 @@ class Recovered:
     @property
     def verdicts(self) -> list[list[int]]:
         """Who is out with each epoch after the first."""
-        return [[out.worker for out in each.verdict] for each in self.account.epochs[1:]]
+        return [[out.worker for out in each.verdict] for each in self.run_state.epochs[1:]]
 
 
-def outcome_of(account: Account) -> tuple[object, ...]:
+def outcome_of(run_state: RunState) -> tuple[object, ...]:
     """Returns all that a death may not change."""
-    return account.rows, account.losses, account.validations
+    return run_state.rows, run_state.losses, run_state.validations
 
 
 @pytest.fixture(name="recover")
@@ -86,7 +86,7 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> 
             folder = tmp_path_factory.mktemp("faultless")
             ending = run_session(Job(**{**SLOW, **fields}), folder / "events.jsonl", folder, server=server)
             assert ending.error is None, ending.error
-            known[name] = outcome_of(ending.view.account)
+            known[name] = outcome_of(ending.view.run_state)
         return known[name]
 
     return faultless
@@ -96,7 +96,7 @@ def check(recovered: Recovered, expected: tuple[object, ...], *verdicts: list[in
     """Checks that a run went on through these verdicts, and that nothing came of them."""
     ending = recovered.ending
     assert (ending.outcome, ending.exit_code, ending.error) == ("finished", ExitCode.OK, None)
-    assert outcome_of(recovered.account) == expected
+    assert outcome_of(recovered.run_state) == expected
     # On a busy machine an exit may be seen after a failed transfer was looked into: then a verdict is empty first.
     is_exact = [] in verdicts
     assert [each for each in recovered.verdicts if each or is_exact] == list(verdicts)
@@ -170,7 +170,7 @@ def test_a_notice_that_nobody_can_honour_is_told(recover: Recover, faultless: Fa
     (stays,) = (event for event in recovered.events if event["event"] == "stays")
     text = "is to leave within 120 s, but nobody can take over stage 2"
     assert (stays["of"], stays["text"]) == (2, text)
-    assert recovered.account.notes == [f"worker 2 {text}"]
+    assert recovered.run_state.notes == [f"worker 2 {text}"]
 
 
 def test_a_hand_over_is_prepared_before_the_commit_that_brings_it(recover: Recover, faultless: Faultless) -> None:
@@ -200,7 +200,7 @@ def test_notice_is_given_at_once_though_the_worker_is_blocked(recover: Recover, 
 def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(2), 1, signal.SIGSTOP), options={"silence_s": 1.5})
     check(recovered, faultless(), [1])
-    assert "has been silent for" in recovered.account.epochs[-1].reason
+    assert "has been silent for" in recovered.run_state.epochs[-1].reason
     assert recovered.exits[1] == -signal.SIGKILL
 
 
@@ -228,7 +228,7 @@ def test_a_store_that_dies_while_a_group_forms_there_delays_it(recover: Recover,
     stopped = Strike(committed(1), STORE, signal.SIGSTOP)  # so that nobody gets further than to wait for it
     recovered = recover(stopped, Strike(committed(2), 1), Strike(told("go", 2), STORE))
     check(recovered, faultless(), [1], [])
-    assert recovered.account.epochs[-1].reason.endswith("but no worker has died")
+    assert recovered.run_state.epochs[-1].reason.endswith("but no worker has died")
 
 
 @pytest.mark.timeout(45)  # by itself, a wait for what a stopped store never says lasts a minute
@@ -267,7 +267,7 @@ def test_a_stage_without_a_live_replica_stops_the_run(recover: Recover) -> None:
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.STATE_LOST)
     assert "the state of stage" in str(ending.error)
     assert "is lost in epoch" in str(ending.error)
-    assert f"last committed step {recovered.account.committed}" in str(ending.error)
+    assert f"last committed step {recovered.run_state.committed}" in str(ending.error)
 
 
 @pytest.mark.parametrize(("redundancy", "code"), [("lazy", ExitCode.OK), ("none", ExitCode.STATE_LOST)])

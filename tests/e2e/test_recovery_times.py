@@ -16,7 +16,7 @@ from engine.core.history.run_records import CommitRecord
 from engine.files.events_file import read_history
 from engine.report.load import RunTables, load
 from engine.runtime.agent.session import run_session
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.kills import parse_kills
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

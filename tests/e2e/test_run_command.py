@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.files.trajectory_file import read_trajectory
 from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
@@ -99,7 +99,7 @@ def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) ->
 def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: Launch) -> None:
     launcher = launch(*SMALL)
     assert launcher.wait().code == 0
-    program, _ = planned(Job(stages=2, microbatches=3))
+    program, _ = initial_program(Job(stages=2, microbatches=3))
     actions = launcher.events("action")
     for worker in (0, 1):
         mine = [event for event in actions if event["worker"] == worker]

@@ -93,7 +93,7 @@ def plain(workload: str) -> tuple[list[Texts], dict[int, tuple[float, float | No
 
 
 def rows_of(ending: Ending) -> list[Texts]:
-    return [row.texts() for row in ending.view.account.rows]
+    return [row.texts() for row in ending.view.run_state.rows]
 
 
 @pytest.mark.parametrize(("workload", "stages", "partition", "schedule", "activation_checkpoint"), CUTS)
@@ -108,13 +108,13 @@ def test_every_cut_equals_the_plain_loop(
         activation_checkpoint=activation_checkpoint,
     )
     ending = train(job)
-    account = ending.view.account
+    run_state = ending.view.run_state
     rows, validations = plain(workload)
-    assert len(account.starts) == stages
-    assert partition[:1].isalpha() or account.starts == (0, *map(int, partition.split(",") if partition else ()))
-    assert len(rows) == job.steps * len(account.layers)
+    assert len(run_state.starts) == stages
+    assert partition[:1].isalpha() or run_state.starts == (0, *map(int, partition.split(",") if partition else ()))
+    assert len(rows) == job.steps * len(run_state.layers)
     assert rows_of(ending) == rows
-    assert account.validations == validations
+    assert run_state.validations == validations
 
 
 def test_a_seed_gives_the_same_run_twice_and_another_seed_another(train: Train) -> None:

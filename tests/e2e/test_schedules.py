@@ -41,5 +41,5 @@ def test_every_schedule_trains_to_the_same_bits(
     job = Job(
         **SIZES | MODELS[model], microbatches=microbatches, schedule=schedule, stages_per_worker=stages_per_worker
     )
-    rows = [row.texts() for row in train(job).view.account.rows]
+    rows = [row.texts() for row in train(job).view.run_state.rows]
     assert rows == plain(model, microbatches)

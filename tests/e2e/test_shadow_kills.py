@@ -18,7 +18,7 @@ from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS, After, Fault, Worker
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.agent.run_view import Ending
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import test_real_kills, test_schedule_kills, test_streams
 from tests.e2e.kill_forecast import PLACES, Forecast, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Event, Runs, actions_of, differences, lives

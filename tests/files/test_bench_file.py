@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.figures.rows import COLUMNS, Row
+from engine.bench.figures.rows import COLUMNS, BenchRow
 from engine.bench.results_file import bench_folder, write_bench
 from engine.core.errors import StorageError
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 ROWS = [
-    Row("1f1b, P=4", "time / ideal", 1.01, 1.04, 0.971, 1.02, True, 20),
-    Row("1f1b, P=4", "s", 1, 2, 0.5, None, None, 20),
+    BenchRow("1f1b, P=4", "time / ideal", 1.01, 1.04, 0.971, 1.02, True, 20),
+    BenchRow("1f1b, P=4", "s", 1, 2, 0.5, None, None, 20),
 ]
 
 

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.checks.trajectory import Row, first_difference, trajectory_hash
+from engine.core.checks.trajectory import TrajectoryRow, first_difference, trajectory_hash
 from engine.core.errors import StorageError
 from engine.files.trajectory_file import read_trajectory, write_trajectory
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 COUNTS = st.integers(min_value=0, max_value=10**6)
 ROWS = st.lists(
-    st.builds(Row, COUNTS, COUNTS, HEX, HEX, st.none() | st.floats()), unique_by=lambda r: (r.step, r.layer)
+    st.builds(TrajectoryRow, COUNTS, COUNTS, HEX, HEX, st.none() | st.floats()), unique_by=lambda r: (r.step, r.layer)
 )
 
 
 @given(rows=ROWS)
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[TrajectoryRow]) -> None:
     path = tmp_path_factory.getbasetemp() / "trajectory.csv"
     write_trajectory(path, rows)
     again = read_trajectory(path)
@@ -30,7 +30,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -
 
 
 def test_the_file_is_plain_csv(tmp_path: Path) -> None:
-    write_trajectory(tmp_path / "t.csv", [Row(0, 1, "ab", "cd", 0.1), Row(1, 1, "ef", "cd", None)])
+    write_trajectory(tmp_path / "t.csv", [TrajectoryRow(0, 1, "ab", "cd", 0.1), TrajectoryRow(1, 1, "ef", "cd", None)])
     assert (tmp_path / "t.csv").read_text() == "step,layer,state,buffers,loss\n0,1,ab,cd,0.1\n1,1,ef,cd,\n"
 
 

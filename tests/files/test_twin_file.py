@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
 from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
-ROWS = [Row(0, 0, "ab", "cd", 0.1)]
+ROWS = [TrajectoryRow(0, 0, "ab", "cd", 0.1)]
 
 
 def test_what_is_kept_comes_back_under_its_name_only(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from bamboo_cli.options.faults import grace_seconds, scenario_of
 from engine.core.checks.expectations import Observed
 from engine.core.checks.recovery_times import Recovery
-from engine.core.checks.twin import Comparison
+from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.exclusion import Cause, excluded
@@ -49,7 +49,7 @@ STRUCK: list[dict[str, Any]] = [
 
 
 def result_of(
-    twin: Comparison | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
+    twin: TwinComparison | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
 ) -> CaseResult:
     seen = Observed(0, "", made_history(STRUCK if fired else STRUCK[:6]), twin)
     result = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
@@ -59,34 +59,34 @@ def result_of(
 def test_weights_are_called_identical_only_when_they_were_compared() -> None:
     text = "worker 2 died; recovered in 0.12 s, 0 steps lost"
     assert result_of().recovery_lines() == [text]
-    assert result_of(Comparison(9, 8, None)).recovery_lines() == [f"{text}, weights identical"]
-    assert result_of(Comparison(8, 7, None)).recovery_lines() == [f"{text}, weights identical up to step 7"]
-    assert result_of(Comparison(0, -1, None)).recovery_lines() == [text]
-    assert result_of(Comparison(9, 8, "step 5, layer 1: state differs")).recovery_lines() == [text]
+    assert result_of(TwinComparison(9, 8, None)).recovery_lines() == [f"{text}, weights identical"]
+    assert result_of(TwinComparison(8, 7, None)).recovery_lines() == [f"{text}, weights identical up to step 7"]
+    assert result_of(TwinComparison(0, -1, None)).recovery_lines() == [text]
+    assert result_of(TwinComparison(9, 8, "step 5, layer 1: state differs")).recovery_lines() == [text]
 
 
 def test_a_death_after_the_last_commit_needs_no_recovery() -> None:
     late = replace(RECOVERY, points_ns={"detect": 0}, resume_ns=None, after_end=True)
-    found = replace(result_of(Comparison(9, 8, None)), recoveries=(late,))
+    found = replace(result_of(TwinComparison(9, 8, None)), recoveries=(late,))
     assert found.recovery_lines() == [
         "worker 2 died; that was after the last commit, no step was left to recover, weights identical"
     ]
 
 
 def test_a_run_passes_when_its_fault_struck_and_no_bit_differs() -> None:
-    assert result_of(Comparison(9, 8, None)).error is None
+    assert result_of(TwinComparison(9, 8, None)).error is None
     assert result_of(expect=Expect()).error is None
-    assert result_of(Comparison(8, 7, None)).of_run()["outcome"] == "finished"
+    assert result_of(TwinComparison(8, 7, None)).of_run()["outcome"] == "finished"
 
 
 def test_a_difference_fails_the_run_and_says_where() -> None:
-    found = result_of(Comparison(9, 8, "step 5, layer 1: state differs")).of_run()
+    found = result_of(TwinComparison(9, 8, "step 5, layer 1: state differs")).of_run()
     assert (found["exit_code"], found["outcome"]) == (ExitCode.EXPECTATION_FAILED, "failed")
     assert found["error"] == "the weights are not those of the fault-free twin: step 5, layer 1: state differs"
 
 
 def test_a_fault_that_did_not_strike_makes_the_case_invalid() -> None:
-    found = result_of(Comparison(9, 8, None), fired=False)
+    found = result_of(TwinComparison(9, 8, None), fired=False)
     assert (found.of_run()["exit_code"], found.of_run()["outcome"]) == (ExitCode.INVALID_CASE, "invalid")
     text = "the case is invalid, nothing was proved: 5:2:B:3 did not strike (kill before 2B3 of step 5)"
     assert str(found.error) == text
@@ -110,7 +110,7 @@ def test_a_run_that_failed_by_itself_says_its_own_error() -> None:
 
 
 def test_the_summary_has_plain_values() -> None:
-    said = result_of(Comparison(9, 8, None)).of_run()
+    said = result_of(TwinComparison(9, 8, None)).of_run()
     assert json.loads(json.dumps(said))["faults"] == [{"fault": "5:2:B:3", "fired": True}]
     assert said["twin"] == {"steps_compared": 9, "difference": None}
     assert said["recoveries"][0]["pause_ms"] == 120.0

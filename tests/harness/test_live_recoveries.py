@@ -7,20 +7,20 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.harness.live_recoveries import LiveRecoveries
-from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.run_view import View, WorkerView
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import lines_of
 
 JOB = Job(stages=2, steps=9)
 
 
-def view(num_steps: int, *states: str) -> View:
+def view(num_steps: int, *states: str) -> RunView:
     workers = [
         WorkerView(worker, 100 + worker, ((0, worker),), state, Progress(0, 0, ""), 0, 0)
         for worker, state in enumerate(states)
     ]
-    return View(Account(JOB, losses=[0.5] * num_steps), tuple(workers))
+    return RunView(RunState(JOB, losses=[0.5] * num_steps), tuple(workers))
 
 
 def append(path: Path, *events: dict[str, Any]) -> None:

@@ -18,9 +18,9 @@ from engine.files.jobs.job_file import resolve_job
 from engine.files.scenarios.matrix_file import read_matrix
 from engine.files.scenarios.scenario_file import load_document
 from engine.files.strict_yaml import read_text
-from engine.harness.offered import offered
+from engine.harness.job_checks import offered
 from engine.models.arguments import argument_problems
-from engine.models.offer import DATA, MODELS, Builtin
+from engine.models.model_registry import DATA, MODELS, Builtin
 from engine.runtime.faults.registry import kinds
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_help_names_the_schedules() -> None:
 
 def test_nothing_heavy_is_loaded_for_it() -> None:
     code = (
-        "import sys; from engine.harness.offered import offered; from engine.core.config.job import Job\n"
+        "import sys; from engine.harness.job_checks import offered; from engine.core.config.job import Job\n"
         "assert offered(Job(model_args={'widht': 1}, data_args={'x': 1}, optimizer_args={'x': 1}))\n"
         "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules), sorted(sys.modules)"
     )

@@ -11,15 +11,15 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.harness import state_lost
-from engine.harness.state_lost import Loss, fewest_holders, state_lost_lines
+from engine.harness.state_lost import LostState, fewest_holders, state_lost_lines
 from tests.core.made_records import records_of
 
 LAZY = Job(stages=3, steps=9)
 SHARDED = replace(LAZY, redundancy="none", pipelines=2, fsdp=1)
 
 
-def loss(job: Job, workers: int, gone: int) -> Loss:
-    return Loss(job, workers, dict.fromkeys(range(gone), "somehow"))
+def loss(job: Job, workers: int, gone: int) -> LostState:
+    return LostState(job, workers, dict.fromkeys(range(gone), "somehow"))
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_all_that_is_advised_survives_as_many(redundancy: Any) -> None:
             assert all(survives(with_options(job, each), gone) for each in found), (job, gone, found)
 
 
-def loss_of(job: Job, events: list[dict[str, Any]]) -> Loss:
-    return state_lost.loss_of(job, records_of(events))
+def loss_of(job: Job, events: list[dict[str, Any]]) -> LostState:
+    return state_lost.lost_state_of(job, records_of(events))
 
 
 def exit_of(worker: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from engine.core.checks.cell_result import CellResult
 from engine.report.github_text import MAX_BYTES, error_commands, step_summary
 from engine.report.junit import junit_xml
-from engine.report.pages.cell_grid import LEGEND, Grid, grid_of, grid_text
+from engine.report.pages.cell_grid import LEGEND, CellGrid, grid_of, grid_text
 
 HOSTILE = "a|b <script>\n::error::x % \x00\x1b[31m, :"
 PASSED = CellResult(
@@ -107,7 +107,7 @@ def test_stages_stand_in_order_also_where_an_action_lacks_the_first() -> None:
     assert grid_of(cells, {}).columns == (("kill", "first"), ("kill", "last"))
 
 
-def letters(grid: Grid) -> list[str | None]:
+def letters(grid: CellGrid) -> list[str | None]:
     return [grid.letter(row, column) for row in grid.rows for column in grid.columns]
 
 

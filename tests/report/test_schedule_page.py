@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.program.dry_run import dry_run
 from engine.report.pages.schedule_page import schedule_page
@@ -27,7 +27,7 @@ def opened(browser: Browser, job: Job, folder: Path) -> None:
 @pytest.mark.parametrize("job", [ZBV, EAGER, ONE_OF_ONE])
 def test_every_action_is_drawn_and_every_worker_has_a_curve(browser: Browser, job: Job, tmp_path: Path) -> None:
     opened(browser, job, tmp_path)
-    program, ownership = planned(job)
+    program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     drawn = browser.ask(
         "document.getElementById('timeline').data.flatMap((each) => each.customdata.map((data) => data.slice(0, 2)))"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.message_codec import Message, ToAgent, ToWorker, message
-from engine.core.messages import Commit, Epoch
+from engine.core.messages import CommitMessage, EpochMessage
 
 
 @message
@@ -39,7 +39,7 @@ class SmallPlan(ToWorker):
     shadows: tuple[tuple[int, ...], ...]
     healing: tuple[tuple[int, int, int], ...]
     committed: int
-    commit: Commit | None
+    commit: CommitMessage | None
     inventories: tuple[str, ...] | None
 
 
@@ -50,6 +50,6 @@ class Report(ToAgent):
     rows: tuple[tuple[int, int, str, str, str], ...]
 
 
-def an_epoch(number: int, members: tuple[int, ...] = (0,), *, regroup: bool = False) -> Epoch:
+def an_epoch(number: int, members: tuple[int, ...] = (0,), *, regroup: bool = False) -> EpochMessage:
     """Returns the message of an epoch in which every member has to answer."""
-    return Epoch(number, members, True, regroup, 0, None, None, None)
+    return EpochMessage(number, members, True, regroup, 0, None, None, None)

@@ -21,7 +21,7 @@ import pytest
 
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import forkserver
-from engine.runtime.process.children import Child, ForkServer
+from engine.runtime.process.fork_client import Child, ForkServer
 from tests.runtime.peer_messages import Call, Result
 
 ROOT = Path(__file__).resolve().parent.parent.parent

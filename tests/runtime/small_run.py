@@ -18,15 +18,15 @@ from engine.core.action import Action
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.message_codec import Message, ToWorker
-from engine.core.messages import Commit, Inventory, Vote
+from engine.core.messages import CommitMessage, InventoryMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.ballot import Ballot
 from engine.core.recovery.inventory import from_json, to_json
 from engine.core.recovery.planner import PlanInput, make_plan
-from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.layers import Model
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.ipc.control import Control, Fenced
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -38,9 +38,9 @@ from engine.runtime.stage.tied import tied_stages
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.worker_program import share_of
+from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.worker_context import WorkerContext
 from tests.runtime.peer_messages import Report, SmallPlan, an_epoch
 from tests.runtime.peers import PeerServer
 
@@ -122,7 +122,7 @@ class Doom:
         if (step, str(action), when) == self.moment:
             os._exit(1)
 
-    def linger(self, step: int, action: Action, start_ns: int) -> None:
+    def delay(self, step: int, action: Action, start_ns: int) -> None:
         """Holds no action."""
 
 
@@ -140,7 +140,7 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
     while True:
         epoch = control.next_epoch()
         if executor is not None:
-            control.send(Inventory(control.accepted, to_json(executor.inventory()), ()))
+            control.send(InventoryMessage(control.accepted, to_json(executor.inventory()), ()))
         try:
             told = control.take(SmallPlan)
         except Fenced:  # somebody else has died meanwhile
@@ -155,8 +155,8 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
             borders = borders_of(job, model, data)
             replicas.learn(borders)
             board, recorder = ProgressBoard.create(worker + 1), Recorder(os.open(os.devnull, os.O_WRONLY), worker)
-            around = Surroundings(job, worker, starts, borders, replicas, data, control, recorder, board, doom)
-            executor = Executor(around)
+            context = WorkerContext(job, worker, starts, borders, replicas, data, control, recorder, board, doom)
+            executor = Executor(context)
         executor.catch_up(told.commit)
         if told.inventories is None:
             healing = frozenset((each, (d, s)) for each, d, s in told.healing)
@@ -170,7 +170,7 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
                 if ownership.owner(*slot) == worker:
                     replicas.adopt(slot)
         assert plane is not None
-        executor.enter(plane, share_of(worker, program, ownership, executor.around.borders))
+        executor.enter(plane, worker_program(worker, program, ownership, executor.context.borders))
         try:
             while executor.run_step().then != "end":
                 pass
@@ -204,7 +204,7 @@ class SmallRun:
         self.job = job
         self.epoch = 0
         self.step = 0
-        self.commits: list[Commit] = []
+        self.commits: list[CommitMessage] = []
         self.dead: list[int] = []
         self.links: dict[int, Link] = {}
         for worker in self.ownership.workers():
@@ -253,17 +253,17 @@ class SmallRun:
             if message is None:
                 self._bury(worker)
                 return None
-            if isinstance(message, Vote):
+            if isinstance(message, VoteMessage):
                 self._count(worker, message, until)
             elif isinstance(message, Report):
                 rows[worker] = {(row[0], row[1]): list(row[2:]) for row in message.rows}
         return rows
 
-    def _count(self, worker: int, vote: Vote, until: int) -> None:
+    def _count(self, worker: int, vote: VoteMessage, until: int) -> None:
         commit = self.ballot.add(worker, vote)
         if commit is not None:
             self.step += 1
-            self.commits.append(Commit(commit.step, commit.clip_factor, "end" if self.step == until else "step"))
+            self.commits.append(CommitMessage(commit.step, commit.clip_factor, "end" if self.step == until else "step"))
             self._tell_all(self.commits[-1])
             self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
 
@@ -296,7 +296,7 @@ class SmallRun:
             if message is None:
                 self._bury(worker)
                 return None
-            if isinstance(message, Inventory):
+            if isinstance(message, InventoryMessage):
                 found[worker] = message.holds
         return tuple(found[worker] for worker in sorted(found))
 

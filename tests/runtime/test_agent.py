@@ -14,7 +14,7 @@ from engine.core.config.job import Job
 from engine.core.errors import ExitCode, InvariantError, WorkerFailedError
 from engine.runtime.agent.session import run_session
 from engine.runtime.agent.worker_handles import RendezvousStore
-from engine.runtime.process.children import Child, ForkServer
+from engine.runtime.process.fork_client import Child, ForkServer
 from tests.runtime.peers import PeerServer
 
 

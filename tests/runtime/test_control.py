@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.messages import Commit, Exit, Go, Heartbeat, Mark, Validated, Vote
-from engine.core.process_messages import Ping, Stop
+from engine.core.messages import (
+    CommitMessage,
+    ExitMessage,
+    GoMessage,
+    HeartbeatMessage,
+    MarkMessage,
+    ValidatedMessage,
+    VoteMessage,
+)
+from engine.core.process_messages import PingMessage, StopMessage
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, open_events
@@ -21,8 +29,8 @@ from tests.runtime.peer_messages import Word, an_epoch
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def commit(step: int) -> Commit:
-    return Commit(step, 1.0, "step")
+def commit(step: int) -> CommitMessage:
+    return CommitMessage(step, 1.0, "step")
 
 
 def later(act: Callable[[], object]) -> None:
@@ -33,21 +41,21 @@ def test_messages_wait_by_kind_until_they_are_taken(pair: tuple[Control, Link]) 
     control, agent = pair
     for number in range(3):
         agent.send(commit(number))
-        agent.send(Validated(number))
-    assert [control.take(Validated).step for _ in range(3)] == [0, 1, 2]
-    assert [control.take(Commit).step for _ in range(3)] == [0, 1, 2]
+        agent.send(ValidatedMessage(number))
+    assert [control.take(ValidatedMessage).step for _ in range(3)] == [0, 1, 2]
+    assert [control.take(CommitMessage).step for _ in range(3)] == [0, 1, 2]
 
 
 def test_take_waits_for_a_message_of_its_kind(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     agent.send(Word())
-    later(lambda: agent.send(Go(True, False)))
-    assert control.take(Go).end
+    later(lambda: agent.send(GoMessage(True, False)))
+    assert control.take(GoMessage).end
 
 
 def test_what_it_says_reaches_the_agent(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    vote = Vote(1, 3, 0, 2, (0, 1), (0.5, 0.25), 2.5)
+    vote = VoteMessage(1, 3, 0, 2, (0, 1), (0.5, 0.25), 2.5)
     control.send(vote)
     assert agent.receive() == vote
 
@@ -55,14 +63,14 @@ def test_what_it_says_reaches_the_agent(pair: tuple[Control, Link]) -> None:
 def test_stop_ends_a_wait_and_every_later_one(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     control.check()
-    later(lambda: agent.send(Stop()))
+    later(lambda: agent.send(StopMessage()))
     with pytest.raises(Stopped):
-        control.take(Go)
+        control.take(GoMessage)
     with pytest.raises(Stopped):
         control.check()
-    agent.send(Go(False, False))
+    agent.send(GoMessage(False, False))
     with pytest.raises(Stopped):
-        control.take(Go)
+        control.take(GoMessage)
 
 
 def test_a_wait_ends_when_what_it_looks_for_is_found(pair: tuple[Control, Link]) -> None:
@@ -92,7 +100,7 @@ def test_a_new_epoch_ends_a_wait_and_every_later_one_until_it_is_accepted(pair: 
     control, agent = pair
     later(lambda: agent.send(an_epoch(2)))
     with pytest.raises(Fenced):
-        control.take(Go)
+        control.take(GoMessage)
     with pytest.raises(Fenced):
         control.check()
     with pytest.raises(Fenced):
@@ -107,7 +115,7 @@ def test_what_was_said_before_an_epoch_is_dropped_and_what_came_after_is_kept(pa
     agent.send(an_epoch(2))
     agent.send(commit(2))
     assert control.next_epoch().epoch == 2
-    assert control.take(Commit).step == 2
+    assert control.take(CommitMessage).step == 2
 
 
 def test_only_the_newest_epoch_is_accepted(pair: tuple[Control, Link]) -> None:
@@ -126,23 +134,23 @@ def test_it_speaks_in_the_epoch_that_it_has_accepted(pair: tuple[Control, Link])
     control.tells_marks = True
     agent.send(an_epoch(2))
     with pytest.raises(Fenced):
-        control.take(Go)
+        control.take(GoMessage)
     control.mark("fence")
     assert control.next_epoch().epoch == 2
     control.mark("plan")
-    assert [agent.receive(), agent.receive()] == [Mark(0, "fence"), Mark(2, "plan")]
-    agent.send(Ping())
-    assert agent.receive() == Heartbeat(2, *control.at)
+    assert [agent.receive(), agent.receive()] == [MarkMessage(0, "fence"), MarkMessage(2, "plan")]
+    agent.send(PingMessage())
+    assert agent.receive() == HeartbeatMessage(2, *control.at)
 
 
 def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
     control, agent = pair
-    agent.send(Exit(1))  # before anybody knows where to record it
+    agent.send(ExitMessage(1))  # before anybody knows where to record it
     agent.send(Word())
     assert control.take(Word)
     events_fd = open_events(tmp_path / "events.jsonl")
     control.recorder = Recorder(events_fd, 2)
-    agent.send(Exit(3))
+    agent.send(ExitMessage(3))
     agent.send(Word())
     assert control.take(Word)
     control.check()
@@ -153,6 +161,6 @@ def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Con
 
 def test_stop_is_heard_while_an_epoch_is_awaited(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    later(lambda: agent.send(Stop()))
+    later(lambda: agent.send(StopMessage()))
     with pytest.raises(Stopped):
         control.next_epoch()

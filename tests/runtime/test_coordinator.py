@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.membership.effects import (
-    Commit,
+    AnnounceCommit,
     Finish,
     GatherInventories,
     Halt,
@@ -22,7 +22,7 @@ from engine.core.membership.events import (
     Event,
     ExitSeen,
     Heartbeat,
-    Inventory,
+    InventoryReceived,
     Joined,
     Notice,
     PlanAcknowledged,
@@ -82,13 +82,13 @@ def test_every_decision_is_in_the_store_when_its_effects_come_back(backend: Back
     assert (keys["status"], keys["epoch"]) == (b"running", b"1")
     assert json.loads(keys["verdicts"]) == [[1, "every worker has joined"]]
     (effect,) = tell(coordinator, StepCommitted(2, 1, 0))
-    assert effect == Commit(1, 0, "step")
+    assert effect == AnnounceCommit(1, 0, "step")
     assert keys_of(reader)["commit"] == b"0"
     assert GatherInventories(2) in tell(coordinator, ExitSeen(3, 1, -9))
     keys = keys_of(reader)
     assert (keys["status"], keys["epoch"]) == (b"failing over", b"2")
     assert keys[STATE] == to_json(coordinator.state).encode()
-    tell(coordinator, *(Inventory(4, worker, 2, f"held by {worker}") for worker in (0, 2)))
+    tell(coordinator, *(InventoryReceived(4, worker, 2, f"held by {worker}") for worker in (0, 2)))
     assert json.loads(keys_of(reader)["plan"])["inventories"] == [[0, "held by 0"], [2, "held by 2"]]
 
 
@@ -106,10 +106,10 @@ def test_events_that_come_as_one_are_written_as_one(backend: Backend) -> None:
     coordinator = start(client, first_state())
     tell(coordinator, *JOINED, Notice(2, 2, S))
     before = reader.read_prefix("").revision
-    answers = [Inventory(3, worker, 2, f"held by {worker}") for worker in range(3)]
+    answers = [InventoryReceived(3, worker, 2, f"held by {worker}") for worker in range(3)]
     plans = [PlanAcknowledged(3, worker, 2, "plan") for worker in range(3)]
     effects = coordinator.handle(StepCommitted(3, 1, 0), *answers, *plans)
-    kinds = [Commit, PublishEpoch, GatherInventories, PublishPlanInput, StartTraining, Commit]
+    kinds = [AnnounceCommit, PublishEpoch, GatherInventories, PublishPlanInput, StartTraining, AnnounceCommit]
     assert [type(effect) for effect in effects] == kinds
     assert reader.read_prefix("").revision == before + 1
     keys = keys_of(reader)
@@ -133,7 +133,7 @@ def test_an_answer_that_orders_nothing_is_not_written_and_a_notice_is(backend: B
     coordinator = start(client, first_state())
     tell(coordinator, *JOINED, StepCommitted(2, 1, 0), ExitSeen(3, 1, -9))
     before = reader.read_prefix("").revision
-    assert tell(coordinator, Inventory(4, 0, 2, "held by 0")) == ()
+    assert tell(coordinator, InventoryReceived(4, 0, 2, "held by 0")) == ()
     assert reader.read_prefix("").revision == before
     assert tell(coordinator, Notice(4, 0, S)) == ()
     assert json.loads(keys_of(reader)[STATE])["leaving"] == [0]
@@ -146,7 +146,7 @@ def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backe
     first = Coordinator(client, lost, first_state(), 0)
     tell(first, *JOINED, StepCommitted(2, 1, 0), ExitSeen(3, 1, -9))
     known = first.state.decided()
-    tell(first, Inventory(4, 0, 2, "held by 0"))  # an answer that orders nothing: the next one asks again
+    tell(first, InventoryReceived(4, 0, 2, "held by 0"))  # an answer that orders nothing: the next one asks again
     (held,) = later.read_prefix(ROLE).items
     backend.outlast(Lease(held.lease_id, 1))
     assert late.poll()
@@ -157,10 +157,10 @@ def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backe
     with pytest.raises(
         CoordinatorUnavailableError, match=r"^this coordinator is out.*'coordinator' now names 'second'"
     ):
-        first.handle(Inventory(5, 2, 2, "held by 2"))
+        first.handle(InventoryReceived(5, 2, 2, "held by 2"))
     assert keys_of(later)[STATE] == to_json(second.state).encode()
     assert GatherInventories(2) in tell(second, Tick(1001 * S))
-    tell(second, *(Inventory(1001 * S, worker, 2, f"held by {worker}") for worker in (0, 2)))
+    tell(second, *(InventoryReceived(1001 * S, worker, 2, f"held by {worker}") for worker in (0, 2)))
     tell(second, *(PlanAcknowledged(1000 * S, worker, 2, "plan") for worker in (0, 2)))
     assert (second.state.phase, second.state.epoch, second.state.committed) == (Phase.RUNNING, 2, 0)
     verdicts = json.loads(keys_of(later)["verdicts"])
@@ -228,7 +228,7 @@ def test_the_history_of_verdicts_is_bounded(backend: Backend) -> None:
         # One look is 0.2 s; everybody was heard meanwhile.
         tell(coordinator, *(Heartbeat(now_ns, worker, epoch, 0, 0, False) for worker in range(3)), Tick(now_ns))
         members = coordinator.state.members
-        tell(coordinator, *(Inventory(now_ns, each, epoch + 1, "all") for each in members))
+        tell(coordinator, *(InventoryReceived(now_ns, each, epoch + 1, "all") for each in members))
         tell(coordinator, *(PlanAcknowledged(now_ns, each, epoch + 1, "plan") for each in members))
     assert coordinator.state.epoch == 81
     verdicts = json.loads(keys_of(client)["verdicts"])

@@ -13,10 +13,10 @@ import torch
 
 from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, Problem, UserError
-from engine.models.catalogue import open_data
 from engine.models.data import Data
 from engine.models.datasets.images import split
 from engine.models.layers import Batch
+from engine.models.model_loader import open_data
 
 BUILTIN_JOBS = {
     "text": Job(model="gpt"),

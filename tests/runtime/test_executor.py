@@ -11,16 +11,16 @@ import torch
 
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
-from engine.core.messages import Commit
+from engine.core.messages import CommitMessage
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
-from engine.models.catalogue import build_model, open_data
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.value_store import Holdings
+from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.worker_context import WorkerContext
 from tests.runtime.peers import PeerServer
 from tests.runtime.small_run import NORMED, STATEFUL, TIED_GPT, Rows, SmallRun, small_job
 
@@ -227,16 +227,16 @@ def lone_executor(**values: Any) -> Executor:
     model = build_model(job, data.facts)
     nothing: Any = Nothing()
     replicas = Replicas(job, model, (0,), [(0, 0)])
-    return Executor(Surroundings(job, 0, (0,), (), replicas, data, nothing, nothing, nothing, nothing))
+    return Executor(WorkerContext(job, 0, (0,), (), replicas, data, nothing, nothing, nothing, nothing))
 
 
 def test_a_commit_is_taken_once_and_none_is_missed() -> None:
     executor = lone_executor()
     executor.step = 3
     assert not executor.catch_up(None)
-    assert not executor.catch_up(Commit(2, 1.0, "step"))
+    assert not executor.catch_up(CommitMessage(2, 1.0, "step"))
     with pytest.raises(InvariantError, match="step 4 is committed, and worker 0 is at 3"):
-        executor.catch_up(Commit(4, 1.0, "step"))
+        executor.catch_up(CommitMessage(4, 1.0, "step"))
     assert executor.step == 3
     assert executor.inventory() == Inventory(0, 3, ((0, 0),), {(0, 0): 0}, {(0, 0): 0})
 
@@ -255,19 +255,19 @@ def test_a_fence_takes_nobody_out_of_the_optimizer_steps() -> None:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_was_made_is_held_until_the_commit_if_anybody_could_need_it(keeps: bool) -> None:
-    holdings = Holdings(keeps)
+    value_store = ValueStore(keeps)
     made, got = (Value(Kind.ACTIVATION, 0, 0, microbatch) for microbatch in (1, 2))
     parameter = torch.ones(2, requires_grad=True)
-    holdings.make(made, (parameter * 2, torch.arange(2)))
-    holdings.receive(got, (torch.zeros(2),))
-    assert holdings.values() == (made, got)
-    (one, other) = holdings.to_send(made) if keeps else holdings.use_up(made)
+    value_store.make(made, (parameter * 2, torch.arange(2)))
+    value_store.receive(got, (torch.zeros(2),))
+    assert value_store.values() == (made, got)
+    (one, other) = value_store.to_send(made) if keeps else value_store.consume(made)
     assert one.grad_fn is None
     assert (one.requires_grad, other.requires_grad) == (True, False)
-    assert holdings.use_up(got)[0].tolist() == [0.0, 0.0]
-    assert holdings.values() == ((made,) if keeps else ())
+    assert value_store.consume(got)[0].tolist() == [0.0, 0.0]
+    assert value_store.values() == ((made,) if keeps else ())
     if keeps:
-        assert holdings.use_up(made)[0].tolist() == [2.0, 2.0]
-        assert holdings.values() == (made,)
-    holdings.clear()
-    assert holdings.values() == ()
+        assert value_store.consume(made)[0].tolist() == [2.0, 2.0]
+        assert value_store.values() == (made,)
+    value_store.clear()
+    assert value_store.values() == ()

@@ -11,8 +11,8 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.message_codec import ToWorker
-from engine.core.messages import Fired, Inflict, Strike, Suffered
-from engine.core.process_messages import Stop
+from engine.core.messages import FiredMessage, InflictMessage, StrikeMessage, SufferedMessage
+from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
@@ -32,7 +32,7 @@ def answer(agent: Link, with_message: ToWorker) -> threading.Thread:
     """Answers the next strike; returns the thread that does."""
 
     def run() -> None:
-        assert agent.receive() == Strike(BEFORE.id)
+        assert agent.receive() == StrikeMessage(BEFORE.id)
         agent.send(with_message)
 
     thread = threading.Thread(target=run)
@@ -44,7 +44,7 @@ def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pa
     control, agent = pair
     points = Failpoints(control, 2, [BEFORE])
     assert points.armed
-    thread = answer(agent, Fired(BEFORE.id))
+    thread = answer(agent, FiredMessage(BEFORE.id))
     points.at(5, ACTION, "before")
     thread.join(5.0)
     assert control.fired == {BEFORE.id}
@@ -54,7 +54,7 @@ def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pa
 
 def test_an_heir_passes_the_moment_of_a_fault_that_has_fired(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    agent.send(Fired(BEFORE.id))
+    agent.send(FiredMessage(BEFORE.id))
     control.wait_until(lambda: control.fired or None)
     Failpoints(control, 1, [BEFORE]).at(5, ACTION, "before")  # nobody would answer
 
@@ -62,7 +62,7 @@ def test_an_heir_passes_the_moment_of_a_fault_that_has_fired(pair: tuple[Control
 def test_during_an_action_it_goes_on_at_once(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     Failpoints(control, 2, [DURING]).at(5, ACTION, "during")
-    assert agent.receive() == Strike(DURING.id)
+    assert agent.receive() == StrikeMessage(DURING.id)
 
 
 def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Link]) -> None:
@@ -77,7 +77,7 @@ def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Li
     assert not Failpoints(control, 2).armed
 
 
-@pytest.mark.parametrize(("message", "error"), [(Stop(), Stopped), (an_epoch(1), Fenced)], ids=["stop", "epoch"])
+@pytest.mark.parametrize(("message", "error"), [(StopMessage(), Stopped), (an_epoch(1), Fenced)], ids=["stop", "epoch"])
 def test_it_is_taken_out_of_the_wait(pair: tuple[Control, Link], message: ToWorker, error: type[Exception]) -> None:
     control, agent = pair
     thread = answer(agent, message)
@@ -101,11 +101,11 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     control.at = (5, 1, True)
     replicas: Any = object()  # which it leaves alone
     points = Failpoints(control, 2, replicas=replicas)
-    control.on_fault(Inflict("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
+    control.on_fault(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
     time.sleep(0.005)
-    points.linger(5, ACTION, now_ns())
+    points.delay(5, ACTION, now_ns())
     message = agent.receive()
-    assert isinstance(message, Suffered) and message.fault == "slow"
+    assert isinstance(message, SufferedMessage) and message.fault == "slow"
     assert points.armed
-    points.linger(5, ACTION, now_ns())
+    points.delay(5, ACTION, now_ns())
     assert not points.armed

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.faults.fault_kind import ParameterForm
 from engine.runtime.faults import registry
+from engine.runtime.faults.fault_context import WorkerFaultContext
 from engine.runtime.faults.registry import at_once, fault_kind, kinds, registered
-from engine.runtime.faults.scene import Scene
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
@@ -44,7 +44,7 @@ def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(registry, "_KINDS", {})
 
     @fault_kind("tickle", "Nobody ends of it.", "worker", at_once)
-    def tickle(scene: Scene) -> None:
+    def tickle(context: WorkerFaultContext) -> None:
         """Does nothing."""
 
     assert registry._KINDS["tickle"].strike is tickle

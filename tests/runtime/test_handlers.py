@@ -10,7 +10,7 @@ import pytest
 from engine.core.action import Op
 from engine.core.errors import InvariantError
 from engine.runtime.worker import handlers
-from engine.runtime.worker.handlers import Call, Entry, register, run_in_order
+from engine.runtime.worker.handlers import Call, QueuedAction, register, run_in_order
 from tests.core.drawing import program_of
 
 
@@ -26,7 +26,9 @@ def ran(drawing: str) -> str:
     def run(action: object, text: str, method: object) -> None:
         done.append(text)
 
-    entries: list[Entry] = [(action, str(action), lambda action, step: None) for action in program_of(drawing)[0]]
+    entries: list[QueuedAction] = [
+        (action, str(action), lambda action, step: None) for action in program_of(drawing)[0]
+    ]
     run_in_order(entries, lambda: done.append("."), run)
     return " ".join(done)
 

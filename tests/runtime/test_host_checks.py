@@ -11,7 +11,7 @@ import pytest
 from engine.core.errors import ExitCode
 from engine.runtime.doctor import host_checks
 from engine.runtime.doctor.etcd_probes import Client, Latency, Server
-from engine.runtime.doctor.host_checks import Check
+from engine.runtime.doctor.host_checks import HostCheck
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0+cpu",
@@ -68,7 +68,7 @@ OTHER = Client(("etcdpy",), error="TypeError: no")
         (host_checks.judge_terminal(True, "utf-8", 40), "warn", "40 columns", "widen"),
     ],
 )
-def test_verdicts(check: Check, status: str, part_of_found: str, part_of_fix: str) -> None:
+def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix: str) -> None:
     assert check.status == status
     assert part_of_found in check.found
     assert part_of_fix in check.fix
@@ -105,7 +105,7 @@ def test_without_torch_nothing_else_is_said_about_it() -> None:
 
 
 def test_only_what_is_missing_fails_the_whole() -> None:
-    ok = Check("a", "ok", "fine")
+    ok = HostCheck("a", "ok", "fine")
     warn = replace(ok, status="warn", fix="do")
     assert host_checks.exit_code([ok, warn]) == ExitCode.OK
     assert host_checks.exit_code([ok, replace(warn, status="missing"), ok]) == ExitCode.ENVIRONMENT

@@ -17,19 +17,18 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, excluded
-from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker, slot_owner
-from engine.core.faults.fault import Phase as RecoveryPhase
-from engine.core.membership.effects import Commit, Effect, PublishEpoch, StartTraining
+from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
+from engine.core.membership.effects import AnnounceCommit, Effect, PublishEpoch, StartTraining
 from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.message_codec import Message
-from engine.core.messages import Arm, Fired, Inflict
+from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Slot
 from engine.runtime.agent.injector import Injector
-from engine.runtime.agent.worker_handles import Member
+from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.process.children import Child
+from engine.runtime.process.fork_client import Child
 from engine.runtime.process.process_state import process_state
 
 JOB = Job(stages=3, microbatches=4, steps=8)
@@ -51,7 +50,7 @@ class Crew:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, WorkerHandle] = {}
         self.links: dict[int, Link] = {}
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         for worker in range(3):
@@ -70,7 +69,7 @@ class Crew:
         near, self.links[worker] = Link.pair(blocking=False)
         child = Child(f"crew-{worker}", process.pid, os.pidfd_open(process.pid))
         self.processes[worker] = process
-        self.members[worker] = Member(worker, ((0, worker),), child, near, self.folder / "log")
+        self.members[worker] = WorkerHandle(worker, ((0, worker),), child, near, self.folder / "log")
 
     def injector(self, *faults: Fault) -> Injector:
         return Injector(JOB, faults, self.members, self.recorder, self.board, lambda: self.state)
@@ -141,7 +140,7 @@ def test_a_fault_is_recorded_strikes_once_and_is_confirmed_by_the_exit(crew: Cre
     assert crew.events("confirmed") == []
     assert crew.ended(injector, 1) == -signal.SIGKILL
     assert [each["fault"] for each in crew.events("confirmed")] == ["first"]
-    assert crew.told(0) == [Fired("first")]
+    assert crew.told(0) == [FiredMessage("first")]
     injector.strike("first")  # the heir comes by
     assert len(crew.events("fault")) == 1
     assert crew.told(0) == []
@@ -194,7 +193,7 @@ def test_victims_of_a_moment_are_those_of_its_slot(crew: Crew, victim: Victim, w
     injector.strike("first")
     assert [(each["of"], each["slot"]) for each in crew.events("fault")] == [(worker, [*slot])]
     (order, _) = crew.told(worker)
-    assert order == Inflict("first", "noop", {}, slot)
+    assert order == InflictMessage("first", "noop", {}, slot)
 
 
 def test_the_neighbour_of_the_last_stage_is_the_first(crew: Crew) -> None:
@@ -211,20 +210,20 @@ def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
     injector.close()
     assert crew.events("fault") == []
     assert [each["how"] for each in crew.events("unconfirmed")] == ["nobody was there to be struck"]
-    assert crew.told(1)[-1] == Fired("first")  # whoever stands at the moment goes on
+    assert crew.told(1)[-1] == FiredMessage("first")  # whoever stands at the moment goes on
 
 
 def effect(kind: type[Effect], epoch: int) -> Effect:
     """Returns what the agent does at the beginning of a phase."""
     if kind is PublishEpoch:
         return PublishEpoch(epoch, (0, 2), (excluded(1, Cause.DEATH, "died"),), "died")
-    if kind is Commit:
-        return Commit(epoch, 1 + epoch, "step")
+    if kind is AnnounceCommit:
+        return AnnounceCommit(epoch, 1 + epoch, "step")
     return kind(epoch)
 
 
 @pytest.mark.parametrize(
-    ("phase", "kind"), [("agree", PublishEpoch), ("replay", StartTraining), ("heal", Commit)], ids=str
+    ("phase", "kind"), [("agree", PublishEpoch), ("replay", StartTraining), ("heal", AnnounceCommit)], ids=str
 )
 def test_a_phase_is_that_of_the_recovery_from_the_other_fault(crew: Crew, phase: str, kind: type[Effect]) -> None:
     injector = crew.injector(kill(), after("first", phase))
@@ -242,13 +241,13 @@ def test_a_phase_is_that_of_the_recovery_from_the_other_fault(crew: Crew, phase:
 
 def test_nothing_is_healed_yet_when_the_last_commit_is_told_again(crew: Crew) -> None:
     injector = crew.injector(kill(), after("first", "heal"))
-    injector.has_begun(Commit(1, 2, "step"))
+    injector.has_begun(AnnounceCommit(1, 2, "step"))
     injector.strike("first")
     crew.ended(injector, 1)
     crew.moves_on(1)
-    injector.has_begun(Commit(2, 2, "step"))
+    injector.has_begun(AnnounceCommit(2, 2, "step"))
     assert len(crew.events("fault")) == 1
-    injector.has_begun(Commit(2, 3, "step"))
+    injector.has_begun(AnnounceCommit(2, 3, "step"))
     assert len(crew.events("fault")) == 2
 
 
@@ -341,7 +340,7 @@ def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> No
     crew.told(0)
     injector.begins(effect(StartTraining, 2))
     (order,) = crew.told(0)
-    assert isinstance(order, Arm)
+    assert isinstance(order, ArmMessage)
     moments = [(each["id"], each["moment"]) for each in order.faults]
     assert moments == [
         ("second", {"step": 3, "action": "1B2", "when": "after"}),
@@ -367,7 +366,7 @@ def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
     assert injector.known == {"first"}
     for worker in range(3):
         (order,) = crew.told(worker)
-        assert isinstance(order, Arm) and [each["id"] for each in order.faults] == ["first"]
+        assert isinstance(order, ArmMessage) and [each["id"] for each in order.faults] == ["first"]
     injector.strike("first")
     crew.ended(injector, 1)
     assert len(crew.events("confirmed")) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from engine.core.message_codec import Plain
-from engine.core.process_messages import Case, Done
+from engine.core.process_messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.lanes import Lanes
 
@@ -64,7 +64,7 @@ def test_no_task_starts_no_lane(tmp_path: Path) -> None:
 
 
 def _lane(link: Link) -> None:
-    while isinstance(message := link.receive(), Case):
+    while isinstance(message := link.receive(), CaseMessage):
         task = message.task
         match task["do"]:
             case "sleep":
@@ -73,7 +73,7 @@ def _lane(link: Link) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "meet":
                 _meet(Path(task["place"]))
-        link.send(Done({"pid": os.getpid()}))
+        link.send(DoneMessage({"pid": os.getpid()}))
 
 
 def _meet(place: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.config.partition import MOST_LAYERS, partition
 from engine.core.errors import InvariantError
-from engine.core.messages import Cut, Suspicion
-from engine.core.process_messages import Fork, Ping
+from engine.core.messages import CutMessage, SuspicionMessage
+from engine.core.process_messages import ForkMessage, PingMessage
 from engine.runtime.ipc.link import Link, packet
 from tests.runtime.peer_messages import Result, Word
 
@@ -34,16 +34,16 @@ def unblocked() -> Iterator[tuple[Link, Link]]:
 
 def test_the_longest_partition_of_a_built_in_model_fits() -> None:
     names = [f"hidden{index}" for index in range(MOST_LAYERS)]
-    assert packet(Cut(partition("uniform", 4096, names, ()), tuple(names)))
+    assert packet(CutMessage(partition("uniform", 4096, names, ()), tuple(names)))
 
 
 def test_messages_arrive_whole_and_in_order_both_ways(pair: tuple[Link, Link]) -> None:
     near, far = pair
-    assert near.send(Suspicion(1, "a\nb \u00e9"))
-    assert near.send(Ping())
+    assert near.send(SuspicionMessage(1, "a\nb \u00e9"))
+    assert near.send(PingMessage())
     assert far.send(Result({"a": [1, 2]}))
-    assert far.receive() == Suspicion(1, "a\nb \u00e9")
-    assert far.receive() == Ping()
+    assert far.receive() == SuspicionMessage(1, "a\nb \u00e9")
+    assert far.receive() == PingMessage()
     assert near.receive() == Result({"a": [1, 2]})
 
 
@@ -69,9 +69,9 @@ def test_a_message_that_fits_no_packet_is_a_bug(pair: tuple[Link, Link]) -> None
 def test_descriptors_arrive_as_copies(pair: tuple[Link, Link]) -> None:
     near, far = pair
     pipes = [os.pipe() for _ in range(4)]
-    near.send(Fork("worker", "name"), [write_fd for _, write_fd in pipes])
+    near.send(ForkMessage("worker", "name"), [write_fd for _, write_fd in pipes])
     message, copies = far.receive_with_fds()
-    assert message == Fork("worker", "name")
+    assert message == ForkMessage("worker", "name")
     for number, ((read_fd, write_fd), copy) in enumerate(zip(pipes, copies, strict=True)):
         os.close(write_fd)
         os.write(copy, b"%d" % number)

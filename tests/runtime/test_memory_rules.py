@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.models.catalogue import build_model, open_data
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.stage.build_layer import build_layer
 
 WIDTH = 32

@@ -12,11 +12,11 @@ from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.random_key import weights_key
 from engine.core.scalar import Args
-from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, Model, Tie, as_tensors
+from engine.models.model_loader import build_model, open_data
+from engine.models.model_registry import MODELS
 from engine.models.networks import timed
-from engine.models.offer import MODELS
 
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)
 SMALL_ARGS: dict[str, Args] = {

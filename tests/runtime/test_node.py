@@ -16,8 +16,8 @@ from engine.core.membership.state import Options, State, begin
 from engine.core.store.kv import KV, Lease
 from engine.runtime.agent import node as node_module
 from engine.runtime.agent.node import LEASE_TTL_S, Node
-from engine.runtime.agent.worker_handles import Member
-from engine.runtime.process.children import Child
+from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.process.fork_client import Child
 from engine.runtime.store.etcd_calls import DEADLINE_S
 from tests.runtime.kv_backends import Backend
 
@@ -37,7 +37,8 @@ def start(client: KV, num_stages: int = 3) -> Node:
     """Returns a node with its workers enrolled."""
     node = Node(client, first_state(num_stages), 0)
     node.enrol(
-        Member(worker, ((0, worker),), Child("", 1000 + worker, -1), NO_LINK, Path()) for worker in range(num_stages)
+        WorkerHandle(worker, ((0, worker),), Child("", 1000 + worker, -1), NO_LINK, Path())
+        for worker in range(num_stages)
     )
     return node
 

@@ -6,7 +6,7 @@ from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
 from engine.core.membership.state import Phase, State
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.agent.preparation import Preparation
+from engine.runtime.agent.preparation import HandOverPreparation
 from engine.runtime.ipc.recorder import now_ns
 from tests.core.membership_cases import S, running, told
 
@@ -18,7 +18,7 @@ class Prepared:
 
     def __init__(self, grace_ns: int = 120 * S):
         self.orders: list[tuple[int, PublishPlanInput]] = []
-        self.of = Preparation(lambda number, document: self.orders.append((number, document)))
+        self.of = HandOverPreparation(lambda number, document: self.orders.append((number, document)))
         self.of.noticed(2, grace_ns)
 
     def look(self, state: State) -> None:

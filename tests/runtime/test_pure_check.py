@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from engine.core.checks.purity import Marks, PurityBook
+from engine.core.checks.purity import DigestByName, PurityBook
 from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.models.catalogue import build_model, open_data
 from engine.models.data import Data
 from engine.models.datasets.synthetic import VectorData
 from engine.models.layers import Batch, Model
 from engine.models.losses import default_loss
-from engine.models.offer import MODELS
+from engine.models.model_loader import build_model, open_data
+from engine.models.model_registry import MODELS
 from engine.runtime.stage.random_streams import positions
 from engine.runtime.worker.pure_check import PureCheck
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
@@ -33,7 +33,7 @@ def check_of(model: Model, data: Data = DATA, **values: Any) -> PureCheck:
     return PureCheck(job, model, data, starts_of(job, model), borders_of(job, model, data))
 
 
-def run(check: PureCheck) -> dict[str, Marks]:
+def run(check: PureCheck) -> dict[str, DigestByName]:
     return dict(check.run(dict.fromkeys(range(check.job.stages), True)))
 
 

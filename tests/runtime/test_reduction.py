@@ -12,7 +12,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.reduction import Circle, gather_over_pipelines, mean_over_pipelines
+from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.transport.rendezvous import connect
 from tests.runtime.peers import PeerServer
 
@@ -53,13 +53,13 @@ def reduces(port: int, prefix: str, worker: int, owners: list[int], ranks: list[
     num_pipelines = len(owners) // 2
     ownership = Ownership(Grid(2, 1, num_pipelines), tuple(owners))
     plane = DataPlane(Control(near), connect(port, prefix), worker, ranks, 10.0)
-    circle = Circle(plane, ownership, worker, STAGE)
-    local = {each: gradients_of(each, shapes) for each in circle.pipelines(worker)}
+    group = ReduceGroup(plane, ownership, worker, STAGE)
+    local = {each: gradients_of(each, shapes) for each in group.pipelines(worker)}
     answers = []
     for _ in range(2):
         endings = {each: (torch.tensor(each), torch.full((3,), 0.5 + each)) for each in local}
-        gathered = gather_over_pipelines(circle, endings)
-        reduced = mean_over_pipelines(circle, local)
+        gathered = gather_over_pipelines(group, endings)
+        reduced = mean_over_pipelines(group, local)
         answers.append(
             [
                 [list(each.shape) for each in reduced],
@@ -73,7 +73,7 @@ def reduces(port: int, prefix: str, worker: int, owners: list[int], ranks: list[
     intact = all(bits(part) == bits(gradients_of(each, shapes)) for each, part in local.items())
     # A plane is closed when everybody has what they need.
     plane.reap()
-    mean_over_pipelines(circle, {each: [torch.zeros(1)] for each in local})
+    mean_over_pipelines(group, {each: [torch.zeros(1)] for each in local})
     plane.reap()
     plane.close()
     return [*answers[0], intact]
@@ -136,22 +136,22 @@ class NoPlane:
         raise AssertionError(f"used {name}")
 
 
-def circle_of(owners: tuple[int, ...], num_pipelines: int) -> Circle:
+def group_of(owners: tuple[int, ...], num_pipelines: int) -> ReduceGroup:
     plane: Any = NoPlane()
-    return Circle(plane, Ownership(Grid(2, 1, num_pipelines), owners), owners[STAGE], STAGE)
+    return ReduceGroup(plane, Ownership(Grid(2, 1, num_pipelines), owners), owners[STAGE], STAGE)
 
 
 def test_a_worker_that_owns_all_pipelines_sends_nothing() -> None:
     parts = {each: gradients_of(each, SHAPES) for each in range(3)}
-    assert bits(mean_over_pipelines(circle_of((0, 1, 2, 1, 3, 1), 3), parts)) == expected(3, SHAPES)
+    assert bits(mean_over_pipelines(group_of((0, 1, 2, 1, 3, 1), 3), parts)) == expected(3, SHAPES)
 
 
 def test_one_pipeline_sends_nothing_and_copies_nothing() -> None:
     gradients = gradients_of(0, SHAPES)
-    means = mean_over_pipelines(circle_of((0, 1), 1), {0: gradients})
+    means = mean_over_pipelines(group_of((0, 1), 1), {0: gradients})
     assert all(mean is gradient for mean, gradient in zip(means, gradients, strict=True))
 
 
 def test_a_stage_without_parameters_or_buffers_sends_nothing() -> None:
-    circle = circle_of((0, 1, 2, 3), 2)
-    assert mean_over_pipelines(circle, {0: []}) == []
+    group = group_of((0, 1, 2, 3), 2)
+    assert mean_over_pipelines(group, {0: []}) == []

@@ -9,14 +9,14 @@ import torch
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership, fresh
-from engine.models.catalogue import build_model, open_data
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.ipc.control import Control, Fenced
 from engine.runtime.ipc.link import Link
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, take_step
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.sharded_stages import Shards
+from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.stage.tensor_shards import put_together
+from engine.runtime.stage.tensor_shards import whole_tensor
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 from tests.runtime.peer_messages import an_epoch
@@ -47,7 +47,7 @@ def takes_a_step(port: int, prefix: str, worker: int) -> Any:
     replicas, ownership = replicas_of(worker)
     stage = replicas.stages[worker, 0]
     before = hash_tensors(stage.optimizers[0].state_tensors())
-    shards = Shards(worker, replicas, ownership, connect(port, prefix))
+    shards = ShardedStages(worker, replicas, ownership, connect(port, prefix))
     shards.enter(plane, ownership)
     sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
     shards.unshard(WHOLE, 0)
@@ -60,7 +60,7 @@ def takes_a_step(port: int, prefix: str, worker: int) -> Any:
     states = [each for optimizer in stage.optimizers.values() for _, each in optimizer.state_tensors() if each.dim()]
     local = sum(each.to_local().numel() for each in states)  # type: ignore[attr-defined]
     after = [hash_tensors(optimizer.state_tensors()) for optimizer in stage.optimizers.values()]
-    whole = sum(put_together(each).numel() for each in states)
+    whole = sum(whole_tensor(each).numel() for each in states)
     shards.meet(0)
     plane.reap()
     plane.close()
@@ -93,7 +93,7 @@ def waits_alone(port: int, prefix: str, worker: int) -> Any:
     store = connect(port, prefix)
     plane = DataPlane(Control(near), connect(port, f"{prefix}-plane"), worker, [0, 1], 10.0)
     replicas, ownership = replicas_of(worker)
-    shards = Shards(worker, replicas, ownership, store)
+    shards = ShardedStages(worker, replicas, ownership, store)
     shards.enter(plane, ownership)
     outcome = "stayed away"
     if worker == 0:

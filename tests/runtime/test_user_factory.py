@@ -13,9 +13,9 @@ import torch
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.scalar import Scalar
-from engine.models.catalogue import build_model, open_data
 from engine.models.data import DataFacts
 from engine.models.layers import FunctionLayer, Tie
+from engine.models.model_loader import build_model, open_data
 
 FACTS = DataFacts(task="regress", features=4, outputs=1)
 _numbers = itertools.count()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.ownership import Grid, one_slot_each
-from engine.models.catalogue import build_model, open_data
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.validation import Validation
@@ -22,7 +22,7 @@ def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(job, model, (0,), [(0, 0)])
     replicas.learn(borders_of(job, model, data))
     control = SimpleNamespace(at=(5, 7, False), check=lambda: None)
-    around: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
+    context: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
     seen: list[tuple[int, int, bool]] = []
     evaluate = Stage.evaluate
 
@@ -32,6 +32,6 @@ def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Stage, "evaluate", watched)
     plane: Any = None
-    assert Validation(around, plane, one_slot_each(Grid(1, job.microbatches))).run() is not None
+    assert Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run() is not None
     assert seen == [(5, 8 + number, True) for number in range(job.validation_microbatches)]
     assert control.at == (5, 7 + job.validation_microbatches, False)

@@ -11,10 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from engine.core.membership import effects, events
-from engine.core.membership.prepared_epoch import Foreseen, foresee
+from engine.core.membership.prepared_epoch import PreparedEpoch, prepare_epoch
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Options, Phase, State, begin
-from engine.core.messages import Vote
+from engine.core.messages import VoteMessage
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.recovery.ballot import Ballot
 from engine.core.recovery.ballot import Commit as Outcome
@@ -64,7 +64,7 @@ class Agent:
         self.ballot = Ballot(1, 0, self.ownership, CLIP_NORM)
         self.last: Outcome | None = None
         self.leaving: tuple[int, ...] = ()
-        self.foreseen: Foreseen | None = None  # before the last commit
+        self.prepared_epoch: PreparedEpoch | None = None  # before the last commit
 
     def hear(self, event: events.Event) -> None:
         """Takes an event, and carries out what the protocol orders."""
@@ -83,12 +83,12 @@ class Agent:
         if epoch != self.state.epoch:
             raise Violation(f"a vote of epoch {epoch} counts in epoch {self.state.epoch}")
         layers, norms = ((), ()) if norm is None else ((slot[1],), (norm,))
-        outcome = self.ballot.add(worker, Vote(epoch, number, *slot, layers, norms, loss))
+        outcome = self.ballot.add(worker, VoteMessage(epoch, number, *slot, layers, norms, loss))
         if outcome is None:
             return
         self.world.judge.committed(outcome, self.ballot.ownership)
         self.last = outcome
-        self.foreseen = foresee(self.state, self.ballot.ownership, self.world.now)
+        self.prepared_epoch = prepare_epoch(self.state, self.ballot.ownership, self.world.now)
         self.hear(events.StepCommitted(self.world.now, epoch, number, self.ballot.ownership.shadows))
 
     def counts(self, epoch: int, worker: int) -> bool:
@@ -119,11 +119,11 @@ class Agent:
         """An epoch that a commit has made was foreseen before it: the same plan would have been made."""
         if self.state.phase is not Phase.RECONFIGURING:
             return
-        assert self.foreseen is not None
-        foreseen = self.foreseen.document
-        if replace(foreseen, inventories=()) != replace(effect, inventories=()):
-            raise Violation(f"{foreseen} was foreseen, and {effect} has come")
-        if planned(document._replace(inventories=foreseen.inventories)).plan != planned(document).plan:
+        assert self.prepared_epoch is not None
+        prepared_epoch = self.prepared_epoch.document
+        if replace(prepared_epoch, inventories=()) != replace(effect, inventories=()):
+            raise Violation(f"{prepared_epoch} was foreseen, and {effect} has come")
+        if planned(document._replace(inventories=prepared_epoch.inventories)).plan != planned(document).plan:
             raise Violation(f"epoch {effect.epoch} has another plan than was foreseen")
         self.world.turns.add("epoch is foreseen")
 
@@ -136,7 +136,7 @@ class Agent:
         for number in self.state.members:
             self.world.tell(self.world.workers[number], "go", effect.epoch)
 
-    def commit(self, effect: effects.Commit) -> None:
+    def commit(self, effect: effects.AnnounceCommit) -> None:
         """Everybody learns of the commit; the ballot of the next step is opened under the healed ownership."""
         assert self.last is not None and self.last.step == effect.step
         if effect.then == "step" and self.ballot.step == effect.step:
@@ -173,7 +173,7 @@ _OBEY = {
     effects.GatherInventories: "nothing",
     effects.PublishPlanInput: "plan",
     effects.StartTraining: "start",
-    effects.Commit: "commit",
+    effects.AnnounceCommit: "commit",
     effects.OrderHandOver: "nothing",
     effects.Look: "look",
     effects.Evict: "evict",

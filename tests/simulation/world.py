@@ -276,7 +276,7 @@ def _in_words(numbers: tuple[int, ...]) -> str:
 _STRUCK, _ENDED = -2, -3
 _EVENTS = {
     "suspicion": events.Suspicion,
-    "inventory": events.Inventory,
+    "inventory": events.InventoryReceived,
     "planned": events.PlanAcknowledged,
     "done": events.Done,
 }

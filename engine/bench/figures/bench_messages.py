@@ -15,7 +15,7 @@ class Turns(ToWorker):
 
 
 @message
-class Timed(ToAgent):
+class CodecTimes(ToAgent):
     """One iteration of a side at a worker of the pipeline benchmark, told when all are done."""
 
     side: str

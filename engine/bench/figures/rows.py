@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One figure: `ours` and `peer` in the unit that `metric` ends with, their `ratio`, from `n` pairs."""
 
     case: str
@@ -42,8 +42,8 @@ class Row:
         }
 
 
-COLUMNS = tuple(each.name for each in fields(Row))
-Cases = Mapping[str, Callable[[Path], Sequence[Row]]]  # name -> measurement, given a folder for temporary files
+COLUMNS = tuple(each.name for each in fields(BenchRow))
+Cases = Mapping[str, Callable[[Path], Sequence[BenchRow]]]  # name -> measurement, given a folder for temporary files
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +87,33 @@ def at_most(figures: Sequence[float], part: float) -> float:
     return sorted(figures)[math.ceil(part * len(figures)) - 1]
 
 
-def row(case: str, metric: str, ours: float, peer: float, n: int, goal: float | None = None) -> Row:
+def row(case: str, metric: str, ours: float, peer: float, n: int, goal: float | None = None) -> BenchRow:
     """Returns one row; `goal` is the limit of our figure."""
-    return Row(case, metric, ours, peer, ours / peer, goal, None if goal is None else ours <= goal, n)
+    return BenchRow(case, metric, ours, peer, ours / peer, goal, None if goal is None else ours <= goal, n)
 
 
-def ratio_row(case: str, metric: str, ours: float, peer: float, n: int, goal: float) -> Row:
+def ratio_row(case: str, metric: str, ours: float, peer: float, n: int, goal: float) -> BenchRow:
     """Returns one row; `goal` is the limit of the ratio of the figures."""
-    return Row(case, metric, ours, peer, ours / peer, goal, ours / peer <= goal, n)
+    return BenchRow(case, metric, ours, peer, ours / peer, goal, ours / peer <= goal, n)
 
 
-def limit_row(case: str, metric: str, figures: Sequence[float], part: float, limit: float) -> Row:
+def limit_row(case: str, metric: str, figures: Sequence[float], part: float, limit: float) -> BenchRow:
     """Returns one row that compares the quantile `part` of the figures with its limit."""
     return ratio_row(case, metric, at_most(figures, part), limit, len(figures), 1.0)
 
 
-def paired_row(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float | None = None) -> Row:
+def paired_row(
+    case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float | None = None
+) -> BenchRow:
     """Returns one row; `goal` is the limit of the median ratio of the pairs."""
     ratio = median(_ratios(ours, peer))
     met = None if goal is None else ratio <= goal
-    return Row(case, metric, median(ours), median(peer), ratio, goal, met, len(ours))
+    return BenchRow(case, metric, median(ours), median(peer), ratio, goal, met, len(ours))
 
 
 def pipeline_rows(
     case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Sequence[Stamps]], remark: str, has_ideal: bool
-) -> list[Row]:
+) -> list[BenchRow]:
     """Returns the rows of one case from the iterations of both sides, each iteration with the stamps of every worker.
 
     `remark` states the difference between torch's schedule and ours.
@@ -127,9 +129,9 @@ def pipeline_rows(
     figures, metric = (median(ours_s), median(peer_s)), f"iteration s{remark}"
     return [
         *rows,
-        Row(case, metric, *figures, middle, None, None, len(ours)),
-        Row(case, f"{metric}, low end of 95 %", *figures, low, 1.0, low <= 1.0, len(ours)),
-        Row(case, f"{metric}, high end of 95 %", *figures, high, None, None, len(ours)),
+        BenchRow(case, metric, *figures, middle, None, None, len(ours)),
+        BenchRow(case, f"{metric}, low end of 95 %", *figures, low, 1.0, low <= 1.0, len(ours)),
+        BenchRow(case, f"{metric}, high end of 95 %", *figures, high, None, None, len(ours)),
     ]
 
 
@@ -147,7 +149,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def overhead_rows(
     case: str, ours: Sequence[float], none: Sequence[float], floor: float, goal: float | None
-) -> list[Row]:
+) -> list[BenchRow]:
     """Returns the row of step times with and without redundancy, and the row of their ratio beside its ideal minimum.
 
     `floor` and `goal` are the overheads, as shares of the time without redundancy.

@@ -11,12 +11,12 @@ import time
 
 from engine.bench.figures.bench_messages import Round
 from engine.core.history.run_records import MarkRecord
-from engine.core.messages import Ready
-from engine.core.process_messages import Bye
+from engine.core.messages import ReadyMessage
+from engine.core.process_messages import ByeMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.process.kernel import die_with_launcher, sleep_exactly
+from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 
@@ -45,12 +45,12 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     plane = DataPlane(control, store, told.worker, told.ranks)  # kept open, because others would notice its end
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
-        control.send(Ready())
+        control.send(ReadyMessage())
         control.next_epoch()  # begins training, because no worker has to answer
         if told.worker == told.victim:
             time.sleep(_SETTLE_S)
             os.kill(os.getpid(), signal.SIGKILL)
-        control.take(Bye)
+        control.take(ByeMessage)
     except Stopped:
         time.sleep(_LINGER_S)
         recorder.write(MarkRecord(phase="told", epoch=0, at_ns=control.told_ns))

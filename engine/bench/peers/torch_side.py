@@ -14,10 +14,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from engine.bench.figures.schedules import TORCH_NAMES
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
-from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Batch, Model
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.stage.build_layer import build_layer
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.worker_context import WorkerContext
 
 LOOPBACK_INTERFACE = "lo"
 
@@ -69,9 +69,9 @@ def rank_of_torchrun(job: Job) -> tuple[int, TorchPipeline, torch.optim.Optimize
 class TorchSide:
     """Torch's pipeline as one side of the pipeline benchmark."""
 
-    def __init__(self, around: Surroundings):
-        job, stages = around.job, around.replicas.stages
-        batches = [around.data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
+    def __init__(self, context: WorkerContext):
+        job, stages = context.job, context.replicas.stages
+        batches = [context.data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
         layers = {index: stage.layers.values() for (_, index), stage in stages.items()}
         self.pipeline = TorchPipeline(job, next(iter(stages.values())).model, layers, batches)
 

@@ -19,8 +19,8 @@ from torch import Tensor, distributed, nn
 
 from engine.bench.peers.torch_side import LOOPBACK_INTERFACE
 from engine.core.config.job import Job
-from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Tensors
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.stage.build_layer import build_layer
 
 REPLICAS = 3

@@ -14,7 +14,7 @@ from engine.core.schedules.registry import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """The dry run of one schedule. Times are in units of the costs.
 
     `over_ideal` is the length over the work of the busiest worker, `bubble` the share of idle time. `peak_stash` counts
@@ -34,10 +34,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ScheduleComparison:
     """A row per schedule that fits; `skipped` maps the name of each other schedule to the reason."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     skipped: dict[str, str]
 
 
@@ -49,14 +49,14 @@ def compare(
     redundancy: Redundancy = "none",
     level: int = 1,
     begin: Callable[[str], object] = str,
-) -> Comparison:
+) -> ScheduleComparison:
     """Returns the comparison of all schedules on stages / V workers.
 
     `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
     at V times the cost. `begin` is called with the name of each schedule that fits before its dry run.
     """
     num_workers = stages // stages_per_worker
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     skipped: dict[str, str] = {}
     for name, schedule in SCHEDULES.items():
         v = 1 if schedule.takes(1) and not schedule.takes(stages_per_worker) else stages_per_worker
@@ -69,7 +69,7 @@ def compare(
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())
         rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v)))
-    return Comparison(tuple(rows), skipped)
+    return ScheduleComparison(tuple(rows), skipped)
 
 
 def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs) -> float:
@@ -77,14 +77,14 @@ def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = uni
     return run.makespan / dry_run(build_program(schedule, ownership), ownership, cost).makespan - 1.0
 
 
-def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost) -> Row:
+def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost) -> ComparisonRow:
     program = build_program(name, ownership, redundancy)
     run = dry_run(program, ownership, cost)
     work = [
         sum(cost(each) for each in actions if each.op in COMPUTE_OPS and _owns(ownership, worker, each))
         for worker, actions in program.items()
     ]
-    return Row(
+    return ComparisonRow(
         schedule=name,
         stages_per_worker=v,
         placement=SCHEDULES[name].placement,

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import InvariantError
 
-Marks = Sequence[Sequence[str]]  # (name, digest of this tensor and all before it) of each tensor
+AuditMarks = Sequence[Sequence[str]]  # (name, digest of this tensor and all before it) of each tensor
 LayerHashes = Mapping[int, tuple[str, str]]  # layer -> (weights and optimizer state, buffers)
-LayerMarks = Mapping[int, tuple[Marks, Marks]]  # the same, of each tensor
-_Report = tuple[str, str, Marks]  # hash, reporter, marks
+LayerMarks = Mapping[int, tuple[AuditMarks, AuditMarks]]  # the same, of each tensor
+_Report = tuple[str, str, AuditMarks]  # hash, reporter, marks
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class AuditBook:
             self._is_disputed = True
             raise
 
-    def close(self, step: int, loss: float) -> list[Row]:
+    def close(self, step: int, loss: float) -> list[TrajectoryRow]:
         """Returns the rows of `step` and begins the next; a step without a complete audit has no rows."""
         states, buffers, self._states, self._buffers = self._states, self._buffers, {}, {}
         if self._is_disputed or len(buffers) < self.num_layers * self.num_pipelines:
@@ -59,7 +59,7 @@ class AuditBook:
         rows = []
         for layer in range(self.num_layers):
             joined = _joined([buffers[layer, pipeline][0] for pipeline in range(self.num_pipelines)])
-            rows.append(Row(step, layer, states[layer][0], joined, loss))
+            rows.append(TrajectoryRow(step, layer, states[layer][0], joined, loss))
         return rows
 
 

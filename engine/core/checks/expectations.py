@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.samples import miscounted
-from engine.core.checks.twin import Comparison
+from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
 from engine.core.errors import BambooError, ExitCode
@@ -69,7 +69,7 @@ class Observed:
     exit_code: int
     error: str
     history: RunHistory
-    twin: Comparison | BambooError | None = None
+    twin: TwinComparison | BambooError | None = None
     leftovers: Sequence[str] | None = None
     since_ns: int = 0
 
@@ -188,7 +188,7 @@ def _outcome(expected: Outcome, seen: Observed) -> Check:
 def _trajectory(expected: Agreement, seen: Observed) -> Check:
     """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
     found = seen.twin
-    if not isinstance(found, Comparison):
+    if not isinstance(found, TwinComparison):
         return Check("trajectory", "invalid", str(found or "there is no twin to compare with").splitlines()[0])
     if found.difference is not None:
         text = f"the weights are not those of the fault-free twin: {found.difference}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.core.errors import Problem, UserError
 
-Marks = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
+DigestByName = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
 
 INPUT = "input"  # the layer's input; if it differs, an earlier layer or the data is the cause
 DATA = "data"  # the source of data, in place of a layer's name
@@ -34,9 +34,9 @@ def impure(name: str, found: str) -> Problem:
 class PurityBook:
     """The marks of layers that the workers have tried."""
 
-    _first: dict[str, tuple[int, Marks]] = field(default_factory=dict)  # layer -> its first worker and marks
+    _first: dict[str, tuple[int, DigestByName]] = field(default_factory=dict)  # layer -> its first worker and marks
 
-    def add(self, worker: int, rows: Iterable[tuple[str, Marks]]) -> None:
+    def add(self, worker: int, rows: Iterable[tuple[str, DigestByName]]) -> None:
         """Adds a worker's marks of some layers; raises UserError if another worker has other marks for a layer."""
         problems = []
         for name, marks in rows:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.core.action import COMPUTE_OPS, Action, parse_action
+from engine.core.checks.baseline_step import FinishedAction, baseline_ns, remaining_ns
 from engine.core.checks.recovery_times import Recovery
-from engine.core.checks.usual_step import Entry, left_ns, usual_ns
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
@@ -25,7 +25,7 @@ from engine.core.program.replay import replayed
 
 _USUAL = 10  # steps that make the usual time of a step
 
-Sign = FaultRecord | SuspicionRecord | ExitRecord
+FailureSign = FaultRecord | SuspicionRecord | ExitRecord
 
 
 def recoveries(records: Iterable[Record]) -> list[Recovery]:
@@ -44,7 +44,7 @@ class RecoveryLog:
     commits: list[tuple[int, int]] = field(default_factory=list)  # (step, time) of the last ones since a recovery
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
-    signs: list[Sign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
+    signs: list[FailureSign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(
@@ -109,7 +109,7 @@ class RecoveryLog:
             if not (after_end or is_lost) and now[slot] != old
         )
         faults = [each for each in self.signs if isinstance(each, FaultRecord)]
-        usual = usual_ns(self.commits)
+        usual = baseline_ns(self.commits)
         seen_ns = [
             each.seen_ns if isinstance(each, ExitRecord) else each.at_ns
             for each in self.signs
@@ -137,14 +137,14 @@ class RecoveryLog:
             points,
             None if commit is None else commit.at_ns,
             max(0, before + 1 - step),
-            left_ns(self.commits, self._entries(), begin_ns),
+            remaining_ns(self.commits, self._entries(), begin_ns),
             None if commit is None or usual is None else commit.at_ns - self.commits[-1][1] - usual,
             frozenset(self.adopted),
             after_end,
             last.planned,
         )
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[FinishedAction]:
         return [(step, *entry) for step, entries in self.actions.items() for entry in entries]
 
     def _redone(self, step: int, out: set[int], since_ns: int) -> list[int]:

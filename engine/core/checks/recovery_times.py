@@ -46,7 +46,7 @@ class Recovery:
     points_ns: Mapping[str, int]
     resume_ns: int | None = None  # the first commit afterwards
     lost_steps: int = 0  # committed before, and redone
-    left_ns: int | None = None  # usual rest of a step, from the action at which the recovery began
+    remaining_ns: int | None = None  # usual rest of a step, from the action at which the recovery began
     gap_ns: int | None = None  # time between the commits around the recovery, minus the usual time of a step
     adopted: frozenset[Slot] = frozenset()
     after_end: bool = False  # no step was left
@@ -74,9 +74,9 @@ class Recovery:
     @property
     def extra_ns(self) -> int | None:
         """The extra time of the open step: pause plus merged, minus the usual rest of the step; None if unknown."""
-        if self.pause_ns is None or self.merged_ns is None or self.left_ns is None:
+        if self.pause_ns is None or self.merged_ns is None or self.remaining_ns is None:
             return None
-        return self.pause_ns + self.merged_ns - self.left_ns
+        return self.pause_ns + self.merged_ns - self.remaining_ns
 
     @property
     def rung(self) -> str:

@@ -21,7 +21,7 @@ from engine.core.program.stream_pass import is_streamed
 
 _COUNTS = ADDING_OPS | {Op.F}
 
-Entry = tuple[int, int, Action]  # end in ns, worker, action
+SampleAction = tuple[int, int, Action]  # end in ns, worker, action
 Count = tuple[bool, int]  # whether it is a backward, microbatch
 
 
@@ -32,7 +32,7 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     for epoch in history.epochs:
         for out in epoch.verdict:
             out_since.setdefault(out.worker, epoch.at_ns)
-    entries: dict[tuple[int, Slot], list[Entry]] = {}
+    entries: dict[tuple[int, Slot], list[SampleAction]] = {}
     for done in history.of(ActionRecord):
         action = parse_action(done.action)
         if action.op in _COUNTS:
@@ -48,12 +48,12 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     return found
 
 
-def _counts(entry: Entry, out_since: Mapping[int, int]) -> bool:
+def _counts(entry: SampleAction, out_since: Mapping[int, int]) -> bool:
     end_ns, worker, _ = entry
     return worker not in out_since or end_ns <= out_since[worker]
 
 
-def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
+def _of_slot(entries: list[SampleAction], slot: Slot, job: Job) -> list[str]:
     name = f"stage {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
     backwards = [each for each in entries if each[2].op in ADDING_OPS]
     if not backwards:
@@ -70,11 +70,11 @@ def _of_slot(entries: list[Entry], slot: Slot, job: Job) -> list[str]:
     ]
 
 
-def _counts_of(worker: int, entries: Iterable[Entry]) -> Counter[Count]:
+def _counts_of(worker: int, entries: Iterable[SampleAction]) -> Counter[Count]:
     return Counter((each[2].op in ADDING_OPS, each[2].microbatch) for each in entries if each[1] == worker)
 
 
-def _streamed(owner: int, entries: Sequence[Entry], job: Job) -> set[Count]:
+def _streamed(owner: int, entries: Sequence[SampleAction], job: Job) -> set[Count]:
     """Returns the counts that the owner got by a stream: backwards before its own first one, and forwards it lacks."""
     own = _counts_of(owner, entries)
     first = min(microbatch for adds, microbatch in own if adds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.core.checks.expectations import Check
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.faults.fault_kind import AT_ONCE
@@ -18,7 +18,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, FaultRecord
 
 
-def precision(job: Job, faults: Sequence[Fault], history: RunHistory) -> Check:
+def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Check:
     """Returns the check that every fault with a named action struck the owner of the slot at that action."""
     by_id = {fault.id: fault for fault in faults}
     wrong: list[str] = []
@@ -62,7 +62,7 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
 
 def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:
     """Returns (step, action) before the named one in a worker's program; it may be in the step before."""
-    program, _ = planned(job)
+    program, _ = initial_program(job)
     own = [str(action) for action in program[worker]]
     place = own.index(str(moment.action))
     if place:

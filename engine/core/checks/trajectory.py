@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrajectoryRow:
     """One layer after one step: SHA-256 (hex) of weights and optimizer state, of buffers, and the step's loss."""
 
     step: int
@@ -27,17 +27,17 @@ class Row:
         return (str(self.step), str(self.layer), self.state, self.buffers, loss)
 
 
-COLUMNS = tuple(each.name for each in fields(Row))
+COLUMNS = tuple(each.name for each in fields(TrajectoryRow))
 
 
-def trajectory_hash(rows: Iterable[Row]) -> str:
+def trajectory_hash(rows: Iterable[TrajectoryRow]) -> str:
     """Returns the SHA-256 (hex) over all rows, which may come in any order."""
     ordered = sorted(_by_key(rows).items())
     lines = "".join(",".join(row.texts()) + "\n" for _, row in ordered)
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def first_difference(a: Iterable[Row], b: Iterable[Row]) -> str | None:
+def first_difference(a: Iterable[TrajectoryRow], b: Iterable[TrajectoryRow]) -> str | None:
     """Returns one sentence on the first (step, layer) and column in which two trajectories differ, or None."""
     rows_a, rows_b = _by_key(a), _by_key(b)
     for key in sorted(rows_a.keys() | rows_b.keys()):
@@ -52,8 +52,8 @@ def first_difference(a: Iterable[Row], b: Iterable[Row]) -> str | None:
     return None
 
 
-def _by_key(rows: Iterable[Row]) -> dict[tuple[int, int], Row]:
-    by_key: dict[tuple[int, int], Row] = {}
+def _by_key(rows: Iterable[TrajectoryRow]) -> dict[tuple[int, int], TrajectoryRow]:
+    by_key: dict[tuple[int, int], TrajectoryRow] = {}
     for row in rows:
         key = (row.step, row.layer)
         assert key not in by_key, f"two rows for step {row.step}, layer {row.layer}"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from engine.core.checks.trajectory import Row, first_difference
+from engine.core.checks.trajectory import TrajectoryRow, first_difference
 from engine.core.config.job import Job
 
 # The data that bamboo ships; the user's files and factories may change between two runs.
@@ -21,7 +21,7 @@ _FACTS = ("python", "torch", "machine", "cpu", "isa")
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TwinComparison:
     """The comparison of a run with its twin; `difference` is None if all compared hashes are equal.
 
     A step without hashes in one of the runs is not compared: for instance, a worker died before it reported them.
@@ -58,7 +58,7 @@ def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | No
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def compare(rows: Iterable[Row], twin: Iterable[Row]) -> Comparison:
+def compare(rows: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]) -> TwinComparison:
     """Returns the comparison of the rows of a run with the rows of its twin."""
     rows, twin = list(rows), list(twin)
     steps = {row.step for row in rows} & {row.step for row in twin}
@@ -67,4 +67,4 @@ def compare(rows: Iterable[Row], twin: Iterable[Row]) -> Comparison:
     )
     if difference is not None:
         difference = difference.replace("in the first", "in this run").replace("in the second", "in its twin")
-    return Comparison(len(steps), max(steps, default=-1), difference)
+    return TwinComparison(len(steps), max(steps, default=-1), difference)

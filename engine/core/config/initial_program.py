@@ -9,7 +9,7 @@ from engine.core.ownership import Ownership
 from engine.core.program.build import build_program
 
 
-def planned(job: Job) -> tuple[Program, Ownership]:
+def initial_program(job: Job) -> tuple[Program, Ownership]:
     """Returns the program of one step of a job, and its ownership."""
     ownership = fresh_ownership(job)
     return build_program(job.schedule, ownership, job.redundancy, log_every=job.log_every, fsdp=job.fsdp), ownership

@@ -18,7 +18,7 @@ MAX_JOBS = 256  # GitHub's limit for one workflow matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CiShard:
     """Part `index`, from 1, of `count`."""
 
     index: int
@@ -28,14 +28,14 @@ class Part:
         return f"{self.index}/{self.count}"
 
 
-def parse_part(text: str) -> Part:
+def parse_part(text: str) -> CiShard:
     """Returns the part that a text such as ``3/8`` names.
 
     Raises:
         UserError: the text has another form, or the part is not in 1 to count.
     """
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
-    part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
+    part = CiShard(int(match[1]), int(match[2])) if match else CiShard(0, 0)
     if not 1 <= part.index <= part.count:
         raise UserError([Problem("--shard", "a part such as 3/8, from 1/8 to 8/8", repr(text))])
     return part
@@ -68,7 +68,7 @@ def workflow_matrix(
     count = max(1, min(count, len(names), MAX_JOBS))
     return {
         "include": [
-            {"matrix": matrix, "shard": str(Part(index, count)), "cells": len(part)}
+            {"matrix": matrix, "shard": str(CiShard(index, count)), "cells": len(part)}
             for index, part in enumerate(shards(names, count, seconds), start=1)
         ]
     }

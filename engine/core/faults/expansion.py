@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from engine.core.action import ops_at
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker
-from engine.core.faults.scenario import Every, Scenario, Target, Wanted
+from engine.core.faults.scenario import Every, FaultSpec, Scenario, Target
 from engine.core.op_row import Stands
 from engine.core.ownership import Slot
 from engine.core.random_key import random_key
@@ -44,7 +44,7 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def _expanded(wanted: Wanted, job: Job, dice: _Dice, taken: set[At], place: str) -> list[Fault]:
+def _expanded(wanted: FaultSpec, job: Job, dice: _Dice, taken: set[At], place: str) -> list[Fault]:
     trigger, target = wanted.trigger, wanted.target
     if isinstance(trigger, Every):
         moments = list(_arrivals(trigger, target, job, dice, taken))
@@ -70,7 +70,7 @@ def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At
 
     If a moment is in `taken`, the slot's next action that is not taken replaces it (cyclically in the step).
     """
-    program, ownership = planned(job)
+    program, ownership = initial_program(job)
     at_steps = 0.0
     for _ in range(every.count):
         at_steps -= math.log(1.0 - dice.fraction()) * every.mtbf_steps
@@ -159,7 +159,7 @@ class _Dice:
 def describe(faults: Sequence[Fault], job: Job) -> list[str]:
     """Returns one line per fault: its kind, victims and moment, and the workers that own these slots at the start."""
     lines = []
-    _, ownership = planned(job)
+    _, ownership = initial_program(job)
     for fault in faults:
         lines.append(f"{fault.id}: {fault}")
         slots = [each for each in fault.victims if isinstance(each, Owner)]

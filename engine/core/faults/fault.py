@@ -16,11 +16,11 @@ from engine.core.duration import duration_text
 from engine.core.scalar import Scalar
 
 When = Literal["before", "during", "after"]
-Phase = Literal["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
+RecoveryPhase = Literal["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
 RoleName = Literal["recoverer", "shadow", "neighbour"]
 
 WHENS: tuple[When, ...] = get_args(When)
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 WHOLE_AFTERWARDS = f"once a worker is lost, backwards are whole: {Op.B} instead of {Op.I} and {Op.W}"
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
@@ -47,7 +47,7 @@ class After:
     """The moment `delay_ns` after another fault has struck, or after a phase of the recovery from it has begun."""
 
     fault: str
-    phase: Phase | None = None
+    phase: RecoveryPhase | None = None
     delay_ns: int = 0
 
     def __str__(self) -> str:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
 from engine.core.faults.fault import WHENS, At
-from engine.core.faults.scenario import Expect, Scenario, Target, Wanted
-from engine.core.faults.scenario_rules import Found, changes_by, never_striking, own_actions
+from engine.core.faults.scenario import Expect, FaultSpec, Scenario, Target
+from engine.core.faults.scenario_rules import PlannedFaults, changes_by, never_striking, own_actions
 from engine.core.ownership import Slot
 
 KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"
@@ -41,14 +41,14 @@ def kill_scenario(texts: Sequence[str], job: Job, expect: Expect = _NOTHING) -> 
         except UserError as error:
             problems += error.problems
     changed_by = min((changes_by(at) for _, at in found), default=job.steps)
-    faults: dict[At, Wanted] = {}
+    faults: dict[At, FaultSpec] = {}
     for name, meant in found:
         is_whole = meant.step > changed_by and meant.action.op is Op.I and not _names(name, Op.I)
         at = replace(meant, action=meant.action._replace(op=Op.B)) if is_whole else meant
         if at in faults:
             problems.append(_problem("each fault once", name))
-        faults.setdefault(at, Wanted(name, at, Target(), _KILL))
-    known = Found(job, dict(enumerate(faults.values())), whole=not problems)
+        faults.setdefault(at, FaultSpec(name, at, Target(), _KILL))
+    known = PlannedFaults(job, dict(enumerate(faults.values())), whole=not problems)
     for each in faults.values():
         field = f"--kill {each.id}"
         problems += [replace(problem, field=field) for problem in never_striking(known, job, each, {_KILL})]
@@ -107,7 +107,7 @@ def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> 
     pipeline, stage = slot
     if ops[0] in STAGE_OPS:
         return Action(stage, ops[0], WHOLE_STAGE, pipeline)
-    numbers = {each.microbatch: each for each in own_actions(*planned(job), slot) if each.op in ops}
+    numbers = {each.microbatch: each for each in own_actions(*initial_program(job), slot) if each.op in ops}
     middle = sorted(numbers)[len(numbers) // 2] if numbers else job.microbatches // 2
     microbatch = middle if microbatch is None else microbatch
     return numbers.get(microbatch, Action(stage, ops[0], microbatch, pipeline))

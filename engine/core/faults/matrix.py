@@ -16,7 +16,7 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
 
-Path = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 Fields = Mapping[str, Any]
 
 SPREAD = "with"
@@ -29,17 +29,17 @@ class Axis:
 
     name: str
     values: Mapping[str, Any]
-    places: Mapping[str, Path] = field(default_factory=dict)
+    places: Mapping[str, FieldPath] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class MatrixCase:
     """One case: a scenario with placeholders; `only` restricts it to some labels of an axis."""
 
     name: str
     values: Fields
     only: Mapping[str, tuple[str, ...]]
-    place: Path
+    place: FieldPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Cell:
     case: str
     labels: tuple[tuple[str, str], ...]
     values: dict[str, Any]
-    origins: Mapping[Path, Path]
+    origins: Mapping[FieldPath, FieldPath]
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Cell:
         return "/".join([self.case, *(label for _, label in self.labels)])
 
 
-def cells(axes: tuple[Axis, ...], cases: tuple[Case, ...]) -> list[Cell]:
+def cells(axes: tuple[Axis, ...], cases: tuple[MatrixCase, ...]) -> list[Cell]:
     """Returns the cells of a matrix, case by case, the last axis changing fastest.
 
     Raises:
@@ -82,7 +82,7 @@ def cells(axes: tuple[Axis, ...], cases: tuple[Case, ...]) -> list[Cell]:
     return found
 
 
-def _placeholders(value: Any, path: Path, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
+def _placeholders(value: Any, path: FieldPath, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
     """Yields the axes that a value names; appends a problem for each unknown one."""
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -98,7 +98,7 @@ def _placeholders(value: Any, path: Path, problems: list[Problem], axes: Mapping
             problems.append(Problem(_dotted(path), "the name of an axis after $", repr(value), hint))
 
 
-def _wrong_labels(case: Case, axes: Mapping[str, Axis], names: Mapping[str, None]) -> Iterator[Problem]:
+def _wrong_labels(case: MatrixCase, axes: Mapping[str, Axis], names: Mapping[str, None]) -> Iterator[Problem]:
     for name, labels in case.only.items():
         place = _dotted((*case.place, "only", name))
         if name not in names:
@@ -110,15 +110,15 @@ def _wrong_labels(case: Case, axes: Mapping[str, Axis], names: Mapping[str, None
                 yield Problem(place, f"one of {', '.join(known)}", repr(label), nearest(label, known))
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: FieldPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _cell(case: Case, chosen: list[tuple[Axis, str]]) -> Cell:
+def _cell(case: MatrixCase, chosen: list[tuple[Axis, str]]) -> Cell:
     labels = tuple((axis.name, label) for axis, label in chosen)
     values = {axis.name: axis.values[label] for axis, label in chosen}
     places = {axis.name: axis.places.get(label, ("axes", axis.name)) for axis, label in chosen}
-    origins: dict[Path, Path] = {}
+    origins: dict[FieldPath, FieldPath] = {}
     filled = _filled(case.values, (), case.place, values, places, origins)
     num_stages = filled.get("job", {}).get("stages", Job().stages) if isinstance(filled.get("job", {}), dict) else 0
     _name_stages(filled.get("faults"), num_stages)
@@ -126,7 +126,12 @@ def _cell(case: Case, chosen: list[tuple[Axis, str]]) -> Cell:
 
 
 def _filled(
-    value: Any, path: Path, place: Path, axes: Fields, places: Mapping[str, Path], origins: dict[Path, Path]
+    value: Any,
+    path: FieldPath,
+    place: FieldPath,
+    axes: Fields,
+    places: Mapping[str, FieldPath],
+    origins: dict[FieldPath, FieldPath],
 ) -> Any:
     """Returns a value with its placeholders filled in; stores the place of each part in `origins`."""
     origins[path] = place

@@ -53,7 +53,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FaultSpec:
     """A fault as a scenario describes it."""
 
     id: str
@@ -96,5 +96,5 @@ class Scenario:
     name: str
     about: str
     job: Job
-    faults: tuple[Wanted, ...]
+    faults: tuple[FaultSpec, ...]
     expect: Expect = Expect()

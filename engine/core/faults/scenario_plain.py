@@ -13,7 +13,7 @@ from engine.core.action import STAGE_OPS
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
 from engine.core.faults.fault import After, At
-from engine.core.faults.scenario import Every, Expect, Limits, Scenario, Target, Wanted
+from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target
 
 _VERSION = 1
 
@@ -33,7 +33,7 @@ def _part(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _fault(wanted: Wanted) -> dict[str, Any]:
+def _fault(wanted: FaultSpec) -> dict[str, Any]:
     plain: dict[str, Any] = {"id": wanted.id}
     trigger = wanted.trigger
     if isinstance(trigger, At):

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
 from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
 from engine.core.faults.fault_kind import AT_ONCE
-from engine.core.faults.scenario import Every, Expect, Scenario, Target, Wanted
+from engine.core.faults.scenario import Every, Expect, FaultSpec, Scenario, Target
 from engine.core.ownership import Ownership, Slot
 from engine.core.schedules.csv_text import is_text
 
@@ -35,23 +35,23 @@ _UNDISTURBED = {
 
 def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
     """Returns the problems of a scenario with a valid job; `ending` are the kinds that end their victim."""
-    found = Found(scenario.job, dict(enumerate(scenario.faults)), whole=True)
-    return check_found(found, scenario.expect, ending)
+    found = PlannedFaults(scenario.job, dict(enumerate(scenario.faults)), whole=True)
+    return check_faults(found, scenario.expect, ending)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlannedFaults:
     """The valid parts of a scenario: its job or None, and its faults by number; `whole` if all parts are valid.
 
     If it is not whole, a missing fault may be one that could not be read.
     """
 
     job: Job | None
-    faults: Mapping[int, Wanted]
+    faults: Mapping[int, FaultSpec]
     whole: bool
 
 
-def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[Problem]:
+def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) -> list[Problem]:
     """Returns a problem for each rule between these parts of a scenario that is broken."""
     problems = [*_ids(found.faults), *_moments(found.faults)]
     for number, wanted in found.faults.items():
@@ -66,9 +66,9 @@ def check_found(found: Found, expect: Expect, ending: Collection[str]) -> list[P
     return problems
 
 
-def never_striking(found: Found, job: Job, wanted: Wanted, ending: Collection[str]) -> list[Problem]:
+def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Collection[str]) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    program, ownership = planned(job)
+    program, ownership = initial_program(job)
     problems = list(_target("target", wanted, job, len(ownership.workers())))
     if not isinstance(wanted.trigger, At):
         return problems
@@ -77,7 +77,7 @@ def never_striking(found: Found, job: Job, wanted: Wanted, ending: Collection[st
     return (_limits("at", at, job) or _action("at", at.action, own, job, failures)) + problems
 
 
-def _ids(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
+def _ids(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:
     seen: dict[str, int] = {}
     for number, wanted in faults.items():
         trigger = wanted.trigger
@@ -89,7 +89,7 @@ def _ids(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
             seen.setdefault(name, number)
 
 
-def _moments(faults: Mapping[int, Wanted]) -> Iterator[Problem]:
+def _moments(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:
     seen: dict[At, int] = {}
     for number, wanted in faults.items():
         if isinstance(wanted.trigger, At):
@@ -133,7 +133,7 @@ class _Failures:
     """The faults other than the one `at` a moment: they may end a worker before it."""
 
     at: At
-    found: Found
+    found: PlannedFaults
     ending: Collection[str]
 
     def before(self, step: int) -> bool:
@@ -203,7 +203,7 @@ def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]
     return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
 
 
-def _after(place: str, wanted: Wanted, after: After, found: Found) -> list[Problem]:
+def _after(place: str, wanted: FaultSpec, after: After, found: PlannedFaults) -> list[Problem]:
     by_id = {each.id: each for each in found.faults.values()}
     if after.fault not in by_id:
         if not found.whole:
@@ -226,7 +226,7 @@ def _after(place: str, wanted: Wanted, after: After, found: Found) -> list[Probl
     return []
 
 
-def _target(place: str, wanted: Wanted, job: Job, num_workers: int) -> Iterator[Problem]:
+def _target(place: str, wanted: FaultSpec, job: Job, num_workers: int) -> Iterator[Problem]:
     target, trigger = wanted.target, wanted.trigger
     for name, value, limit in (
         ("pipeline", target.pipeline, job.pipelines),
@@ -250,7 +250,7 @@ def _target(place: str, wanted: Wanted, job: Job, num_workers: int) -> Iterator[
     yield from _count(place, wanted, job, one_only=one_only)
 
 
-def _count(place: str, wanted: Wanted, job: Job, *, one_only: bool) -> Iterator[Problem]:
+def _count(place: str, wanted: FaultSpec, job: Job, *, one_only: bool) -> Iterator[Problem]:
     target = wanted.target
     most = job.stages if target.adjacent else job.stages * job.pipelines
     if target.count > most:

@@ -15,7 +15,7 @@ from engine.core.action import STAGE_OPS
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.faults.fault import After, At
-from engine.core.faults.scenario import Scenario, Wanted
+from engine.core.faults.scenario import FaultSpec, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 
 
@@ -107,7 +107,7 @@ def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
             return stage
         return stages - 1 if stage == old - 1 else min(stage, max(0, stages - 2))
 
-    def moved(wanted: Wanted) -> Wanted:
+    def moved(wanted: FaultSpec) -> FaultSpec:
         trigger, target = wanted.trigger, wanted.target
         if isinstance(trigger, At):
             action = trigger.action._replace(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.core.history.process_records import ExitRecord, FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, StaysRecord
-from engine.core.membership.run_status import HELD_BACK, RunStatus, WorkerStatus
+from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 
 STARTING = "starting"  # the phase before the first epoch
@@ -36,7 +36,7 @@ def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
         if isinstance(record, ExitRecord) and record.of == started.of:
             status = replace(status, state="left" if record.expected else "dead")
         elif isinstance(record, StaysRecord) and record.of == started.of:
-            status = replace(status, state=HELD_BACK)
+            status = replace(status, state=CANNOT_LEAVE)
     return status
 
 
@@ -53,5 +53,7 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
 
 def without_word(status: RunStatus) -> RunStatus:
     """Returns the status of a run after its launcher is gone without a last record: its workers are gone too."""
-    workers = tuple(replace(each, state="gone") if each.state in ("in", HELD_BACK) else each for each in status.workers)
+    workers = tuple(
+        replace(each, state="gone") if each.state in ("in", CANNOT_LEAVE) else each for each in status.workers
+    )
     return replace(status, phase="launcher gone", workers=workers)

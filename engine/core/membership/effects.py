@@ -60,7 +60,7 @@ class StartTraining(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(Effect):
+class AnnounceCommit(Effect):
     """`step` is committed; `then` the next step begins, the job ends, or all members wait for another epoch."""
 
     step: int

@@ -71,7 +71,7 @@ class LeaseExpired(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory(Answer):
+class InventoryReceived(Answer):
     """The inventory of a worker, as text or as the digest of a text stored elsewhere; the worker is frozen with it.
 
     `whole` are the slots of which it has a whole replica, including shadows that were healed in the open step.
@@ -127,7 +127,7 @@ EVENTS: tuple[type[Event], ...] = (
     Suspicion,
     ExitSeen,
     LeaseExpired,
-    Inventory,
+    InventoryReceived,
     PlanAcknowledged,
     StepCommitted,
     Notice,

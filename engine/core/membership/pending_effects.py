@@ -7,7 +7,7 @@ no progress. An order that was lost, sent twice, or decided by a coordinator tha
 from __future__ import annotations
 
 from engine.core.membership.effects import (
-    Commit,
+    AnnounceCommit,
     Effect,
     Evict,
     Finish,
@@ -23,7 +23,7 @@ from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.verdicts import leavers
 
 
-def orders(state: State) -> tuple[Effect, ...]:
+def pending_effects(state: State) -> tuple[Effect, ...]:
     """Returns all effects that are due in this state, in the order of sending."""
     epoch = state.epoch
     if state.phase is Phase.HALTED:
@@ -33,7 +33,7 @@ def orders(state: State) -> tuple[Effect, ...]:
         return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
     found: list[Effect] = []
     if state.phase is Phase.RECONFIGURING:
-        found.append(Commit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
+        found.append(AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
     if epoch:
         found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
     found += (Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited)
@@ -54,7 +54,7 @@ def _gathering(state: State) -> Effect:
         state.epoch,
         state.committed,
         state.members,
-        state.excused,
+        state.leaving_at_start,
         state.owners,
         state.shadows,
         state.verdict,
@@ -65,7 +65,7 @@ def _gathering(state: State) -> Effect:
 def _training(state: State) -> list[Effect]:
     found: list[Effect] = [StartTraining(state.epoch)]
     if state.committed >= 0:
-        found.append(Commit(state.epoch, state.committed, "end" if state.phase is Phase.DRAINING else "step"))
+        found.append(AnnounceCommit(state.epoch, state.committed, "end" if state.phase is Phase.DRAINING else "step"))
     if state.phase is Phase.RUNNING and (moving := leavers(state)):
         found.append(OrderHandOver(state.epoch, state.committed + 1, moving))
     return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.membership.effects import PublishPlanInput
-from engine.core.membership.events import Event, Inventory, StepCommitted
+from engine.core.membership.events import Event, InventoryReceived, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
 from engine.core.ownership import Ownership
@@ -21,14 +21,14 @@ from engine.core.recovery.inventory import to_json
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class PreparedEpoch:
     """A prepared epoch: the events that lead to it (the commit, the inventories), and the input of its plan."""
 
     events: tuple[Event, ...]
     document: PublishPlanInput
 
 
-def foresee(state: State, ownership: Ownership, now_ns: int) -> Foreseen | None:
+def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEpoch | None:
     """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
     if state.phase is not Phase.RUNNING or not state.leaving:
         return None
@@ -38,13 +38,14 @@ def foresee(state: State, ownership: Ownership, now_ns: int) -> Foreseen | None:
         return None
     held = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
     answers = tuple(
-        Inventory(now_ns, each.worker, new.epoch, to_json(each), ownership.grid.places(each.whole)) for each in held
+        InventoryReceived(now_ns, each.worker, new.epoch, to_json(each), ownership.grid.places(each.whole))
+        for each in held
     )
     for answer in answers:
         new, effects = step(new, answer)
     (document,) = effects
     assert isinstance(document, PublishPlanInput)
-    return Foreseen((commit, *answers), document)
+    return PreparedEpoch((commit, *answers), document)
 
 
 def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:

@@ -1,9 +1,9 @@
 """The membership protocol: `step(state, event) -> (state, effects)`, a pure function given by one table.
 
 Rules: the rule for an event is `TABLE[phase, type of event]`. A rule changes only the state. The effects are the new
-`orders` of the state; if the job makes no progress, all orders are repeated. Messages of a worker that is out, and
-answers from another epoch, are ignored. The coordinator writes the new state by compare-and-swap before it carries out
-an effect; a coordinator that has been replaced fails at this write and does nothing.
+`pending_effects` of the state; if the job makes no progress, all orders are repeated. Messages of a worker that is out,
+and answers from another epoch, are ignored. The coordinator writes the new state by compare-and-swap before it carries
+out an effect; a coordinator that has been replaced fails at this write and does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.core.membership.events import (
     Event,
     ExitSeen,
     Heartbeat,
-    Inventory,
+    InventoryReceived,
     Joined,
     LeaseExpired,
     Notice,
@@ -28,7 +28,7 @@ from engine.core.membership.events import (
     Suspicion,
     Tick,
 )
-from engine.core.membership.pending_effects import orders
+from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.transitions import (
     Rule,
@@ -78,7 +78,7 @@ _ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
     Suspicion:        (suspects,       suspects,       suspects,       suspects,       _OVER),
     ExitSeen:         (ends,           ends,           ends,           ends,           _OVER),
     LeaseExpired:     (loses_node,     loses_node,     loses_node,     loses_node,     _OVER),
-    Inventory:        (_UNASKED,       _LATE,          is_inventoried, _LATE,          _OVER),
+    InventoryReceived:        (_UNASKED,       _LATE,          is_inventoried, _LATE,          _OVER),
     PlanAcknowledged: (_UNASKED,       _LATE,          agrees,         _LATE,          _OVER),
     StepCommitted:    (_UNTRAINED,     commits,        _FROZEN,        _LATE,          _OVER),
     Notice:           (leaves_early,   leaves,         leaves,         _OVER,          _OVER),
@@ -120,11 +120,11 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         raise InvariantError(f"{type(event).__name__} while {state.phase}: {rule.reason}")
     new = rule.decide(state, event)
     if isinstance(event, Tick) and _is_quiet(new, event.now_ns):
-        return new._replace(repeated_ns=event.now_ns), orders(new)
+        return new._replace(repeated_ns=event.now_ns), pending_effects(new)
     if new.decided() == state.decided():
         return new, ()
-    before = orders(state)
-    return new, tuple(order for order in orders(new) if order not in before)
+    before = pending_effects(state)
+    return new, tuple(order for order in pending_effects(new) if order not in before)
 
 
 def _unheard(state: State, event: Spoken) -> str:

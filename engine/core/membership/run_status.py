@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from engine.core.errors import InvariantError
 from engine.core.membership.state import resume
-from engine.core.membership.verdicts import held_back
+from engine.core.membership.verdicts import unable_to_leave
 
-HELD_BACK = "cannot leave"  # a worker that has given notice, but whose stages no worker can take over
+CANNOT_LEAVE = "cannot leave"  # a worker that has given notice, but whose stages no worker can take over
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
             for key, value in keys.items()
             if key.startswith("members/")
         }
-        held = held_back(state)
+        held = unable_to_leave(state)
         workers = [
             WorkerStatus(
                 worker,
@@ -58,7 +58,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
                 member["node"],
                 _slots(member["now"]),
                 _slots(member["before"]),
-                "out" if worker in state.out else HELD_BACK if worker in held else "in",
+                "out" if worker in state.out else CANNOT_LEAVE if worker in held else "in",
                 heard.get(str(worker)),
             )
             for worker, member in sorted(found.items())

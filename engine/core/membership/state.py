@@ -94,7 +94,7 @@ class State(NamedTuple):
     digests: Mapping[int, str]  # of this epoch's plan
     done: tuple[int, ...]
     leaving: tuple[int, ...]  # workers that have given notice
-    excused: tuple[int, ...]  # workers that had given notice when this epoch was made
+    leaving_at_start: tuple[int, ...]  # workers that had given notice when this epoch was made
     look: tuple[int, ...]  # the two ends of the failed transfer for which a look is open
     repeats: Mapping[str, int]  # by symptom: empty verdicts since the last commit
     exit_code: int
@@ -149,7 +149,7 @@ def begin(
         digests={},
         done=(),
         leaving=(),
-        excused=(),
+        leaving_at_start=(),
         look=(),
         repeats={},
         exit_code=0,
@@ -170,7 +170,7 @@ def to_json(state: State) -> str:
 
 
 def resume(text: str, now_ns: int) -> State:
-    """Returns the state that another coordinator has written, on this one's clock; the caller repeats its `orders`.
+    """Returns the state that another coordinator has written, on this one's clock; its `pending_effects` are due again.
 
     Raises InvariantError if `text` is no such state.
     """

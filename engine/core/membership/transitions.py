@@ -1,7 +1,7 @@
 """The transitions of the membership protocol: a rule per kind of event.
 
-Rules: a rule only changes the state; the effects follow from the `orders` of the new state. A rule gets messages of
-members only, and answers of the present epoch only. A repeated or late event changes nothing.
+Rules: a rule only changes the state; the effects follow from the `pending_effects` of the new state. A rule gets
+messages of members only, and answers of the present epoch only. A repeated or late event changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.core.membership.events import (
     Event,
     ExitSeen,
     Heartbeat,
-    Inventory,
+    InventoryReceived,
     Joined,
     LeaseExpired,
     Notice,
@@ -30,7 +30,7 @@ from engine.core.membership.failure_detector import alive, heard, last_seen, tic
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.verdicts import (
     all_inventoried,
-    departing,
+    free_to_leave,
     halted,
     handed_over,
     leavers,
@@ -116,7 +116,7 @@ def loses_node(state: State, event: LeaseExpired) -> State:
 
 
 @rule(Phase.HALTED)
-def is_inventoried(state: State, event: Inventory) -> State:
+def is_inventoried(state: State, event: InventoryReceived) -> State:
     """Records a worker's first inventory, with which it is frozen; the last inventory completes the set."""
     if event.worker in state.inventories:
         return state
@@ -158,7 +158,7 @@ def commits(state: State, event: StepCommitted) -> State:
     if event.waits:
         return new
     moving = leavers(state)  # as announced before this commit
-    return handed_over(new, event.now_ns, moving) if moving or departing(new) else new
+    return handed_over(new, event.now_ns, moving) if moving or free_to_leave(new) else new
 
 
 @rule()

@@ -30,7 +30,7 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
     owners, shadows, lost = [], [], []
     for slot, owner in enumerate(state.owners):
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
-        line = [*live, *(worker for worker in elsewhere(state, slot) if worker not in dead)]
+        line = [*live, *(worker for worker in holders_in_other_pipelines(state, slot) if worker not in dead)]
         staying = [worker for worker in line if worker not in state.leaving]
         heir, is_gone = owner, owner in dead or owner not in state.members
         if is_gone:
@@ -45,7 +45,7 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
     return Heirs(tuple(owners), tuple(shadows), tuple(lost))
 
 
-def elsewhere(state: State, slot: int) -> list[int]:
+def holders_in_other_pipelines(state: State, slot: int) -> list[int]:
     """Returns the members that hold the stage of a slot in other pipelines: owners first, next pipeline first."""
     num_slots, stages = len(state.owners), state.options.stages
     others = [(slot + more) % num_slots for more in range(stages, num_slots, stages)]
@@ -75,7 +75,7 @@ def new_epoch(
         copies={},
         digests={},
         done=(),
-        excused=tuple(worker for worker in state.leaving if worker not in out),
+        leaving_at_start=tuple(worker for worker in state.leaving if worker not in out),
         look=(),
         moved_ns=now_ns,
     )
@@ -120,7 +120,7 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: s
 
 def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
     """Returns the next epoch at a step boundary: `moving` hand over, and leaving workers without duty are out."""
-    gone = [excluded(worker, Cause.LEFT, f"has left after step {state.committed}") for worker in departing(state)]
+    gone = [excluded(worker, Cause.LEFT, f"has left after step {state.committed}") for worker in free_to_leave(state)]
     told = [f"{workers_in_words(moving)} handed over after step {state.committed}"] if moving else []
     told += [in_words(gone)] if gone else []
     state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
@@ -136,7 +136,7 @@ def leavers(state: State) -> tuple[int, ...]:
     return tuple(sorted(moving))
 
 
-def held_back(state: State) -> dict[int, tuple[int, ...]]:
+def unable_to_leave(state: State) -> dict[int, tuple[int, ...]]:
     """Returns the leaving workers that can never leave, each with its stages that no staying worker can get."""
     if state.options.redundant and any(worker not in state.leaving for worker in state.members):
         return {}
@@ -147,7 +147,7 @@ def held_back(state: State) -> dict[int, tuple[int, ...]]:
     return {worker: tuple(sorted(stages[worker])) for worker in sorted(stages)}
 
 
-def departing(state: State) -> tuple[int, ...]:
+def free_to_leave(state: State) -> tuple[int, ...]:
     """Returns the leaving workers that may leave now: they own no slot, and no shadow must be kept for a slot."""
     return tuple(worker for worker in state.leaving if worker in state.members and not _is_needed(state, worker))
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.core.action import OP_TABLE, SEND_OPS, Action, Op
-from engine.core.op_row import ALL, At, By, OpRow, Stands, Term
+from engine.core.op_row import ALL, By, OpRow, Stands, Term, Where
 from engine.core.ownership import Ownership
 from engine.core.value import WIRE, Held, Kind, Value
 
@@ -88,13 +88,13 @@ def _uneven(terms: tuple[Term, ...], action: Action, worker: int, ownership: Own
         for kind, at, _, later, by in terms:
             if by is other_role:
                 continue
-            if at is At.TIED:
+            if at is Where.TIED:
                 yield from _tied(kind, action, worker, ownership)
-            elif at is At.VOTERS:
+            elif at is Where.VOTERS:
                 yield from _all_votes(ownership)
             else:
                 index = worker if kind is Kind.VOTED else ownership.grid.microbatches - 1 if later == ALL else -1
-                yield worker if at is At.HERE else WIRE, Value(kind, each, stage, index)
+                yield worker if at is Where.HERE else WIRE, Value(kind, each, stage, index)
 
 
 def _tied(kind: Kind, action: Action, worker: int, ownership: Ownership) -> list[Held]:
@@ -116,10 +116,10 @@ def _all_votes(ownership: Ownership) -> tuple[Held, ...]:
 
 
 def _by_role(terms: tuple[Term, ...], row: OpRow) -> _Terms:
-    if row.per_pipeline or any(each.at in (At.TIED, At.VOTERS) or each.kind is Kind.VOTED for each in terms):
+    if row.per_pipeline or any(each.at in (Where.TIED, Where.VOTERS) or each.kind is Kind.VOTED for each in terms):
         return _Terms((), (), terms)
     owner, shadow = (
-        tuple((each.kind, each.at is At.HERE, each.stage, each.microbatch) for each in terms if each.by is not other)
+        tuple((each.kind, each.at is Where.HERE, each.stage, each.microbatch) for each in terms if each.by is not other)
         for other in (By.SHADOW, By.OWNER)
     )
     return _Terms(owner, owner if owner == shadow else shadow)

@@ -24,7 +24,7 @@ TAKEN = -2  # the place, beside WIRE, of a value whose receive has begun
 Thing = tuple[int, Value | Action]  # a value at a place, or an action that its worker has begun
 
 
-class Line(NamedTuple):
+class IndexedActions(NamedTuple):
     """The values that the actions of one op on one slot need and make: numbers, less the microbatch of the action.
 
     An action begins when all its `needs` are there. It then makes its `begins`, and runs when its `meets` are there.
@@ -36,7 +36,7 @@ class Line(NamedTuple):
     makes: tuple[int, ...]
 
 
-class Numbers:
+class DependencyIndex:
     """Gives a number below `len` to each value that was asked for.
 
     With `blocking` a SEND meets its receive: it ends only when the receive has begun.
@@ -73,7 +73,7 @@ class Numbers:
             return place, Value(kind, pipeline, stage, above - 1)
         return place, Action(stage, kind, above - 1, pipeline)
 
-    def line(self, action: Action, worker: int) -> Line:
+    def line(self, action: Action, worker: int) -> IndexedActions:
         """Returns the line of a worker's actions that differ from `action` in the microbatch alone.
 
         Microbatch 0 has a line for itself.
@@ -91,4 +91,4 @@ class Numbers:
         def numbers(things: Iterable[Thing]) -> tuple[int, ...]:
             return tuple(self.of(thing) - action.microbatch for thing in things)
 
-        return Line(numbers(needed), numbers(begun), numbers(met), numbers(made))
+        return IndexedActions(numbers(needed), numbers(begun), numbers(met), numbers(made))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
-from engine.core.program.dependency_index import TAKEN, Line, Numbers
+from engine.core.program.dependency_index import TAKEN, DependencyIndex, IndexedActions
 from engine.core.program.list_scheduler import COSTS
 from engine.core.schedules.overlap_pairs import overlapped_costs
 from engine.core.value import WIRE, Held, Kind
@@ -134,7 +134,7 @@ class _Walk:
     ):
         self.program = program
         self.latency = latency
-        self.numbers = Numbers(program, ownership, blocking)
+        self.numbers = DependencyIndex(program, ownership, blocking)
         self.there: list[float] = []  # by number
         for thing in held:
             number = self.numbers.of(thing)
@@ -161,7 +161,7 @@ class _Walk:
     def _goes(self, worker: int, costs: Iterable[float]) -> Iterator[int]:
         """Runs one worker to its end; yields the number of a missing value, and goes on when asked."""
         there, starts, waiting = self.there, self.starts[worker], self.waiting
-        lines: dict[tuple[int, Op, bool, int], Line] = {}
+        lines: dict[tuple[int, Op, bool, int], IndexedActions] = {}
         free_at, latency = 0.0, self.latency
         for action, cost in zip(self.program[worker], costs, strict=False):
             stage, op, microbatch, pipeline = action

@@ -18,7 +18,7 @@ from engine.core.program.remaining_tasks import progress_of
 from engine.core.value import Held, Kind, Value
 
 Mine = dict[tuple[int, Op, int], dict[int, bool]]  # stage, op, pipeline -> microbatch -> whether it stands there
-Whole = Mapping[int, Mine]  # worker -> its actions of a step
+ExpectedActions = Mapping[int, Mine]  # worker -> its actions of a step
 
 _AT_SHADOWS_TOO = frozenset({Stands.STREAM, Stands.REPLICA, Stands.HEALING})
 _PARTS = ops_at(Stands.PART)
@@ -32,7 +32,7 @@ _OF_REPLICAS = tuple(op for op, row in OP_TABLE.items() if row.stands is Stands.
 
 def expected_actions(
     program: Program, ownership: Ownership, healing: Collection[tuple[int, Slot]], held: Collection[Held] | None = None
-) -> Whole:
+) -> ExpectedActions:
     """Returns the actions that a whole step must have or, if `held` is given, the rest of a step.
 
     A slot has its backwards whole, or in both parts if the owner has one of them. The program chooses the streams: a
@@ -102,7 +102,7 @@ def _split(mine: Mine, found: Collection[Action], present: Collection[Action], h
 
 
 def _stream(
-    whole: Whole, worker: int, action: Action, ownership: Ownership, healing: Collection[tuple[int, Slot]]
+    whole: ExpectedActions, worker: int, action: Action, ownership: Ownership, healing: Collection[tuple[int, Slot]]
 ) -> None:
     stage, op, microbatch, pipeline = action
     slot = (pipeline, stage)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.action import OP_TABLE, Action, Program
-from engine.core.op_row import At
+from engine.core.op_row import Where
 from engine.core.ownership import Ownership
 from engine.core.program.dependencies import makes, needs
 from engine.core.value import WIRE, Kind, Value
 
 # Votes go to the agent.
-_SENT = {term.kind for row in OP_TABLE.values() for term in row.makes if term.at is At.WIRE} - {Kind.VOTED}
+_SENT = {term.kind for row in OP_TABLE.values() for term in row.makes if term.at is Where.WIRE} - {Kind.VOTED}
 
 
 @dataclass(frozen=True, slots=True)

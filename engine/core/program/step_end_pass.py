@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from engine.core.action import OP_TABLE, SEND_OPS, Action, Op
-from engine.core.op_row import At
+from engine.core.op_row import Where
 from engine.core.ownership import Ownership, Slot
 from engine.core.value import Held, Kind, Value
 
-_MAY_WAIT = frozenset(op for op, row in OP_TABLE.items() if any(term.at is At.WIRE for term in row.needs))
+_MAY_WAIT = frozenset(op for op, row in OP_TABLE.items() if any(term.at is Where.WIRE for term in row.needs))
 
 
 def with_end_of_step(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from engine.core.action import Action, Op, make_action
 from engine.core.ownership import Ownership
 from engine.core.program.dependencies import RECEIVES, SENDS, makes, needs
-from engine.core.program.dependency_index import Numbers
+from engine.core.program.dependency_index import DependencyIndex
 from engine.core.program.remaining_tasks import SENT_BY_SLOT
 from engine.core.value import WIRE, Held, Kind, Value
 
@@ -47,7 +47,7 @@ class _Line(NamedTuple):
 class _Lines(dict[tuple[int, Op, int], _Line]):
     """The lines of one worker by stage, op and pipeline."""
 
-    def __init__(self, worker: int, ownership: Ownership, numbers: Numbers):
+    def __init__(self, worker: int, ownership: Ownership, numbers: DependencyIndex):
         self._worker = worker
         self._ownership = ownership
         self._numbers = numbers
@@ -70,7 +70,7 @@ class _Exchange:
 
     def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership):
         self.program = program
-        self.numbers = Numbers(program, ownership)
+        self.numbers = DependencyIndex(program, ownership)
         self.lines: dict[int, list[_Line]] = {}  # of each worker's actions, in order
         for worker, actions in program.items():
             lines = _Lines(worker, ownership, self.numbers)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
-from engine.core.op_row import ALL, Form
+from engine.core.op_row import ALL, WeightForm
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import carried, makes, needs
-from engine.core.program.dependency_index import Numbers
+from engine.core.program.dependency_index import DependencyIndex
 from engine.core.program.dry_run import refuse_stuck
-from engine.core.program.expected_actions import NO_PEER, Duties, Whole, expected_actions
+from engine.core.program.expected_actions import NO_PEER, Duties, ExpectedActions, expected_actions
 from engine.core.value import WIRE, Held, Value
 
 
@@ -80,7 +80,7 @@ def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
     return Violation(worker, position, action, str(error))
 
 
-def _wrong_actions(program: Program, ownership: Ownership, whole: Whole, duties: Duties) -> list[Violation]:
+def _wrong_actions(program: Program, ownership: Ownership, whole: ExpectedActions, duties: Duties) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
         mine = whole.get(worker, {})
@@ -115,7 +115,7 @@ def _unpaired_sends(program: Program) -> list[Violation]:
     return violations
 
 
-def _missing_actions(whole: Whole) -> list[Violation]:
+def _missing_actions(whole: ExpectedActions) -> list[Violation]:
     return [
         Violation(worker, -1, str(Action(stage, op, microbatch, pipeline)), "is missing")
         for worker, mine in whole.items()
@@ -151,7 +151,7 @@ def _wrong_order(program: Program, ownership: Ownership, held: Collection[Held],
 
 def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation]:
     """A worker receives from another in the order of the sends: two transfers of one pair must not cross."""
-    numbers = Numbers(program, ownership)
+    numbers = DependencyIndex(program, ownership)
     longest = max(map(len, program.values()))
     sent: dict[int, int] = {}  # number of the value -> sender and position, in one
     received: dict[int, dict[int, int]] = {worker: {} for worker in program}  # worker -> the same number -> position
@@ -181,21 +181,21 @@ def _crossed_transfers(program: Program, ownership: Ownership) -> list[Violation
 
 # op -> the columns of the table about the place of an action in its worker's list
 _PLACES = {
-    op: (row.touches, row.closes, Form.WHOLE if row.work else row.finds, row.leaves)
+    op: (row.touches, row.closes, WeightForm.WHOLE if row.work else row.finds, row.leaves)
     for op, row in OP_TABLE.items()
     if row.touches or row.closes is not None or row.finds or row.work
 }
-_AS_READ = {Form.WHOLE: "whole", Form.IN_SHARDS: "in shards"}
+_AS_READ = {WeightForm.WHOLE: "whole", WeightForm.IN_SHARDS: "in shards"}
 
 
 def _taken_away(program: Program) -> list[Violation]:
     """An action comes before its replica is closed for it, and finds the weights of its stage in the right form."""
     ops = {action.op for actions in program.values() for action in actions}
-    first = Form.IN_SHARDS if ops & SHARD_OPS else None
+    first = WeightForm.IN_SHARDS if ops & SHARD_OPS else None
     violations = []
     for worker, actions in program.items():
         closed: dict[Slot, tuple[int, Action]] = {}  # up to which microbatch, and by which action
-        forms: dict[Slot, Form] = {}
+        forms: dict[Slot, WeightForm] = {}
         for position, action in enumerate(actions):
             stage, op, microbatch, pipeline = action
             place = _PLACES.get(op)

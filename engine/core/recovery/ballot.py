@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from engine.core.messages import Vote
+from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 
 
@@ -35,14 +35,14 @@ class Ballot:
     step: int
     ownership: Ownership
     clip_norm: float
-    votes: dict[tuple[int, Slot], Vote] = field(default_factory=dict)
+    votes: dict[tuple[int, Slot], VoteMessage] = field(default_factory=dict)
     missing: set[tuple[int, Slot]] = field(init=False)  # votes, as (worker, slot)
 
     def __post_init__(self) -> None:
         slots = self.ownership.grid.slots()
         self.missing = {(worker, slot) for slot in slots for worker in self.ownership.replicas(*slot)}
 
-    def add(self, worker: int, vote: Vote) -> Commit | None:
+    def add(self, worker: int, vote: VoteMessage) -> Commit | None:
         """Takes a worker's vote; returns the commit if it was the last one missing.
 
         A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
@@ -56,7 +56,7 @@ class Ballot:
         self.missing.discard((worker, slot))
         return None if self.missing else self._commit()
 
-    def _of_owner(self, pipeline: int, stage: int) -> Vote:
+    def _of_owner(self, pipeline: int, stage: int) -> VoteMessage:
         return self.votes[self.ownership.owner(pipeline, stage), (pipeline, stage)]
 
     def _commit(self) -> Commit:

@@ -15,7 +15,7 @@ ComputeLists = tuple[tuple[Action, ...], ...]
 Generator = Callable[[int, int, int], ComputeLists]  # (workers P, stages per worker V, microbatches M)
 
 
-class Line:
+class WorkerList:
     """Builder of the list of one worker: each action takes the next microbatch of its stage."""
 
     def __init__(self) -> None:

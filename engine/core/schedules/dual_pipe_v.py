@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.action import Op
-from engine.core.schedules.compute import ComputeLists, Line
+from engine.core.schedules.compute import ComputeLists, WorkerList
 
 
 def dual_pipe_v(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
@@ -22,8 +22,8 @@ def dual_pipe_v(num_workers: int, stages_per_worker: int, num_microbatches: int)
     return tuple(tuple(_line(worker, num_workers, num_microbatches).actions) for worker in range(num_workers))
 
 
-def _line(worker: int, num_workers: int, num_microbatches: int) -> Line:
-    line, down, up = Line(), worker, 2 * num_workers - 1 - worker
+def _line(worker: int, num_workers: int, num_microbatches: int) -> WorkerList:
+    line, down, up = WorkerList(), worker, 2 * num_workers - 1 - worker
     behind = num_workers - 1 - worker
     line.add(down, *[Op.F] * (2 * behind))
     for _ in range(worker + 1):
@@ -41,12 +41,12 @@ def _line(worker: int, num_workers: int, num_microbatches: int) -> Line:
     return line
 
 
-def _cross(line: Line, forward: int, backward: int) -> None:
+def _cross(line: WorkerList, forward: int, backward: int) -> None:
     line.add(forward, Op.F)
     line.add(backward, Op.B)
 
 
-def _drain(line: Line, worker: int, behind: int, stages: tuple[int, int]) -> None:
+def _drain(line: WorkerList, worker: int, behind: int, stages: tuple[int, int]) -> None:
     """Runs the last backwards; later ones are split, and their weight gradients fill the gaps between the next ones."""
     put_off: deque[int] = deque()
     number = 0

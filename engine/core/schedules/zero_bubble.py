@@ -11,7 +11,7 @@ forward, backward for the input and backward for the weights cost the same and M
 from __future__ import annotations
 
 from engine.core.action import Op
-from engine.core.schedules.compute import ComputeLists, Line
+from engine.core.schedules.compute import ComputeLists, WorkerList
 
 
 def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
@@ -19,7 +19,7 @@ def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> Com
     assert stages_per_worker == 1
     lists = []
     for worker in range(num_workers):
-        line = Line()
+        line = WorkerList()
         line.add(worker, *[Op.F] * min(num_workers - 1 - worker, num_microbatches))
         for microbatch in range(num_microbatches):
             if line.num(worker, Op.F) < num_microbatches:
@@ -41,8 +41,8 @@ def zbv(num_workers: int, stages_per_worker: int, num_microbatches: int) -> Comp
     return tuple(tuple(each for each in line.actions if each.microbatch < num_microbatches) for line in lines)
 
 
-def _zbv_line(worker: int, num_workers: int, num_microbatches: int) -> Line:
-    line, down, up = Line(), worker, 2 * num_workers - 1 - worker
+def _zbv_line(worker: int, num_workers: int, num_microbatches: int) -> WorkerList:
+    line, down, up = WorkerList(), worker, 2 * num_workers - 1 - worker
     backward = (Op.I, Op.W)
     line.add(down, *[Op.F] * (2 * (num_workers - worker) - 1))
     for _ in range(worker):

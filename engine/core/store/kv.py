@@ -29,7 +29,7 @@ class KeyValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StoreSnapshot:
     """All keys under a prefix, in order, at one `revision`."""
 
     items: tuple[KeyValue, ...]
@@ -102,7 +102,7 @@ class Txn:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TxnOutcome:
     """The outcome of a transaction.
 
     If it succeeded, `revision` is the revision of its changes. If not, `found` has the key of each condition at
@@ -114,7 +114,7 @@ class Outcome:
     found: tuple[KeyValue | None, ...] = ()
 
 
-def settled(txn: Txn, outcome: Outcome) -> Outcome:
+def settled(txn: Txn, outcome: TxnOutcome) -> TxnOutcome:
     """Returns the outcome of a transaction that was sent again because a reply was lost, after reading its keys back.
 
     An earlier attempt was applied if the conditions fail now and a key of a condition holds the value that `txn` puts.
@@ -125,7 +125,7 @@ def settled(txn: Txn, outcome: Outcome) -> Outcome:
         if found is not None and put is not None:
             lease_id = put.lease.lease_id if put.lease else 0
             if (found.value, found.lease_id) == (put.value, lease_id):
-                return Outcome(True, found.revision)
+                return TxnOutcome(True, found.revision)
     return outcome
 
 
@@ -143,7 +143,7 @@ class KV(Protocol):
         """
         ...
 
-    def transact(self, txn: Txn) -> Outcome:
+    def transact(self, txn: Txn) -> TxnOutcome:
         """Runs a transaction and returns its outcome; sends it again if a reply is lost.
 
         It is applied at most once if it puts a key of its conditions, with a value that the key never had and that no
@@ -153,7 +153,7 @@ class KV(Protocol):
         """
         ...
 
-    def read_prefix(self, prefix: str) -> Snapshot:
+    def read_prefix(self, prefix: str) -> StoreSnapshot:
         """Returns all keys that start with `prefix` at one revision; an empty prefix is the whole root."""
         ...
 

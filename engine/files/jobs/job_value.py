@@ -13,7 +13,7 @@ from engine.core.errors import Problem, nearest
 from engine.core.scalar import Args, Scalar
 from engine.files.yaml_scalar import plain_value
 
-Path = tuple[str, ...]
+OptionPath = tuple[str, ...]
 
 FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
 ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
@@ -35,7 +35,7 @@ class Given:
     `origin` is its place as the list of all values shows it; messages show `source`, with line and column in a file.
     """
 
-    path: Path
+    path: OptionPath
     value: Any
     origin: str
     source: str
@@ -52,14 +52,14 @@ class Given:
         return Problem(self.name, expected, found, hint, self.source, self.line, self.column)
 
 
-def is_known(path: Path) -> bool:
+def is_known(path: OptionPath) -> bool:
     """Returns whether a job has this field or can have this argument."""
     if len(path) == 1:
         return path[0] in FIELD_TYPES
     return path[0] in ARGS_FIELDS and path[1].isidentifier()
 
 
-def holds_text(path: Path) -> bool:
+def holds_text(path: OptionPath) -> bool:
     """Returns whether a known `path` is a field that only holds text."""
     return len(path) == 1 and (FIELD_TYPES[path[0]] is str or get_origin(FIELD_TYPES[path[0]]) is Literal)
 

@@ -51,7 +51,7 @@ def in_order(problems: Iterable[Problem]) -> UserError:
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
+class Atom:
     """One value; `read` returns it in the program's units, or None if it is not as `expected`."""
 
     expected: str
@@ -92,7 +92,7 @@ class ListOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FormEntry:
     """One key of a mapping."""
 
     form: Form
@@ -104,7 +104,7 @@ class Entry:
 class Mapped:
     """A mapping with known keys; exactly one key of `one_of` and at least one of `any_of` must be present."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FormEntry]
     one_of: tuple[str, ...] = ()
     any_of: tuple[str, ...] = ()
 
@@ -148,7 +148,7 @@ class Mapped:
         return schema
 
 
-Form = Scalar | ListOf | Mapped
+Form = Atom | ListOf | Mapped
 
 
 def _is_there(reading: Reading, path: KeyPath, name: str, value: Mapping[str, object]) -> bool:
@@ -156,7 +156,7 @@ def _is_there(reading: Reading, path: KeyPath, name: str, value: Mapping[str, ob
     return name in value or (*path, name) in reading.document.key_places
 
 
-def text(about: str = "text", pattern: str = "") -> Scalar:
+def text(about: str = "text", pattern: str = "") -> Atom:
     """Returns the form of a text that is not empty and, if `pattern` is given, matches it as a whole."""
     import re
 
@@ -164,24 +164,24 @@ def text(about: str = "text", pattern: str = "") -> Scalar:
         good = isinstance(value, str) and value.strip() and (not pattern or re.fullmatch(pattern, value))
         return str(value) if good else None
 
-    return Scalar(about, read, {"type": "string", "minLength": 1, **({"pattern": f"^{pattern}$"} if pattern else {})})
+    return Atom(about, read, {"type": "string", "minLength": 1, **({"pattern": f"^{pattern}$"} if pattern else {})})
 
 
-def whole(least: int = 0) -> Scalar:
+def whole(least: int = 0) -> Atom:
     """Returns the form of a whole number that is at least `least`."""
 
     def read(value: object) -> int | None:
         return value if type(value) is int and value >= least else None
 
-    return Scalar(f"a whole number >= {least}", read, {"type": "integer", "minimum": least})
+    return Atom(f"a whole number >= {least}", read, {"type": "integer", "minimum": least})
 
 
-def choice(*choices: str) -> Scalar:
+def choice(*choices: str) -> Atom:
     """Returns the form of one of the words `choices`."""
     schema = {"enum": list(choices)}
-    return Scalar(f"one of {', '.join(choices)}", lambda value: value if value in choices else None, schema, choices)
+    return Atom(f"one of {', '.join(choices)}", lambda value: value if value in choices else None, schema, choices)
 
 
-def flag() -> Scalar:
+def flag() -> Atom:
     """Returns the form of true or false."""
-    return Scalar("true or false", lambda value: value if isinstance(value, bool) else None, {"type": "boolean"})
+    return Atom("true or false", lambda value: value if isinstance(value, bool) else None, {"type": "boolean"})

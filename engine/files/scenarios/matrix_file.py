@@ -15,43 +15,43 @@ from typing import Any
 
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault_kind import FaultKind
-from engine.core.faults.matrix import SPREAD, Axis, Case, Cell, cells, spread_axes
+from engine.core.faults.matrix import SPREAD, Axis, Cell, MatrixCase, cells, spread_axes
 from engine.files.jobs.job_file import Offered, anything
 from engine.files.jobs.job_value import shown
-from engine.files.scenarios.form import BAD, Entry, ListOf, Mapped, Reading, Scalar, in_order, text
+from engine.files.scenarios.form import BAD, Atom, FormEntry, ListOf, Mapped, Reading, in_order, text
 from engine.files.scenarios.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
 from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 _ID = text("a name of letters, digits and . _ -", ID_PATTERN)
-_MAPPING = Scalar("a mapping", lambda value: value if isinstance(value, dict) and value else None, {"type": "object"})
-_LIST = Scalar("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
+_MAPPING = Atom("a mapping", lambda value: value if isinstance(value, dict) and value else None, {"type": "object"})
+_LIST = Atom("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
 _CASE = Mapped(
     {
-        "name": Entry(_ID, "the name of the case", required=True),
-        "about": Entry(text("one sentence"), "the purpose of the case (default: that of the matrix)"),
-        "only": Entry(_MAPPING, "per axis, the labels that the case is made for (default: all)"),
-        "job": Entry(_MAPPING, "fields of the job; they override those of the matrix"),
-        "faults": Entry(_LIST, "the faults, with their targets and moments", required=True),
-        "expect": Entry(_MAPPING, "expectations; they override those of the matrix"),
+        "name": FormEntry(_ID, "the name of the case", required=True),
+        "about": FormEntry(text("one sentence"), "the purpose of the case (default: that of the matrix)"),
+        "only": FormEntry(_MAPPING, "per axis, the labels that the case is made for (default: all)"),
+        "job": FormEntry(_MAPPING, "fields of the job; they override those of the matrix"),
+        "faults": FormEntry(_LIST, "the faults, with their targets and moments", required=True),
+        "expect": FormEntry(_MAPPING, "expectations; they override those of the matrix"),
     }
 )
 _MATRIX = Mapped(
     {
-        "version": Entry(constant(VERSION), f"{VERSION}", required=True),
-        "name": Entry(_ID, "the name of the matrix", required=True),
-        "about": Entry(text("one sentence"), "the purpose of the matrix, in one sentence", required=True),
-        "job": Entry(_MAPPING, "fields of every case's job"),
-        "expect": Entry(_MAPPING, "expectations of every case"),
-        "axes": Entry(_MAPPING, "name: a list of values, or a mapping of label: fields"),
-        "cases": Entry(ListOf(_CASE), "scenarios, in which $axis stands for a value", required=True),
+        "version": FormEntry(constant(VERSION), f"{VERSION}", required=True),
+        "name": FormEntry(_ID, "the name of the matrix", required=True),
+        "about": FormEntry(text("one sentence"), "the purpose of the matrix, in one sentence", required=True),
+        "job": FormEntry(_MAPPING, "fields of every case's job"),
+        "expect": FormEntry(_MAPPING, "expectations of every case"),
+        "axes": FormEntry(_MAPPING, "name: a list of values, or a mapping of label: fields"),
+        "cases": FormEntry(ListOf(_CASE), "scenarios, in which $axis stands for a value", required=True),
     }
 )
 _ABSENT = re.compile(r"faults\.\d+\.at\.action")
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedCell:
     """One cell that can run: its scenario, the faults drawn by its seed, and the line of its case."""
 
     cell: Cell
@@ -67,7 +67,7 @@ class Matrix:
     name: str
     about: str
     axes: tuple[Axis, ...]
-    cells: tuple[Planned, ...]
+    cells: tuple[PlannedCell, ...]
     absent: tuple[Cell, ...]
 
 
@@ -118,7 +118,7 @@ def _of_one_scenario(path: Path, loaded: Loaded, document: Document) -> Matrix:
     assert isinstance(document.value, dict)
     scenario = loaded.scenario
     cell = Cell(scenario.name, (), dict(document.value), {})
-    return Matrix(path, scenario.name, scenario.about, (), (Planned(cell, loaded, 1),), ())
+    return Matrix(path, scenario.name, scenario.about, (), (PlannedCell(cell, loaded, 1),), ())
 
 
 def _whole_cases(values: Mapping[str, Any]) -> list[int]:
@@ -145,7 +145,7 @@ def _axis(reading: Reading, name: str, value: Any) -> Axis:
     return Axis(name, dict(zip(labels, value, strict=True)), places)
 
 
-def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mapping[str, Axis]) -> Case:
+def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mapping[str, Axis]) -> MatrixCase:
     own = matrix["cases"][number]
     path: KeyPath = ("cases", number)
     if any(each is not BAD and each.get("name") == own["name"] for each in matrix["cases"][:number]):
@@ -165,7 +165,7 @@ def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mappin
         else:
             only[name] = tuple(str(label) for label in labels)
     _check_uses(reading, path, values, axes, at=())
-    return Case(own["name"], {name: each for name, each in values.items() if each}, only, path)
+    return MatrixCase(own["name"], {name: each for name, each in values.items() if each}, only, path)
 
 
 def _check_uses(reading: Reading, path: KeyPath, value: Any, axes: Mapping[str, Axis], at: KeyPath) -> None:
@@ -192,8 +192,8 @@ def _values(axes: Mapping[str, Axis], name: str) -> Iterable[Any]:
 
 def _checked(
     reading: Reading, path: Path, made: list[Cell], load: Callable[[Document], Loaded]
-) -> tuple[tuple[Planned, ...], tuple[Cell, ...]]:
-    planned: list[Planned] = []
+) -> tuple[tuple[PlannedCell, ...], tuple[Cell, ...]]:
+    planned: list[PlannedCell] = []
     absent: list[Cell] = []
     problems: dict[tuple[str, int, int, str], Problem] = {}
     for cell in made:
@@ -205,7 +205,7 @@ def _checked(
             if not wrong:
                 absent.append(cell)
             continue
-        planned.append(Planned(cell, loaded, reading.place(cell.origins[()])[0]))
+        planned.append(PlannedCell(cell, loaded, reading.place(cell.origins[()])[0]))
     there = {label for each in planned for label in each.cell.labels}
     for axis, label in dict.fromkeys(label for cell in absent for label in cell.labels):
         if (axis, label) not in there and not problems:

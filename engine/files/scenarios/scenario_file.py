@@ -18,8 +18,8 @@ from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import After, At, Fault
 from engine.core.faults.fault_kind import FaultKind
-from engine.core.faults.scenario import Every, Expect, Limits, Scenario, Target, Trigger, Wanted
-from engine.core.faults.scenario_rules import Found, check_found
+from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
+from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.scalar import Scalar
 from engine.files.jobs.job_file import Offered, anything, merge
 from engine.files.jobs.job_layers import document_layer, set_layer
@@ -146,9 +146,9 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterab
     faults = {number: each for number, each in enumerate(listed) if each is not None}
     expect = _expect(values.get("expect", {}))
     whole = len(faults) == len(listed) and all(each.do for each in faults.values())
-    found = Found(job, faults, whole)
+    found = PlannedFaults(job, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
-    reading.problems += [reading.located(each) for each in check_found(found, expect, ending)]
+    reading.problems += [reading.located(each) for each in check_faults(found, expect, ending)]
     if reading.problems or job is None:
         raise in_order(reading.problems)
     return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
@@ -175,7 +175,9 @@ def _part(document: Document, name: str) -> Document:
     return Document(document.source, value if isinstance(value, dict) else None, places, key_places)
 
 
-def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job) -> Wanted | None:
+def _wanted(
+    reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job
+) -> FaultSpec | None:
     """Returns one fault; None, with its problems reported, if its id or moment is not valid."""
     path: KeyPath = ("faults", number)
     if not isinstance(values, dict):
@@ -195,7 +197,7 @@ def _wanted(reading: Reading, number: int, values: object, kinds: Mapping[str, F
         return None
     target_values = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
     do = "" if kind is None else kind.name
-    return Wanted(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
+    return FaultSpec(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
 
 
 def _parameters(

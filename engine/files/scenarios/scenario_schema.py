@@ -15,7 +15,7 @@ from engine.core.faults.fault_kind import FaultKind, Parameter
 from engine.core.faults.scenario import OUTCOMES
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
-from engine.files.scenarios.form import Entry, Form, ListOf, Mapped, Scalar, choice, flag, text, whole
+from engine.files.scenarios.form import Atom, Form, FormEntry, ListOf, Mapped, choice, flag, text, whole
 
 VERSION = 1
 CHECKPOINT = "CHECKPOINT"  # known, so that it is refused with the reason
@@ -35,59 +35,61 @@ def _read_duration(value: object) -> int | None:
     return parse_duration(value) if isinstance(value, str) else None
 
 
-DURATION = Scalar(DURATION_FORM, _read_duration, {"type": "string", "pattern": DURATION_PATTERN})
-STEPS = Scalar("a number of steps such as 20 steps", _read_steps, {"type": "string", "pattern": f"^{_STEPS.pattern}$"})
-ANYTHING = Scalar("a mapping", lambda value: value if isinstance(value, dict) else None, {"type": "object"})
+DURATION = Atom(DURATION_FORM, _read_duration, {"type": "string", "pattern": DURATION_PATTERN})
+STEPS = Atom("a number of steps such as 20 steps", _read_steps, {"type": "string", "pattern": f"^{_STEPS.pattern}$"})
+ANYTHING = Atom("a mapping", lambda value: value if isinstance(value, dict) else None, {"type": "object"})
 
 AT = Mapped(
     {
-        "step": Entry(whole(), "the step, from 0", required=True),
-        "pipeline": Entry(whole(), "the pipeline of the slot (default 0)"),
-        "stage": Entry(whole(), "the stage of the slot", required=True),
-        "action": Entry(choice(*ACTIONS), "the action of the slot's owner (default B)"),
-        "microbatch": Entry(whole(), "the microbatch of the action (default: the middle one)"),
-        "when": Entry(choice(*WHENS), "before, during or after the action (default before)"),
+        "step": FormEntry(whole(), "the step, from 0", required=True),
+        "pipeline": FormEntry(whole(), "the pipeline of the slot (default 0)"),
+        "stage": FormEntry(whole(), "the stage of the slot", required=True),
+        "action": FormEntry(choice(*ACTIONS), "the action of the slot's owner (default B)"),
+        "microbatch": FormEntry(whole(), "the microbatch of the action (default: the middle one)"),
+        "when": FormEntry(choice(*WHENS), "before, during or after the action (default before)"),
     }
 )
 AFTER = Mapped(
     {
-        "fault": Entry(text("the id of another fault", ID_PATTERN), "the fault that must have struck", required=True),
-        "phase": Entry(choice(*PHASES), "the phase of the recovery from it that must have begun"),
-        "delay": Entry(DURATION, "the time that must have passed since"),
+        "fault": FormEntry(
+            text("the id of another fault", ID_PATTERN), "the fault that must have struck", required=True
+        ),
+        "phase": FormEntry(choice(*PHASES), "the phase of the recovery from it that must have begun"),
+        "delay": FormEntry(DURATION, "the time that must have passed since"),
     },
     any_of=("phase", "delay"),
 )
 EVERY = Mapped(
     {
-        "mtbf": Entry(STEPS, "the mean number of steps between two faults", required=True),
-        "count": Entry(whole(1), "how many faults at most", required=True),
+        "mtbf": FormEntry(STEPS, "the mean number of steps between two faults", required=True),
+        "count": FormEntry(whole(1), "how many faults at most", required=True),
     }
 )
 TARGET = Mapped(
     {
-        "pipeline": Entry(whole(), "the pipeline of a slot"),
-        "stage": Entry(whole(), "the stage of a slot: the worker that owns it at that moment"),
-        "worker": Entry(whole(), "a worker by its number"),
-        "role": Entry(choice("random", *ROLES), "the worker with this role at that moment; random is drawn before"),
-        "count": Entry(whole(1), "victims that are struck at the same moment (default 1)"),
-        "adjacent": Entry(flag(), "whether their slots are neighbours in one pipeline"),
+        "pipeline": FormEntry(whole(), "the pipeline of a slot"),
+        "stage": FormEntry(whole(), "the stage of a slot: the worker that owns it at that moment"),
+        "worker": FormEntry(whole(), "a worker by its number"),
+        "role": FormEntry(choice("random", *ROLES), "the worker with this role at that moment; random is drawn before"),
+        "count": FormEntry(whole(1), "victims that are struck at the same moment (default 1)"),
+        "adjacent": FormEntry(flag(), "whether their slots are neighbours in one pipeline"),
     }
 )
 EXPECT = Mapped(
     {
-        "outcome": Entry(choice(*OUTCOMES), "the outcome of the run (default recovered)"),
-        "trajectory": Entry(choice("identical"), "every committed step has the bits of the fault-free twin"),
-        "steps_lost": Entry(whole(), "committed steps that are done again, at most"),
-        "samples": Entry(choice("exactly-once"), "every committed step counts every sample once"),
-        "culprit": Entry(choice("exact", "nobody"), "exact: the struck workers are excluded, and no others"),
-        "leftovers": Entry(choice("none"), "no process, socket, shared memory, file or key stays behind"),
-        "recovery": Entry(
+        "outcome": FormEntry(choice(*OUTCOMES), "the outcome of the run (default recovered)"),
+        "trajectory": FormEntry(choice("identical"), "every committed step has the bits of the fault-free twin"),
+        "steps_lost": FormEntry(whole(), "committed steps that are done again, at most"),
+        "samples": FormEntry(choice("exactly-once"), "every committed step counts every sample once"),
+        "culprit": FormEntry(choice("exact", "nobody"), "exact: the struck workers are excluded, and no others"),
+        "leftovers": FormEntry(choice("none"), "no process, socket, shared memory, file or key stays behind"),
+        "recovery": FormEntry(
             Mapped(
                 {
-                    "p95": Entry(DURATION, "the 95th percentile of the pauses, at most"),
-                    "max": Entry(DURATION, "the longest pause, at most"),
-                    "phases": Entry(
-                        Mapped({name: Entry(DURATION, f"{name}, at most") for name in TIMED_PHASES}),
+                    "p95": FormEntry(DURATION, "the 95th percentile of the pauses, at most"),
+                    "max": FormEntry(DURATION, "the longest pause, at most"),
+                    "phases": FormEntry(
+                        Mapped({name: FormEntry(DURATION, f"{name}, at most") for name in TIMED_PHASES}),
                         "the longest duration of a phase, at most",
                     ),
                 }
@@ -102,26 +104,28 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
     """Returns the form of a whole file in which a fault is one of `kinds`."""
     fault = Mapped(
         {
-            "id": Entry(text("an id of letters, digits and . _ -", ID_PATTERN), "a name for it (default fault-N)"),
-            "at": Entry(AT, "the action of a step at which it strikes"),
-            "after": Entry(AFTER, "the other fault, or phase of its recovery, after which it strikes"),
-            "every": Entry(EVERY, "random moments, drawn before the run"),
-            "target": Entry(TARGET, "the victim (default: the owner of the action's slot, or the recovering worker)"),
-            "do": Entry(choice(*kinds), "; ".join(f"{each.name}: {each.about}" for each in kinds.values()), True),
-            **{name: Entry(*parameter) for name, parameter in _parameters(kinds).items()},
+            "id": FormEntry(text("an id of letters, digits and . _ -", ID_PATTERN), "a name for it (default fault-N)"),
+            "at": FormEntry(AT, "the action of a step at which it strikes"),
+            "after": FormEntry(AFTER, "the other fault, or phase of its recovery, after which it strikes"),
+            "every": FormEntry(EVERY, "random moments, drawn before the run"),
+            "target": FormEntry(
+                TARGET, "the victim (default: the owner of the action's slot, or the recovering worker)"
+            ),
+            "do": FormEntry(choice(*kinds), "; ".join(f"{each.name}: {each.about}" for each in kinds.values()), True),
+            **{name: FormEntry(*parameter) for name, parameter in _parameters(kinds).items()},
         },
         one_of=("at", "after", "every"),
     )
     return Mapped(
         {
-            "version": Entry(constant(VERSION), f"{VERSION}", required=True),
-            "name": Entry(
+            "version": FormEntry(constant(VERSION), f"{VERSION}", required=True),
+            "name": FormEntry(
                 text("a name of letters, digits and . _ -", ID_PATTERN), "the scenario's name", required=True
             ),
-            "about": Entry(text("one sentence"), "the purpose of the scenario, in one sentence", required=True),
-            "job": Entry(ANYTHING, "the job: the fields of a job file"),
-            "faults": Entry(ListOf(fault), "the faults, with their targets and moments", required=True),
-            "expect": Entry(EXPECT, "the expectations of the run"),
+            "about": FormEntry(text("one sentence"), "the purpose of the scenario, in one sentence", required=True),
+            "job": FormEntry(ANYTHING, "the job: the fields of a job file"),
+            "faults": FormEntry(ListOf(fault), "the faults, with their targets and moments", required=True),
+            "expect": FormEntry(EXPECT, "the expectations of the run"),
         }
     )
 
@@ -157,9 +161,9 @@ def _job_field(name: str) -> dict[str, Any]:
     return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}
 
 
-def constant(value: int) -> Scalar:
+def constant(value: int) -> Atom:
     """Returns the form of a number that must be `value`."""
-    return Scalar(str(value), lambda found: found if type(found) is int and found == value else None, {"const": value})
+    return Atom(str(value), lambda found: found if type(found) is int and found == value else None, {"const": value})
 
 
 def _parameters(kinds: Mapping[str, FaultKind]) -> dict[str, tuple[Form, str]]:
@@ -170,7 +174,7 @@ def _parameters(kinds: Mapping[str, FaultKind]) -> dict[str, tuple[Form, str]]:
             about = f"{kind.name}: {each.about}"
             if each.name in found:
                 about = f"{found[each.name][1]}; {about}"
-            found[each.name] = (Scalar("a value", lambda value: value, _parameter_json(each)), about)
+            found[each.name] = (Atom("a value", lambda value: value, _parameter_json(each)), about)
     return found
 
 

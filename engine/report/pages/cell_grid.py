@@ -18,11 +18,11 @@ LEGEND = "P passed  F failed  I invalid  - not run"
 
 Labels = Mapping[str, str]
 Column = tuple[str, str]  # fault and stage
-Cell = tuple[str, CellResult | None]  # its name and its result; None if it did not run
+GridCell = tuple[str, CellResult | None]  # its name and its result; None if it did not run
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CellGrid:
     """The fields of a grid: row and column names, and the cells of each (row, column), the worst result first.
 
     `axis` is the title of the rows.
@@ -31,7 +31,7 @@ class Grid:
     axis: str
     rows: tuple[str, ...]
     columns: tuple[Column, ...]
-    fields: Mapping[tuple[str, Column], tuple[Cell, ...]]
+    fields: Mapping[tuple[str, Column], tuple[GridCell, ...]]
 
     def letter(self, row: str, column: Column) -> str | None:
         """Returns the letter of a field, or None if it has no cell."""
@@ -39,10 +39,10 @@ class Grid:
         return letter_of(cells[0][1]) if cells else None
 
 
-def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResult]) -> Grid:
+def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResult]) -> CellGrid:
     """Returns the grid of the cells (name, labels); `results` maps the names of the cells that ran to their results."""
     order = list(_LETTERS.values())
-    fields: dict[tuple[str, Column], list[Cell]] = {}
+    fields: dict[tuple[str, Column], list[GridCell]] = {}
     axes: set[str] = set()
     for name, labels in cells:
         axes.add("action" if labels.get("action") else "case")
@@ -55,7 +55,7 @@ def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResul
     worst_first = {
         field: tuple(sorted(found, key=lambda cell: order.index(letter_of(cell[1])))) for field, found in fields.items()
     }
-    return Grid(" or ".join(sorted(axes)), rows, tuple(columns), worst_first)
+    return CellGrid(" or ".join(sorted(axes)), rows, tuple(columns), worst_first)
 
 
 def _in_order(stages: Iterable[Sequence[str]]) -> dict[str, int]:
@@ -73,7 +73,7 @@ def _row(name: str, labels: Labels) -> str:
     return labels.get("action") or name.partition("/")[0]
 
 
-def grid_text(grid: Grid, colours: bool) -> str:
+def grid_text(grid: CellGrid, colours: bool) -> str:
     """Returns the grid for a terminal."""
     first = max((len(row) for row in grid.rows), default=0)
     groups = column_groups(grid.columns)

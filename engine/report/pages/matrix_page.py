@@ -12,7 +12,7 @@ from importlib.resources import files
 from string import Template
 
 from engine.core.checks.cell_result import CellResult, counted
-from engine.report.pages.cell_grid import LEGEND, Cell, Grid, column_groups, letter_of
+from engine.report.pages.cell_grid import LEGEND, CellGrid, GridCell, column_groups, letter_of
 
 _MOST_TOLD = 12  # cells of one field
 _PAGE = Template("""<!doctype html>
@@ -39,7 +39,7 @@ $others
 Replay = Callable[[str], str]  # the command that runs a cell again, by its name
 
 
-def matrix_page(name: str, grid: Grid, results: Sequence[CellResult], replay: Replay) -> str:
+def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], replay: Replay) -> str:
     """Returns the page as HTML."""
     others = [each for each in results if each.result != "passed"]
     mood = "good" if results and not others else "bad" if any(each.result == "failed" for each in others) else "open"
@@ -55,7 +55,7 @@ def matrix_page(name: str, grid: Grid, results: Sequence[CellResult], replay: Re
     )
 
 
-def _table(grid: Grid, replay: Replay) -> str:
+def _table(grid: CellGrid, replay: Replay) -> str:
     groups = column_groups(grid.columns)
     head = "".join(f'<th colspan="{len(stages)}">{html.escape(fault)}</th>' for fault, stages in groups)
     below = "".join(f"<th>{html.escape(stage)}</th>" for _, stages in groups for stage in stages)
@@ -73,7 +73,7 @@ def _table(grid: Grid, replay: Replay) -> str:
     return f'<table class="cells">{titles}<tbody>{"".join(rows)}</tbody></table>'
 
 
-def _field(cells: Sequence[Cell], replay: Replay) -> str:
+def _field(cells: Sequence[GridCell], replay: Replay) -> str:
     if not cells:
         return "<td></td>"
     letter = letter_of(cells[0][1])
@@ -84,7 +84,7 @@ def _field(cells: Sequence[Cell], replay: Replay) -> str:
     return f'<td class="cell {kind}" tabindex="0">{letter}<div class="told">{told}{rest}</div></td>'
 
 
-def _told(cell: Cell, replay: Replay) -> str:
+def _told(cell: GridCell, replay: Replay) -> str:
     """Returns the name of a cell, its result with the reason, and the command that runs it again."""
     name, result = cell
     if result is None:

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from engine.core.action import COMPUTE_OPS, OP_TABLE
 from engine.core.analysis.schedule_comparison import over_none
 from engine.core.analysis.utilization import bubbles, stash_curves
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.op_row import Stands
 from engine.core.ownership import Ownership
@@ -33,7 +33,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 
 def schedule_page(job: Job) -> str:
     """Returns the page as HTML; the unit of time is a forward of one stage, and a backward takes two units."""
-    program, ownership = planned(job)
+    program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     idle = bubbles(run)
     told = f"{len(idle)} workers, {run.makespan:g} units, of which a worker waits {run.bubble:.1%} on average"

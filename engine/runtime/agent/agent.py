@@ -36,15 +36,15 @@ from engine.core.history.process_records import (
 from engine.core.membership.effects import Effect, Finish, Halt, PublishEpoch
 from engine.core.membership.events import Event, ExitSeen, Notice, Tick
 from engine.core.membership.state import Phase
-from engine.core.messages import Exit
-from engine.core.process_messages import Bye, Ping, Stop
-from engine.runtime.agent.effect_executor import Orders
+from engine.core.messages import ExitMessage
+from engine.core.process_messages import ByeMessage, PingMessage, StopMessage
+from engine.runtime.agent.effect_executor import EffectExecutor
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.preparation import Preparation
-from engine.runtime.agent.run_state import Account
-from engine.runtime.agent.worker_errors import RaisedErrors
-from engine.runtime.agent.worker_handles import Member, RendezvousStore
+from engine.runtime.agent.preparation import HandOverPreparation
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.worker_errors import WorkerErrors
+from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
@@ -66,7 +66,7 @@ class Agent:
     def __init__(
         self,
         job: Job,
-        members: dict[int, Member],
+        members: dict[int, WorkerHandle],
         recorder: Recorder,
         node: Node,
         store: RendezvousStore,
@@ -81,15 +81,15 @@ class Agent:
         self.node = node
         self.store = store
         self.tick = tick
-        self.account = Account(job)
-        self.orders = Orders(job, members, recorder, self.account, store)
+        self.run_state = RunState(job)
+        self.effects = EffectExecutor(job, members, recorder, self.run_state, store)
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
         self.deadline_s = float("inf")
         self.grace_ns = round(grace_s * 1e9)
-        self.preparation = Preparation(self.orders.prepare)
+        self.preparation = HandOverPreparation(self.effects.prepare)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
-        self.raised = RaisedErrors()
+        self.raised = WorkerErrors()
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
         self.is_stopping = False
@@ -100,7 +100,7 @@ class Agent:
     def _has_finished(self) -> bool:
         return self.node.state.phase is Phase.FINISHED
 
-    def sees_end(self, member: Member) -> None:
+    def sees_end(self, member: WorkerHandle) -> None:
         """Notes when a worker was seen to have ended, and tells the others that much before anything else is done.
 
         What comes of it the coordinator decides.
@@ -108,13 +108,13 @@ class Agent:
         if member.worker not in self._seen_ns:
             self._seen_ns[member.worker] = now_ns()
             if not self._may_end(member):
-                self.orders.broadcast(Exit(member.worker))
+                self.effects.broadcast(ExitMessage(member.worker))
 
-    def _may_end(self, member: Member) -> bool:
+    def _may_end(self, member: WorkerHandle) -> bool:
         is_out = member.worker in self.node.state.out
         return is_out or member.state in ("finished", "failed") or self.is_stopping or self._has_finished
 
-    def exited(self, member: Member, code: int) -> None:
+    def exited(self, member: WorkerHandle, code: int) -> None:
         """Takes in how a worker's process has ended."""
         self.sees_end(member)
         member.exit_code = code
@@ -135,7 +135,9 @@ class Agent:
         The next epoch names it; a group that cannot be formed for want of it is a suspicion, and so makes an epoch.
         """
         with self.failing():
-            if not self.account.going_at_ns:  # the first group may be half formed, and nobody has anything to lose yet
+            if (
+                not self.run_state.going_at_ns
+            ):  # the first group may be half formed, and nobody has anything to lose yet
                 raise EnvironmentLacksError(
                     f"the rendezvous store (pid {self.store.child.pid}) was ended before training began: start the run "
                     f"again; if that happens twice, see {self.store.log} and `bamboo doctor`"
@@ -154,36 +156,36 @@ class Agent:
             if not self.is_stopping:
                 for effect in self.node.handle(*events):
                     self._carry_out(effect)
-                self.preparation.look(self.node.state, self.account.ownership)
+                self.preparation.look(self.node.state, self.run_state.ownership)
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Halt):
             self._halt(effect)
         elif isinstance(effect, Finish):
             self._finish(effect)
-        elif isinstance(effect, PublishEpoch) and effect.verdict and not self.account.going_at_ns:
+        elif isinstance(effect, PublishEpoch) and effect.verdict and not self.run_state.going_at_ns:
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(effect.verdict)))  # nobody can take over yet
         elif not self.is_stopping:
             self.injector.begins(effect)
-            self.orders.carry_out(effect, self.node.state)
+            self.effects.execute(effect, self.node.state)
             self.injector.has_begun(effect)
 
     def _finish(self, effect: Finish) -> None:
         """Lets everybody go at once, or, where somebody is missing, when the others have said what they know."""
         if not effect.cut_short:
-            self.orders.broadcast(Bye())
+            self.effects.broadcast(ByeMessage())
         if self._is_let_go:
             return
         self._is_let_go = True
         if effect.cut_short:
             self.recorder.write(CutShortRecord(reason=effect.cut_short))
-            self.account.note(f"every step is committed; what follows the last one ends early: {effect.cut_short}")
+            self.run_state.note(f"every step is committed; what follows the last one ends early: {effect.cut_short}")
         grace_s = _LAST_WORDS_S if effect.cut_short else _LEAVE_GRACE_S
         self.deadline_s = min(self.deadline_s, time.monotonic() + grace_s)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Makes an error of the coordinator, of the account or of a store the end of the run."""
+        """Makes an error of the coordinator, of the run state or of a store the end of the run."""
         try:
             yield
         except BambooError as error:
@@ -201,19 +203,19 @@ class Agent:
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         self.decide(Tick(now_ns()))
-        self.orders.broadcast(Ping())
+        self.effects.broadcast(PingMessage())
 
     def close(self) -> None:
-        """Closes the account when every worker has ended."""
+        """Closes the run state when every worker has ended."""
         self.injector.close()
         with self.failing():
-            self.account.close_book()
+            self.run_state.close_book()
 
     def fail(self, cause: BambooError) -> None:
         """Keeps the first cause and stops everyone."""
         if self.cause is None:
             if isinstance(cause, CoordinatorUnavailableError):
-                cause = CoordinatorUnavailableError(f"{cause}; {self.account.progress()}")
+                cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
             self.cause = cause
             self.recorder.write(FailedRecord(error=str(cause)))
         self._stop()
@@ -221,9 +223,9 @@ class Agent:
     def _stop(self) -> None:
         if not self.is_stopping:
             self.is_stopping = True
-            self.orders.broadcast(Stop())
+            self.effects.broadcast(StopMessage())
             # Before training begins, workers may be forming a group that cannot be left; there is nothing to lose yet.
-            self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.account.going_at_ns else _START_GRACE_S)
+            self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.run_state.going_at_ns else _START_GRACE_S)
 
     def overdue(self) -> None:
         """The grace has passed: to end a step that was interrupted, or to leave; to stop; or to be gone."""
@@ -239,17 +241,19 @@ class Agent:
         self.deadline_s = float("inf") if self._has_killed else time.monotonic() + _KILL_GRACE_S
         self._has_killed = True
 
-    def _leaves_behind(self, member: Member) -> None:
+    def _leaves_behind(self, member: WorkerHandle) -> None:
         member.is_left_behind = True
         self.recorder.write(LeftBehindRecord(of=member.worker, child=member.child.pid))
-        self.account.note(f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind")
+        self.run_state.note(
+            f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind"
+        )
 
     def interrupt(self, number: signal.Signals) -> None:
         """The first signal lets the step end; a second one, or one before the first step, stops at once."""
         again = self.interrupted is not None
         self.interrupted = self.interrupted or number
         self.recorder.write(InterruptRecord(signal=number.name))
-        if again or not self.account.going_at_ns:
+        if again or not self.run_state.going_at_ns:
             self._stop()
         elif not self.is_stopping:
             self.decide(Notice(now_ns(), None, round(_INTERRUPT_GRACE_S * 1e9)))
@@ -262,7 +266,7 @@ class Agent:
         return WorkerFailedError("; ".join([text, *logs]))
 
     def _halt(self, effect: Halt) -> None:
-        if not self.account.going_at_ns:  # whatever else it says, nobody had anything to lose yet
+        if not self.run_state.going_at_ns:  # whatever else it says, nobody had anything to lose yet
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out.values())))
             return
         error = self._ended_by(effect.reason)

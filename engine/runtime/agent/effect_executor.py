@@ -15,7 +15,7 @@ from engine.core import messages
 from engine.core.config.job import Job
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership.effects import (
-    Commit,
+    AnnounceCommit,
     Effect,
     Evict,
     Fence,
@@ -30,34 +30,39 @@ from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Commit as Committed
-from engine.runtime.agent.run_state import Account, Epoch
-from engine.runtime.agent.worker_handles import Member, RendezvousStore, tell_all
+from engine.runtime.agent.run_state import Epoch, RunState
+from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, tell_all
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
 _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 
 
-class Orders:
+class EffectExecutor:
     """Carries out orders for one job, over members that have been started."""
 
     def __init__(
-        self, job: Job, members: dict[int, Member], recorder: Recorder, account: Account, store: RendezvousStore
+        self,
+        job: Job,
+        members: dict[int, WorkerHandle],
+        recorder: Recorder,
+        run_state: RunState,
+        store: RendezvousStore,
     ):
         self.store = store
         self.members = members
         self.recorder = recorder
-        self.account = account
+        self.run_state = run_state
         self.grid = Grid(job.stages, job.microbatches, job.pipelines)
         self._decided: Committed | None = None  # by the ballot, and not yet told
-        self._epoch: messages.Epoch | None = None
+        self._epoch: messages.EpochMessage | None = None
         self._planned, self._started = 0, 0  # the epochs in which plan and go were told
         self._leaving: tuple[int, ...] = ()  # as the workers know them
-        self._told: messages.Commit | None = None  # the last one
+        self._told: messages.CommitMessage | None = None  # the last one
         self._owners: tuple[int, ...] = ()  # as recorded
 
-    def carry_out(self, effect: Effect, state: State) -> None:
+    def execute(self, effect: Effect, state: State) -> None:
         """Does what an order says; `state` is the one that it was read off."""
-        _CARRY_OUT[type(effect)](self, effect, state)
+        _EXECUTE[type(effect)](self, effect, state)
 
     def decided(self, commit: Committed) -> None:
         """Takes in the commit that the ballot has decided; the coordinator's order tells the workers."""
@@ -71,7 +76,7 @@ class Orders:
         if self._epoch is not None and effect.epoch <= self._epoch.epoch:
             return
         # The workers first: each of them is waiting for it.
-        self._epoch = messages.Epoch(
+        self._epoch = messages.EpochMessage(
             epoch=effect.epoch,
             members=effect.members,
             gather=state.phase in GATHERING,
@@ -84,7 +89,7 @@ class Orders:
         at_ns = now_ns()
         self._note_owners(state)
         self.broadcast(self._epoch)
-        self.account.freeze()
+        self.run_state.freeze()
         self.recorder.write(
             EpochRecord(
                 at_ns=at_ns,
@@ -97,7 +102,7 @@ class Orders:
                 shadows=state.shadows,
             )
         )
-        self.account.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
+        self.run_state.epochs.append(Epoch(effect.epoch, effect.verdict, effect.reason))
 
     def _note_owners(self, state: State) -> None:
         self._owners = state.owners
@@ -131,69 +136,69 @@ class Orders:
 
     def prepare(self, number: int, document: PublishPlanInput) -> None:
         """Has every worker make a plan before its epoch begins; it answers under the same number."""
-        self.broadcast(messages.Prepare(number, _document(document)))
+        self.broadcast(messages.PrepareMessage(number, _document(document)))
 
     def _start_training(self, effect: StartTraining, state: State) -> None:
         if effect.epoch <= self._started:
             return
         self._started = effect.epoch
-        self.account.open(effect.epoch, self._ownership(state))
+        self.run_state.open(effect.epoch, self._ownership(state))
         at_ns = now_ns()
         go = self._go(state)
         assert self._epoch is not None
         if self._epoch.go is None:
             self.broadcast(go)
         self.recorder.write(GoRecord(at_ns=at_ns, epoch=effect.epoch, end=go.end))
-        self.account.going_at_ns = self.account.going_at_ns or at_ns
+        self.run_state.going_at_ns = self.run_state.going_at_ns or at_ns
         for worker in state.members:
             self.members[worker].state = "running"
 
-    def _go(self, state: State) -> messages.Go:
+    def _go(self, state: State) -> messages.GoMessage:
         """Returns the message that lets a worker go on, once it has its plan."""
-        return messages.Go(
+        return messages.GoMessage(
             end=state.phase is Phase.DRAINING,
-            validate=self.account.owes_validation(state.committed >= state.last_step),
+            validate=self.run_state.owes_validation(state.committed >= state.last_step),
         )
 
-    def _send_commit(self, effect: Commit, state: State) -> None:
+    def _send_commit(self, effect: AnnounceCommit, state: State) -> None:
         commit, self._decided = self._decided, None
         if commit is None:
             return  # the order is repeated, and everybody has it, or it was in the plan
         assert commit.step == effect.step
-        self.account.settle(commit)
-        self._told = messages.Commit(commit.step, commit.clip_factor, effect.then)
+        self.run_state.settle(commit)
+        self._told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then)
         at_ns = now_ns()  # before anybody can do anything after it
         self.broadcast(self._told)
         self.recorder.write(CommitRecord(at_ns=at_ns, **asdict(commit), last=effect.then == "end"))
         if effect.then == "step":
-            self.account.heal(state.members, self._leaving)
+            self.run_state.heal(state.members, self._leaving)
 
     def _evict(self, effect: Evict, state: State) -> None:
         member = self.members[effect.worker]
         if member.exit_code is None:
             member.child.signal(signal.SIGKILL)
 
-    def _need_not(self, effect: Effect, state: State) -> None:
+    def _ignore(self, effect: Effect, state: State) -> None:
         """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
 
 
-def _first_stage(member: Member) -> float:
+def _first_stage(member: WorkerHandle) -> float:
     return min((stage for _, stage in member.slots), default=inf)
 
 
-def _document(effect: PublishPlanInput) -> messages.Plan:
+def _document(effect: PublishPlanInput) -> messages.PlanMessage:
     """Returns the document that the workers make the plan from."""
-    return messages.Plan(**{each.name: getattr(effect, each.name) for each in fields(messages.Plan)})
+    return messages.PlanMessage(**{each.name: getattr(effect, each.name) for each in fields(messages.PlanMessage)})
 
 
-_CARRY_OUT: dict[type[Effect], Callable[[Orders, Any, State], None]] = {
-    PublishEpoch: Orders._publish_epoch,
-    GatherInventories: Orders._need_not,
-    PublishPlanInput: Orders._send_plan,
-    StartTraining: Orders._start_training,
-    Commit: Orders._send_commit,
-    OrderHandOver: Orders._need_not,
-    Evict: Orders._evict,
-    Fence: Orders._fence,
-    Look: Orders._need_not,
+_EXECUTE: dict[type[Effect], Callable[[EffectExecutor, Any, State], None]] = {
+    PublishEpoch: EffectExecutor._publish_epoch,
+    GatherInventories: EffectExecutor._ignore,
+    PublishPlanInput: EffectExecutor._send_plan,
+    StartTraining: EffectExecutor._start_training,
+    AnnounceCommit: EffectExecutor._send_commit,
+    OrderHandOver: EffectExecutor._ignore,
+    Evict: EffectExecutor._evict,
+    Fence: EffectExecutor._fence,
+    Look: EffectExecutor._ignore,
 }

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
 from engine.core.message_codec import Message
 from engine.runtime.agent.agent import Agent
-from engine.runtime.agent.worker_handles import Member
-from engine.runtime.process.children import ForkServer
+from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
 _TICK_S = 0.25
-Hear = Callable[[Agent, Member, Message], None]
+Hear = Callable[[Agent, WorkerHandle, Message], None]
 
 
 def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrupts) -> None:
@@ -47,7 +47,7 @@ def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrup
     agent.close()
 
 
-def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: Member) -> None:
+def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: WorkerHandle) -> None:
     def ended() -> None:
         agent.sees_end(member)
         _hear_last_words(agent, hear, member)
@@ -70,7 +70,7 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: M
     selector.register(member.link, selectors.EVENT_READ, spoken)
 
 
-def _hear_last_words(agent: Agent, hear: Hear, member: Member) -> None:
+def _hear_last_words(agent: Agent, hear: Hear, member: WorkerHandle) -> None:
     """Takes in what a worker said before it ended, which comes before its end, whoever told of that first.
 
     Something that it started itself may still hold its link open: then nothing is left to receive, which is no end.

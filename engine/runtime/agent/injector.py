@@ -13,25 +13,25 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.faults.catch_up import catch_up_points
-from engine.core.faults.fault import After, At, Fault, Owner, Phase, Victim, Worker, to_plain
+from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Victim, Worker, to_plain
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
-from engine.core.membership.effects import Commit, Effect, PublishEpoch, PublishPlanInput, StartTraining
+from engine.core.membership.effects import AnnounceCommit, Effect, PublishEpoch, PublishPlanInput, StartTraining
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
-from engine.core.messages import Arm, Fired, Inflict
+from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.scalar import Scalar
-from engine.runtime.agent.worker_handles import Member, tell_all
-from engine.runtime.faults.registry import Blow, Registered, Sign, registered
+from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
+from engine.runtime.faults.registry import AgentFaultContext, Registered, Sign, registered
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.process_state import process_state
 
-_BEGIN_WITH: dict[type[Effect], Phase] = {
+_BEGIN_WITH: dict[type[Effect], RecoveryPhase] = {
     PublishEpoch: "agree",
     PublishPlanInput: "plan",
     StartTraining: "replay",
-    Commit: "heal",
+    AnnounceCommit: "heal",
 }
 _LOOK_EVERY_NS = 5_000_000  # at a process whose state shall show what was done to it
 
@@ -56,7 +56,7 @@ class Injector:
         self,
         job: Job,
         faults: Sequence[Fault],
-        members: Mapping[int, Member],
+        members: Mapping[int, WorkerHandle],
         recorder: Recorder,
         board: ProgressBoard | None,
         state: Callable[[], State],
@@ -104,9 +104,9 @@ class Injector:
     def add(self, faults: Sequence[Fault]) -> None:
         """Takes in more faults while the job runs; their ids must be new."""
         self._waiting.update((fault.id, fault) for fault in faults)
-        tell_all(self._members.values(), Arm(tuple(to_plain(fault) for fault in faults)))
+        tell_all(self._members.values(), ArmMessage(tuple(to_plain(fault) for fault in faults)))
 
-    def reached(self, phase: Phase, epoch: int) -> None:
+    def reached(self, phase: RecoveryPhase, epoch: int) -> None:
         """Takes in that a phase of the recovery that leads to an epoch has begun."""
         for fault, cause in self._after(phase):
             if epoch > cause.epoch:
@@ -121,7 +121,7 @@ class Injector:
             if worker in cause.victims:
                 self._schedule(fault)
 
-    def _after(self, phase: Phase | None) -> list[tuple[Fault, _Struck]]:
+    def _after(self, phase: RecoveryPhase | None) -> list[tuple[Fault, _Struck]]:
         """Returns the faults that wait for a phase of the recovery from one that has struck, and that one."""
         return [
             (fault, self._struck[fault.moment.fault])
@@ -150,7 +150,7 @@ class Injector:
         phase = _BEGIN_WITH.get(type(effect))
         if isinstance(effect, PublishPlanInput):
             self.reached("inventory", effect.epoch)  # whoever has prepared does not say again what it holds
-        if isinstance(effect, Commit):
+        if isinstance(effect, AnnounceCommit):
             # Every epoch tells the last commit again before it goes on: no step begins with that.
             is_new, self._committed = effect.step > self._committed, max(effect.step, self._committed)
             phase = phase if is_new and effect.then == "step" else None
@@ -168,7 +168,7 @@ class Injector:
             points = catch_up_points(self._job, cause.before, slot, (at.step, at.action), state.committed + 1)
             armed = tuple(to_plain(replace(fault, moment=point)) for point in points)
             if armed:
-                self._members[state.owners[self._grid.place(slot)]].link.send(Arm(armed))
+                self._members[state.owners[self._grid.place(slot)]].link.send(ArmMessage(armed))
             else:
                 self._schedule(fault)
 
@@ -187,7 +187,7 @@ class Injector:
             self._recorder.write(_record(fault, state, worker, slot))
         for worker, slot in victims.items():
             self._strike(struck, worker, slot)
-        tell_all(self._members.values(), Fired(fault.id))
+        tell_all(self._members.values(), FiredMessage(fault.id))
         for next_one, cause in self._after(None):
             if cause is struck:
                 self._schedule(next_one)
@@ -201,11 +201,11 @@ class Injector:
             self._later(delay_ns, lambda: do() if member.exit_code is None else None)
 
         if struck.kind.kind.by == "agent":
-            struck.kind.strike(Blow(member.child, struck.parameters, later))
+            struck.kind.strike(AgentFaultContext(member.child, struck.parameters, later))
             self._look(struck, worker)
         else:
             fault = struck.fault
-            member.link.send(Inflict(fault.id, fault.do, dict(struck.parameters), slot))
+            member.link.send(InflictMessage(fault.id, fault.do, dict(struck.parameters), slot))
 
     def _look(self, struck: _Struck, worker: int) -> None:
         """Looks at a process until it shows what was done to it, or ends."""

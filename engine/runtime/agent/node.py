@@ -21,7 +21,7 @@ from engine.core.membership.state import State
 from engine.core.ownership import by_slot
 from engine.core.store.kv import KV, Delete, Txn
 from engine.runtime.agent.coordinator import ROLE, Coordinator
-from engine.runtime.agent.worker_handles import Member
+from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.store.election import Election
 
 Slots = tuple[tuple[int, int], ...]  # (pipeline, stage)
@@ -57,7 +57,7 @@ class Node:
         with self._in_or_out():
             return self._coordinator.handle(*events)
 
-    def enrol(self, members: Iterable[Member]) -> None:
+    def enrol(self, members: Iterable[WorkerHandle]) -> None:
         """Writes down where each worker runs, with its slots now and before."""
         for member in members:
             self._enrol(member.worker, member.child.pid, member.slots, ())

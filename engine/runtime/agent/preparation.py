@@ -14,7 +14,7 @@ from itertools import count
 
 from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, PlanAcknowledged, StepCommitted
-from engine.core.membership.prepared_epoch import foresee
+from engine.core.membership.prepared_epoch import prepare_epoch
 from engine.core.membership.state import State
 from engine.core.ownership import Ownership
 from engine.runtime.ipc.recorder import now_ns
@@ -22,7 +22,7 @@ from engine.runtime.ipc.recorder import now_ns
 _STEPS_TO_LEAVE = 5  # as long as the one that ends: in three more a worker has left, and later ones take longer
 
 
-class Preparation:
+class HandOverPreparation:
     """What the coming commit will bring, as far as it is known, and who has prepared; `order` tells the workers."""
 
     def __init__(self, order: Callable[[int, PublishPlanInput], None]):
@@ -41,10 +41,10 @@ class Preparation:
 
     def look(self, state: State, ownership: Ownership | None) -> None:
         """Has the workers prepare for what the commit of the open step will bring, when that is news."""
-        foreseen = foresee(state, ownership, now_ns()) if ownership is not None else None
-        if foreseen is not None and foreseen.document != self._document:
-            self._number, self._document, self._digests = next(self._numbers), foreseen.document, {}
-            self._order(self._number, foreseen.document)
+        prepared = prepare_epoch(state, ownership, now_ns()) if ownership is not None else None
+        if prepared is not None and prepared.document != self._document:
+            self._number, self._document, self._digests = next(self._numbers), prepared.document, {}
+            self._order(self._number, prepared.document)
 
     def answered(self, worker: int, number: int, digest: str) -> None:
         """Takes in that a worker has prepared; what it says of an order before the latest counts for nothing."""
@@ -54,13 +54,13 @@ class Preparation:
     def at_commit(self, commit: StepCommitted, state: State, ownership: Ownership) -> tuple[Event, ...]:
         """Returns what there is to decide on with a commit: it alone, or with it the epoch that has been prepared."""
         begun_ns, self._begun_ns = self._begun_ns, commit.now_ns
-        foreseen = foresee(state, ownership, commit.now_ns)
-        if foreseen is None:
+        prepared = prepare_epoch(state, ownership, commit.now_ns)
+        if prepared is None:
             return (commit,)
-        document, digests = foreseen.document, self._digests
+        document, digests = prepared.document, self._digests
         if document == self._document and all(worker in digests for worker in document.members):
             agreed = (PlanAcknowledged(commit.now_ns, each, document.epoch, digests[each]) for each in document.members)
-            return (*foreseen.events, *agreed)
+            return (*prepared.events, *agreed)
         leaves_at_ns = commit.now_ns + _STEPS_TO_LEAVE * (commit.now_ns - begun_ns)
         has_time = leaves_at_ns < min(self._deadlines_ns.get(worker, 0) for worker in state.leaving)
         if self._waited_in < state.epoch and has_time:

@@ -1,4 +1,4 @@
-"""The account of a run: what its workers have said, put together; pictures and results are made of it."""
+"""The state of a run: what its workers have said, put together; pictures and results are made of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from dataclasses import dataclass, field
 
 from engine.core.checks.audit import AuditBook
 from engine.core.checks.purity import PurityBook
-from engine.core.checks.trajectory import Row
+from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import Job
 from engine.core.config.job_wants import is_due, shadowed
 from engine.core.errors import BambooError, DivergedError, ExitCode, UserError, WorkerFailedError
 from engine.core.exclusion import Verdict
-from engine.core.messages import Audit, Cut, Failed, Raised, Refused, Validation, Vote
+from engine.core.messages import (
+    AuditMessage,
+    CutMessage,
+    FailedMessage,
+    RaisedMessage,
+    RefusedMessage,
+    ValidationMessage,
+    VoteMessage,
+)
 from engine.core.ownership import Ownership
 from engine.core.recovery.ballot import Ballot, Commit
-from engine.runtime.agent.worker_handles import Member
+from engine.runtime.agent.worker_handles import WorkerHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Epoch:
 
 
 @dataclass(slots=True)
-class Account:
+class RunState:
     """What a run has come to so far. Times are monotonic nanoseconds, 0 for what has not come about."""
 
     job: Job
@@ -36,7 +44,7 @@ class Account:
     starts: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TrajectoryRow] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what users are told at once
     purity: PurityBook = field(default_factory=PurityBook)
@@ -54,7 +62,7 @@ class Account:
         """Who votes in the open step; None while no votes are taken."""
         return self._ballot.ownership if self._ballot is not None else None
 
-    def cut(self, cut: Cut) -> None:
+    def cut(self, cut: CutMessage) -> None:
         """Takes in how the model was cut into stages."""
         self.layers, self.starts = cut.layers, cut.starts
         self._book = AuditBook(len(self.layers), self.job.pipelines)
@@ -79,7 +87,7 @@ class Account:
         assert ballot is not None
         self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
 
-    def vote(self, worker: int, vote: Vote) -> Commit | None:
+    def vote(self, worker: int, vote: VoteMessage) -> Commit | None:
         """Takes in a vote; returns what everybody learns if it was the last one missing.
 
         Raises InvariantError when replicas disagree on the step before, DivergedError for a norm that is not finite.
@@ -104,7 +112,7 @@ class Account:
         """Returns the last committed step, in words."""
         return f"last committed step {self.committed}" if self.losses else "no step was committed"
 
-    def audit(self, worker: int, audit: Audit) -> None:
+    def audit(self, worker: int, audit: AuditMessage) -> None:
         """Takes in the hashes of some layers; raises InvariantError when replicas disagree."""
         if audit.step == self.committed:
             hashes = {layer: (state, buffers) for layer, state, buffers, _, _ in audit.rows}
@@ -116,7 +124,7 @@ class Account:
         if self.losses:
             self.rows += self._book.close(self.committed, self.losses[-1])
 
-    def validated(self, outcome: Validation) -> None:
+    def validated(self, outcome: ValidationMessage) -> None:
         """Takes in the outcome of a validation pass."""
         self.validations[outcome.step] = (outcome.loss, outcome.metric)
 
@@ -133,12 +141,12 @@ class Account:
         return step >= 0 and step not in self.validations and is_due(every, step, is_last)
 
 
-def error_of(member: Member, last: Refused | Failed | Raised) -> BambooError:
+def error_of(member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage) -> BambooError:
     """Returns the error that a worker's last message is about."""
-    if isinstance(last, Refused):
+    if isinstance(last, RefusedMessage):
         return UserError(last.problems)
     worker = f"worker {member.worker} (pid {member.child.pid})"
-    if isinstance(last, Raised):
+    if isinstance(last, RaisedMessage):
         return WorkerFailedError(f"{worker} raised\n{last.traceback.rstrip()}")
     if last.code == ExitCode.EXPECTATION_FAILED:
         return DivergedError(f"{worker}: {last.error}")

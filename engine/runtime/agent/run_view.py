@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.errors import BambooError
-from engine.runtime.agent.run_state import Account
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.ipc.progress_board import Progress
 
 
@@ -23,10 +23,10 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A run as a picture shows it, a few times a second; the account is the agent's own and grows."""
+class RunView:
+    """A run as a picture shows it, a few times a second; the run state is the agent's own and grows."""
 
-    account: Account
+    run_state: RunState
     workers: tuple[WorkerView, ...]
 
 
@@ -40,7 +40,7 @@ class Ending:
     outcome: str
     exit_code: int
     error: BambooError | None
-    view: View
+    view: RunView
     started_at_ns: int
     ended_at_ns: int
     missing: tuple[str, ...] = ()

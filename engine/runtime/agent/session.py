@@ -17,18 +17,18 @@ from engine.core.history.process_records import EndedRecord, KeysLeftRecord, Sta
 from engine.core.history.record import VERSION
 from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, State, begin
-from engine.core.messages import Welcome
+from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import AGENT, Agent
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
-from engine.runtime.agent.message_handlers import hear
+from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.run_view import Ending, View, WorkerView
-from engine.runtime.agent.worker_handles import Member, RendezvousStore, close_members, start_members
+from engine.runtime.agent.run_view import Ending, RunView, WorkerView
+from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
-from engine.runtime.process.children import ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
@@ -41,7 +41,7 @@ def run_session(
     job: Job,
     events: Path,
     logs: Path,
-    watch: Callable[[View], None] = lambda view: None,
+    watch: Callable[[RunView], None] = lambda view: None,
     *,
     run_id: str = "",
     etcd: EtcdSettings | None = None,
@@ -76,14 +76,14 @@ def run_session(
         with server.forking():
             store = RendezvousStore(server, logs)
             stack.callback(store.close)
-            members = start_members(server, ownership, recorder.fd, board, logs)
-        stack.callback(close_members, list(members.values()))
+            members = start_workers(server, ownership, recorder.fd, board, logs)
+        stack.callback(close_workers, list(members.values()))
         node.enrol(members.values())
         tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
         agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
         for member in members.values():
             _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
-        supervise(agent, hear, server, interrupts)
+        supervise(agent, dispatch, server, interrupts)
         ending = _ending(agent, _view(agent, board), started_at_ns)
         recorder.write(EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
         return ending
@@ -98,7 +98,9 @@ def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
     return recorder
 
 
-def _ticking(watch: Callable[[View], None], board: ProgressBoard, requests: FaultRequests) -> Callable[[Agent], None]:
+def _ticking(
+    watch: Callable[[RunView], None], board: ProgressBoard, requests: FaultRequests
+) -> Callable[[Agent], None]:
     """Returns what is done at every tick of an agent."""
 
     def tick(agent: Agent) -> None:
@@ -109,7 +111,7 @@ def _ticking(watch: Callable[[View], None], board: ProgressBoard, requests: Faul
 
 
 def _welcome(
-    member: Member,
+    member: WorkerHandle,
     recorder: Recorder,
     job: Job,
     ownership: Ownership,
@@ -119,7 +121,7 @@ def _welcome(
 ) -> None:
     """Tells a worker all that it needs to join."""
     recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
-    welcome = Welcome(
+    welcome = WelcomeMessage(
         worker=member.worker,
         job=asdict(job),
         owners=ownership.owners,
@@ -202,11 +204,11 @@ def _gpus() -> Iterator[Path]:
     return Path("/dev").glob("nvidia[0-9]*")
 
 
-def _view(agent: Agent, board: ProgressBoard) -> View:
-    return View(agent.account, tuple(_worker_view(member, board) for member in agent.members.values()))
+def _view(agent: Agent, board: ProgressBoard) -> RunView:
+    return RunView(agent.run_state, tuple(_worker_view(member, board) for member in agent.members.values()))
 
 
-def _worker_view(member: Member, board: ProgressBoard) -> WorkerView:
+def _worker_view(member: WorkerHandle, board: ProgressBoard) -> WorkerView:
     return WorkerView(
         member.worker,
         member.child.pid,
@@ -218,11 +220,11 @@ def _worker_view(member: Member, board: ProgressBoard) -> WorkerView:
     )
 
 
-def _ending(agent: Agent, view: View, started_at_ns: int) -> Ending:
+def _ending(agent: Agent, view: RunView, started_at_ns: int) -> Ending:
     outcome, code = "finished", int(ExitCode.OK)
     if agent.cause is not None:
         outcome, code = "failed", int(agent.cause.exit_code)
-    elif agent.interrupted is not None and len(agent.account.losses) < agent.account.job.steps:
+    elif agent.interrupted is not None and len(agent.run_state.losses) < agent.run_state.job.steps:
         outcome, code = "interrupted", 128 + agent.interrupted
-    missing = agent.account.missing() if outcome == "finished" else ()
+    missing = agent.run_state.missing() if outcome == "finished" else ()
     return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns(), missing)

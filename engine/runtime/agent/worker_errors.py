@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
-from engine.core.messages import Raised
+from engine.core.messages import RaisedMessage
 
 
-class RaisedErrors:
+class WorkerErrors:
     """What has been raised so far."""
 
     def __init__(self) -> None:
         self._raised: set[tuple[int, str]] = set()  # step and error
 
-    def is_survivable(self, worker: int, raised: Raised, state: State) -> bool:
+    def is_survivable(self, worker: int, raised: RaisedMessage, state: State) -> bool:
         """Says whether the run goes on after an exception of a worker."""
         error = (raised.step, raised.error)
         is_known = error in self._raised

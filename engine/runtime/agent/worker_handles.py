@@ -13,17 +13,17 @@ from pathlib import Path
 from engine.core.errors import InvariantError
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
-from engine.core.process_messages import Ping
+from engine.core.process_messages import PingMessage
 from engine.runtime.ipc.link import LOOPBACK, Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.process.children import Child, ForkServer
+from engine.runtime.process.fork_client import Child, ForkServer
 
 _MAX_MUTE = 3
 _MAX_UNANSWERED = 12  # looks, one with each tick of the agent: whoever has slept itself judges nobody
 
 
 @dataclass(slots=True)
-class Member:
+class WorkerHandle:
     """One worker. `state` is one of starting, ready, running, finished, failed, left, dead."""
 
     worker: int
@@ -43,14 +43,14 @@ class Member:
         self.child.close()
 
 
-def start_members(
+def start_workers(
     server: ForkServer,
     ownership: Ownership,
     events_fd: int,
     board: ProgressBoard,
     logs: Path,
     role: str = "worker",
-) -> dict[int, Member]:
+) -> dict[int, WorkerHandle]:
     """Forks one process for each worker of an ownership; its output goes to ``logs/worker-N.log``."""
     members = {}
     with server.forking():
@@ -61,7 +61,7 @@ def start_members(
             child = server.fork(role, f"bamboo-{worker}", log_fd, [far.fileno(), events_fd, board.fd])
             os.close(log_fd)
             far.close()
-            members[worker] = Member(worker, ownership.slots_of(worker), child, near, log)
+            members[worker] = WorkerHandle(worker, ownership.slots_of(worker), child, near, log)
     return members
 
 
@@ -91,7 +91,7 @@ class RendezvousStore:
         It may have been stopped. Whoever waits for it would wait in vain; an end ends the wait.
         """
         self._hear()
-        self._num_unanswered += self.link.send(Ping())
+        self._num_unanswered += self.link.send(PingMessage())
         if self._num_unanswered <= _MAX_UNANSWERED:
             return False
         self.child.signal(signal.SIGKILL)
@@ -122,7 +122,7 @@ class RendezvousStore:
         self.child.close()
 
 
-def tell_all(members: Iterable[Member], message: ToWorker) -> None:
+def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:
     """Sends a message to every worker that has not ended."""
     data = packet(message)
     for member in members:
@@ -130,7 +130,7 @@ def tell_all(members: Iterable[Member], message: ToWorker) -> None:
             member.link.send_packet(data)
 
 
-def close_members(members: Sequence[Member]) -> None:
+def close_workers(members: Sequence[WorkerHandle]) -> None:
     """Releases what this process still holds of workers, and ends those that have not ended."""
     for member in members:
         member.release()

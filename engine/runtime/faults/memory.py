@@ -6,8 +6,8 @@ import resource
 import signal
 from typing import Any
 
+from engine.runtime.faults.fault_context import WorkerFaultContext
 from engine.runtime.faults.registry import Parameters, Sign, fault_kind
-from engine.runtime.faults.scene import Scene
 
 _CHUNK_BYTES = 64 << 20
 _MARGIN_BYTES = 256 << 20  # a few allocations succeed first
@@ -20,7 +20,7 @@ def _runs_out(sign: Sign, value: Any, parameters: Parameters) -> bool:
 @fault_kind(
     "oom", "The worker runs out of memory: its limit is lowered, then it allocates.", "worker", _runs_out, ends=True
 )
-def oom(scene: Scene) -> None:
+def oom(context: WorkerFaultContext) -> None:
     """Allocates until MemoryError; does not touch the memory, so that the host does not run short."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
@@ -32,4 +32,4 @@ def oom(scene: Scene) -> None:
             hoard.append(bytearray(_CHUNK_BYTES))
     except MemoryError as error:
         hoard.clear()
-        raise MemoryError(f"injected by fault {scene.fault!r}") from error
+        raise MemoryError(f"injected by fault {context.fault!r}") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from engine.runtime.faults.fault_context import WorkerFaultContext
 from engine.runtime.faults.registry import at_once, fault_kind
-from engine.runtime.faults.scene import Scene
 
 
 @fault_kind("noop", "Nothing is done; the moment is recorded.", "worker", at_once)
-def noop(scene: Scene) -> None:
+def noop(context: WorkerFaultContext) -> None:
     """Confirms that the moment has come."""
-    scene.tell("nothing was done")
+    context.tell("nothing was done")

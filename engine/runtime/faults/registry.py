@@ -1,8 +1,8 @@
 """The registry of kinds of faults: the function that carries out each kind, and the sign that confirms its effect.
 
-Rules: a kind is defined in one place, its function. The agent strikes through a pidfd (`Blow`). A worker strikes itself
-in its main thread (`scene.Scene`), on a message of the agent, which has recorded the fault before. A fault that no sign
-confirms counts as not struck.
+Rules: a kind is defined in one place, its function. The agent strikes through a pidfd (`AgentFaultContext`). A worker
+strikes itself in its main thread (`context.Scene`), on a message of the agent, which has recorded the fault before. A
+fault that no sign confirms counts as not struck.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.core.faults.fault_kind import FaultKind, Parameter
 from engine.core.scalar import Scalar
 
 if TYPE_CHECKING:
-    from engine.runtime.process.children import Child
+    from engine.runtime.process.fork_client import Child
 
 Parameters = Mapping[str, Scalar]
 # exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
@@ -28,7 +28,7 @@ Shows = Callable[[Sign, Any, Parameters], bool]  # whether a sign and its value 
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
+class AgentFaultContext:
     """The context of a fault by the agent; `later(ns, call)` calls after `ns` nanoseconds if the victim still lives."""
 
     child: Child

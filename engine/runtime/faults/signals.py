@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import Blow, Parameters, Sign, exit_by, fault_kind
+from engine.runtime.faults.registry import AgentFaultContext, Parameters, Sign, exit_by, fault_kind
 
 _GRACE = Parameter(
     "grace", "duration", "from SIGTERM to SIGKILL, which is sent only if the worker still lives", 120 * 10**9
@@ -23,21 +23,21 @@ def _stands_still(sign: Sign, value: Any, parameters: Parameters) -> bool:
 
 
 @fault_kind("kill", "Ends the worker at once: SIGKILL.", "agent", exit_by(-signal.SIGKILL), ends=True)
-def kill(blow: Blow) -> None:
+def kill(context: AgentFaultContext) -> None:
     """Sends SIGKILL."""
-    blow.child.signal(signal.SIGKILL)
+    context.child.signal(signal.SIGKILL)
 
 
 @fault_kind("terminate", "Warns the worker as clouds do: SIGTERM, later SIGKILL.", "agent", _warned, _GRACE, ends=True)
-def terminate(blow: Blow) -> None:
+def terminate(context: AgentFaultContext) -> None:
     """Sends SIGTERM, and SIGKILL after the grace period."""
-    blow.child.signal(signal.SIGTERM)
-    blow.later(int(blow.parameters["grace_ns"]), lambda: blow.child.signal(signal.SIGKILL))
+    context.child.signal(signal.SIGTERM)
+    context.later(int(context.parameters["grace_ns"]), lambda: context.child.signal(signal.SIGKILL))
 
 
 @fault_kind("stop", "Makes the worker stand still: SIGSTOP, later SIGCONT.", "agent", _stands_still, _FOR)
-def stop(blow: Blow) -> None:
+def stop(context: AgentFaultContext) -> None:
     """Sends SIGSTOP, and SIGCONT after the given time, if any."""
-    blow.child.signal(signal.SIGSTOP)
-    if "for_ns" in blow.parameters:
-        blow.later(int(blow.parameters["for_ns"]), lambda: blow.child.signal(signal.SIGCONT))
+    context.child.signal(signal.SIGSTOP)
+    if "for_ns" in context.parameters:
+        context.later(int(context.parameters["for_ns"]), lambda: context.child.signal(signal.SIGCONT))

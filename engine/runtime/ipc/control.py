@@ -18,8 +18,19 @@ from typing import TypeVar
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import KnownRecord
 from engine.core.message_codec import Message, ToAgent, ToWorker
-from engine.core.messages import Arm, Epoch, Exit, Fired, Heartbeat, Inflict, Mark, Notice, OwnPhase, Prepare
-from engine.core.process_messages import Ping, Stop
+from engine.core.messages import (
+    ArmMessage,
+    EpochMessage,
+    ExitMessage,
+    FiredMessage,
+    HeartbeatMessage,
+    InflictMessage,
+    MarkMessage,
+    NoticeMessage,
+    OwnPhase,
+    PrepareMessage,
+)
+from engine.core.process_messages import PingMessage, StopMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
 
@@ -47,12 +58,12 @@ class Control:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: dict[type[Message], list[Message]] = {}
         self._stopped = False
-        self._told: Epoch | None = None  # the newest one
+        self._told: EpochMessage | None = None  # the newest one
         self.accepted = 0  # the epoch that the main thread is in
         self.fired: set[str] = set()  # ids of the faults that have struck any worker
-        self.on_fault: Callable[[Arm | Inflict], None] = lambda message: None  # called in the main thread
-        self.on_prepare: Callable[[Prepare], None] = lambda message: None  # called in the control thread
-        self._of_faults: list[Arm | Inflict] = []
+        self.on_fault: Callable[[ArmMessage | InflictMessage], None] = lambda message: None  # called in the main thread
+        self.on_prepare: Callable[[PrepareMessage], None] = lambda message: None  # called in the control thread
+        self._of_faults: list[ArmMessage | InflictMessage] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.has_given_notice = False
         self.recorder: Recorder | None = None  # once the main thread knows whose it is
@@ -71,25 +82,25 @@ class Control:
 
     def _take_in(self, message: Message) -> None:
         match message:
-            case Ping():
-                self.send(Heartbeat(self.accepted, *self.at))
+            case PingMessage():
+                self.send(HeartbeatMessage(self.accepted, *self.at))
                 return
-            case Exit():
+            case ExitMessage():
                 if self.recorder is not None:
                     self.recorder.write(KnownRecord(of=message.of))
                 return
-            case Prepare():
+            case PrepareMessage():
                 self.on_prepare(message)
                 return
-            case Stop():
+            case StopMessage():
                 self._stopped = True
-            case Epoch():
+            case EpochMessage():
                 if self._told is None or message.epoch > self._told.epoch:
                     self._inbox = {}  # one channel, in order: all later messages belong to this epoch
                     self._told = message
-            case Fired():
+            case FiredMessage():
                 self.fired.add(message.fault)
-            case Arm() | Inflict():
+            case ArmMessage() | InflictMessage():
                 self._of_faults.append(message)
             case _:
                 self._inbox.setdefault(type(message), []).append(message)
@@ -104,7 +115,7 @@ class Control:
         def listen() -> None:
             signal.sigwait({NOTICE})
             self.has_given_notice = True
-            self.send(Notice())
+            self.send(NoticeMessage())
             while True:
                 signal.sigwait({NOTICE})  # once is enough
 
@@ -117,7 +128,7 @@ class Control:
     def mark(self, phase: OwnPhase) -> None:
         """Tells the agent, if a fault waits for it, that this worker has come to a phase of a recovery."""
         if self.tells_marks:
-            self.send(Mark(self.accepted, phase))
+            self.send(MarkMessage(self.accepted, phase))
 
     def wake(self) -> None:
         """Makes the main thread look again; any thread calls it after the change that the main thread waits for."""
@@ -155,7 +166,7 @@ class Control:
         if self._told is not None and self._told.epoch > self.accepted:
             raise Fenced
 
-    def next_epoch(self) -> Epoch:
+    def next_epoch(self) -> EpochMessage:
         """Waits for a newer epoch than the accepted one, accepts the newest and returns it; raises Stopped."""
         while True:
             try:

@@ -10,7 +10,7 @@ import os
 import sys
 
 from engine.runtime.process.interrupts import ignore_ctrl_c
-from engine.runtime.process.kernel import die_with_parent
+from engine.runtime.process.prctl import die_with_parent
 
 if __name__ == "__main__":
     ignore_ctrl_c()

@@ -24,10 +24,10 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.core.process_messages import Fork, Forked, Left, Unforked
+from engine.core.process_messages import ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
-from engine.runtime.process.kernel import die_with_parent, name_process
+from engine.runtime.process.prctl import die_with_parent, name_process
 
 # Roles of a child: role -> (module, function). The function gets the child's descriptors.
 ROLES = {
@@ -49,7 +49,7 @@ def serve(launcher: Link) -> None:
                 die_with_parent(server)
                 _fork_until_told(launcher)
             os.waitpid(between, 0)
-        launcher.send(Left())
+        launcher.send(LeftMessage())
 
 
 def _fork_until_told(launcher: Link) -> NoReturn:
@@ -57,23 +57,23 @@ def _fork_until_told(launcher: Link) -> NoReturn:
     try:
         while True:
             request, fds = launcher.receive_with_fds()
-            if not isinstance(request, Fork):
+            if not isinstance(request, ForkMessage):
                 break
             try:
                 if (pid := os.fork()) == 0:
                     _become(request, fds, launcher)
                 pidfd = os.pidfd_open(pid)
-                launcher.send(Forked(pid), [pidfd])
+                launcher.send(ForkedMessage(pid), [pidfd])
                 os.close(pidfd)
             except OSError as error:
-                launcher.send(Unforked(str(error)))
+                launcher.send(UnforkedMessage(str(error)))
             for fd in fds:
                 os.close(fd)
     finally:
         os._exit(0)
 
 
-def _become(request: Fork, fds: Sequence[int], launcher: Link) -> NoReturn:
+def _become(request: ForkMessage, fds: Sequence[int], launcher: Link) -> NoReturn:
     """Runs the requested role in the forked child.
 
     Its first descriptor has a byte when the launcher knows the child. Its second one is its standard output and error.

@@ -13,26 +13,26 @@ from collections.abc import Callable, Iterator
 _LOOKS, _LOOK_S = 50, 0.001
 
 
-class Turn:
+class HostLock:
     """The lock of the file `fd`, which is the same for all workers; only one thread of a process may use it."""
 
     def __init__(self, fd: int):
         self._fd = fd
 
     @contextlib.contextmanager
-    def when(self, is_good: Callable[[], bool], hurry: threading.Event) -> Iterator[bool]:
+    def acquire_when(self, is_good: Callable[[], bool], hurry: threading.Event) -> Iterator[bool]:
         """Tries each millisecond to take the lock while `is_good()`; holds it in the block and yields True.
 
         Yields False, without the lock, after 50 tries or once `hurry` is set. The caller does its work in either case.
         """
-        has_turn = False
+        is_locked = False
         for _ in range(_LOOKS):
-            if (is_good() and (has_turn := self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB))) or hurry.wait(_LOOK_S):
+            if (is_good() and (is_locked := self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB))) or hurry.wait(_LOOK_S):
                 break
         try:
-            yield has_turn
+            yield is_locked
         finally:
-            if has_turn:
+            if is_locked:
                 self._lock(fcntl.LOCK_UN)
 
     def _lock(self, how: int) -> bool:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from engine.core.message_codec import Plain
-from engine.core.process_messages import Case, Done
+from engine.core.process_messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ctrl_c_held
 
@@ -50,7 +50,7 @@ class Lane:
     def ask(self, task: Plain) -> None:
         """Sends a case to the lane, if the lane has not ended."""
         with contextlib.suppress(OSError):
-            self.link.send(Case(task))
+            self.link.send(CaseMessage(task))
 
     def close(self) -> int:
         """Ends the lane and returns its exit code, negative for a signal; an idle lane ends at once."""
@@ -122,7 +122,7 @@ class Lanes:
         answers: list[tuple[int, Plain]] = []
         for number in ready:
             done = self._lane(number).link.receive()
-            answer = {"result": done.result} if isinstance(done, Done) else {"ended": self._drop(number).close()}
+            answer = {"result": done.result} if isinstance(done, DoneMessage) else {"ended": self._drop(number).close()}
             answers.append((number, answer))
         late = [number for number, (_, at_s) in running.items() if number not in ready and at_s <= time.monotonic()]
         for number in late:

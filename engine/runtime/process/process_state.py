@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from pathlib import Path
 
-from engine.runtime.process.children import Child
+from engine.runtime.process.fork_client import Child
 
 
 def process_state(child: Child) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.models.layers import Tensors
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
-from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
+from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
 from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec, laid_out_as
 
@@ -67,7 +67,7 @@ def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
 
 def send_entry(plane: DataPlane, targets: Iterable[int], key: Key, entry: LogEntry) -> None:
     """Sends an entry to the shadows of its slot."""
-    send_parcel(plane, targets, key, list(entry.tensors()))
+    send_bulk(plane, targets, key, list(entry.tensors()))
 
 
 def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntry:
@@ -76,7 +76,7 @@ def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntr
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
     losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
-    arrived = iter(take_parcel(plane, source, key, gradients + buffers * pipelines + losses * pipelines))
+    arrived = iter(receive_bulk(plane, source, key, gradients + buffers * pipelines + losses * pipelines))
     return LogEntry(
         laid_out(stage, [next(arrived) for _ in gradients]),
         tuple(tuple(next(arrived) for _ in buffers) for _ in range(pipelines)),

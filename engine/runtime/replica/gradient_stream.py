@@ -7,8 +7,8 @@ Rules: a stream is one tensor of bytes. It is a copy, because the next backward 
 parameter with a gradient, the losses, the buffers before each forward since the last stream, and the gradients. A
 shadow sets its buffers and its count of forwards to that point, unless it has run these forwards itself. It keeps the
 newest gradients aside, and moves them into its replica only in `settle`, before it reports its inventory. `settle` also
-takes a stream that has arrived completely. Streams use their own lane, so that no other transfer waits behind them. For
-each slot one receive is posted ahead.
+takes a stream that has arrived completely. Streams use their own channel, so that no other transfer waits behind them.
+For each slot one receive is posted ahead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.value import Kind, Value
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.stage.buffers import Snapshot, overwrite
+from engine.runtime.stage.buffers import BufferSnapshot, overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
@@ -35,7 +35,7 @@ from engine.runtime.transport.transfers import Purpose, transfer_key
 _ALIGNED = 64  # bytes: torch's alignment
 
 
-class Streams:
+class GradientStreams:
     """The streams that one worker sends and receives."""
 
     def __init__(self, job: Job, worker: int, replicas: Replicas):
@@ -73,7 +73,7 @@ class Streams:
         if self._ownership.owner(*slot) == self.worker:
             stream = packed(self.replicas.stages[slot], microbatch, self.job.log_every)
             for target in self._routes.targets[_value(slot, microbatch)]:
-                self._plane.send_aside(target, self._key(slot, microbatch), stream)
+                self._plane.send_on_own_channel(target, self._key(slot, microbatch), stream)
             return
         (arrived,) = self._plane.take(*self._next(slot))
         self._take_in(slot, arrived)
@@ -101,7 +101,7 @@ class Streams:
         if self._coming[slot]:
             specs = specs_of(self.replicas.stages[slot], self._coming[slot][0], self.job.log_every)
             source, key = self._next(slot)
-            self._plane.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),), aside=slot)
+            self._plane.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),), channel=slot)
 
     def _take_in(self, slot: Slot, arrived: Tensor) -> None:
         microbatch, replica = self._coming[slot].popleft(), self.replicas.stages[slot]
@@ -160,7 +160,7 @@ def _told_forwards(microbatch: int, log_every: int) -> range:
     return range(microbatch + 2 - log_every, microbatch + 2)
 
 
-def _filled(template: Snapshot, parts: Iterator[Tensor]) -> Snapshot:
+def _filled(template: BufferSnapshot, parts: Iterator[Tensor]) -> BufferSnapshot:
     """Returns copies of the next buffers of a stream, with the memory layout of the template."""
     filled = template.copy()
     for buffer in filled.tensors():

@@ -24,7 +24,7 @@ from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.optimizer import trainable
 from engine.runtime.stage.tensor_shards import suspecting
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.reduction import Circle
+from engine.runtime.transport.reduction import ReduceGroup
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose
 
@@ -32,7 +32,7 @@ _TIMEOUT = timedelta(seconds=1800)
 _TOKEN = TensorSpec((1,), torch.uint8, False)
 
 
-class Shards:
+class ShardedStages:
     """The shards of one worker: one of each stage that it owns."""
 
     def __init__(self, worker: int, replicas: Replicas, ownership: Ownership, store: Store):
@@ -72,13 +72,13 @@ class Shards:
 
     def meet(self, stage: int) -> None:
         """Barrier of all owners of a stage; raises Fenced, Stopped or WorkerFailedError as any wait does."""
-        circle = Circle(self._plane, self._ownership, self._worker, stage)
-        keys = {each: circle.key(Purpose.MEETING, circle.pipelines(each)[0]) for each in (*circle.others, self._worker)}
-        for other in circle.others:
+        group = ReduceGroup(self._plane, self._ownership, self._worker, stage)
+        keys = {each: group.key(Purpose.MEETING, group.pipelines(each)[0]) for each in (*group.others, self._worker)}
+        for other in group.others:
             self._plane.post(other, keys[other], (_TOKEN,))
-        for other in circle.others:
+        for other in group.others:
             self._plane.send(other, keys[self._worker], (torch.zeros(1, dtype=torch.uint8),))
-        for other in circle.others:
+        for other in group.others:
             self._plane.take(other, keys[other])
 
     def unshard(self, action: Action, step: int) -> None:

@@ -17,15 +17,15 @@ from engine.core.errors import InvariantError
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
+from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
 from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
 
-_ASIDE = "heal"  # its own lane: other receives must not wait behind a heal
-Place = tuple[str, int, str, str]  # (kind, layer or pipeline, parameter or number, name of the state tensor)
+_CHANNEL = "heal"  # its own channel: other receives must not wait behind a heal
+StatePlace = tuple[str, int, str, str]  # (kind, layer or pipeline, parameter or number, name of the state tensor)
 
 
-def state_of(stage: Stage) -> Iterator[tuple[Place, Tensor]]:
+def state_of(stage: Stage) -> Iterator[tuple[StatePlace, Tensor]]:
     """Yields the weights, the optimizer state and the buffers of every pipeline at the step boundary."""
     for index, layer in stage.layers.items():
         for name, parameter in layer.named_parameters():
@@ -48,7 +48,7 @@ def send_state(plane: DataPlane, targets: Iterable[int], key: Key, stage: Stage)
     for target in targets:
         plane.send(target, key, (torch.tensor([len(header)]),))
         plane.send(target, key, (as_bytes,))
-        send_parcel(plane, (target,), key, [tensor for _, tensor in state])
+        send_bulk(plane, (target,), key, [tensor for _, tensor in state])
 
 
 def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
@@ -57,7 +57,7 @@ def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
     header = _take(plane, source, key, TensorSpec((length,), torch.uint8, False))
     entries = json.loads(header.numpy().tobytes())
     specs = [TensorSpec.from_json(spec) for _, spec, _, _ in entries]
-    tensors = take_parcel(plane, source, key, specs, _ASIDE)
+    tensors = receive_bulk(plane, source, key, specs, _CHANNEL)
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
     boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
@@ -70,12 +70,12 @@ def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
 
 
 def _take(plane: DataPlane, source: int, key: Key, spec: TensorSpec) -> Tensor:
-    plane.post(source, key, (spec,), _ASIDE)
+    plane.post(source, key, (spec,), _CHANNEL)
     (tensor,) = plane.take(source, key)
     return tensor
 
 
-def _fill(stage: Stage, place: Place, tensor: Tensor, boundary: list[list[Tensor]]) -> None:
+def _fill(stage: Stage, place: StatePlace, tensor: Tensor, boundary: list[list[Tensor]]) -> None:
     what, index, name, key = place
     with torch.no_grad():
         if what == "weight":
@@ -88,7 +88,7 @@ def _fill(stage: Stage, place: Place, tensor: Tensor, boundary: list[list[Tensor
                 overwrite(stage.buffers()[int(name)], tensor)
 
 
-def _compare(stage: Stage, digests: Mapping[Place, str]) -> None:
+def _compare(stage: Stage, digests: Mapping[StatePlace, str]) -> None:
     found = {place: _hash_of(tensor) for place, tensor in state_of(stage)}
     for place in sorted({*digests, *found}):
         if digests.get(place) != found.get(place):

@@ -11,7 +11,7 @@ from engine.models.layers import Tensors
 from engine.runtime.stage.segment import cut_off
 
 
-class Holdings:
+class ValueStore:
     """Activations and gradients of the open step."""
 
     def __init__(self, keeps: bool):
@@ -29,7 +29,7 @@ class Holdings:
         """Stores a value that was received."""
         self._tensors[value] = tensors
 
-    def use_up(self, value: Value) -> Tensors:
+    def consume(self, value: Value) -> Tensors:
         """Returns a value to the one action of this worker that consumes it."""
         return self._tensors[value] if value in self._made else self._tensors.pop(value)
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from engine.core.errors import Problem, UserError
 from engine.models.layers import Model
-from engine.runtime.stage.buffers import Snapshot, lending, modules_of, same_bits, snapshot_of
+from engine.runtime.stage.buffers import BufferSnapshot, lending, modules_of, same_bits, snapshot_of
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.tensor_spec import bytes_of
 
-Form = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
+BufferForm = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
 _KEPT_FORM = "each layer to have all its buffers when it is built, and to keep their shapes, types and shared memory"
 _OWN_MEMORY = "a forward to change only buffers, and only those of its own layer"
 
 
-def form_of(snapshot: Snapshot) -> Form:
+def form_of(snapshot: BufferSnapshot) -> BufferForm:
     """Returns the form of each module's buffers, which must not change: names, types, shapes, shared memory."""
     places = snapshot.places
     return [
@@ -36,7 +36,7 @@ def form_of(snapshot: Snapshot) -> Form:
     ]
 
 
-def refuse_another_form(layers: Mapping[int, nn.Module], expected: Form, found: Form) -> None:
+def refuse_another_form(layers: Mapping[int, nn.Module], expected: BufferForm, found: BufferForm) -> None:
     """Raises UserError with the first buffer whose form has changed since its layer was built."""
     if expected == found:
         return
@@ -64,7 +64,7 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
         raise UserError([Problem("model", _OWN_MEMORY, found) for found in problems])
 
 
-def _changed(own: Snapshot, after: Snapshot) -> set[int]:
+def _changed(own: BufferSnapshot, after: BufferSnapshot) -> set[int]:
     """Returns the numbers of the buffers whose bytes a forward has changed."""
     pairs = zip(own.tensors(), after.tensors(), strict=False)
     return {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
@@ -79,13 +79,13 @@ def _modules_of(layers: Mapping[int, nn.Module]) -> list[tuple[int, str]]:
     return [(index, f"{path}." if path else "") for index, layer in layers.items() for path, _ in layer.named_modules()]
 
 
-def _uses(layers: Mapping[int, nn.Module], snapshot: Snapshot) -> Iterator[tuple[int, str, int]]:
+def _uses(layers: Mapping[int, nn.Module], snapshot: BufferSnapshot) -> Iterator[tuple[int, str, int]]:
     """Yields (layer, name, number) of each buffer."""
     for (index, path), named in zip(_modules_of(layers), snapshot.names, strict=True):
         yield from ((index, f"{path}{name}", at) for name, at in named.items() if at is not None)
 
 
-def _written_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, marks: list[str]) -> Iterator[str]:
+def _written_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, marks: list[str]) -> Iterator[str]:
     """Yields buffers that a forward has changed although it was lent copies."""
     wrong = {number for number, piece in enumerate(own.memory) if hash_tensors([("", piece)]) != marks[number]}
     for index, name, at in _uses(layers, own):
@@ -93,7 +93,7 @@ def _written_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, marks: li
             yield f"{name!r} of layer {index}, changed in another way than by its name"
 
 
-def _held_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, changed: set[int]) -> Iterator[str]:
+def _held_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int]) -> Iterator[str]:
     """Yields attributes that are not buffers but share the memory of a buffer that has changed."""
     pieces = {own.memory[own.places[at].piece].untyped_storage().data_ptr() for at in changed}
     for (index, path), module in zip(_modules_of(layers), modules_of(layers.values()), strict=True):
@@ -102,7 +102,9 @@ def _held_elsewhere(layers: Mapping[int, nn.Module], own: Snapshot, changed: set
                 yield f"{path}{name!r} of layer {index}, which is not registered as the buffer that it lies in"
 
 
-def _held_by_others(layers: Mapping[int, nn.Module], own: Snapshot, changed: set[int], model: Model) -> Iterator[str]:
+def _held_by_others(
+    layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int], model: Model
+) -> Iterator[str]:
     """Yields changed buffers that another layer shares, or that the builder of this layer would return again."""
     declared = {use: uses for uses in model.shared_buffers for use in uses}
     of_changed = [(index, name, own.places[at].piece) for index, name, at in _uses(layers, own) if at in changed]

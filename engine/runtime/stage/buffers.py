@@ -21,7 +21,7 @@ _ALIGNED = 64  # bytes: torch's alignment; the offset of a tensor from it can de
 _MANY = 4096  # bytes from which comparing eight at a time is faster
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """The layout of a tensor in a piece of memory; the offset counts elements."""
 
     piece: int
@@ -32,11 +32,11 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class BufferSnapshot:
     """The buffers of some modules: their memory as pieces of bytes, and the place of each tensor in it."""
 
     memory: tuple[Tensor, ...]
-    places: tuple[Place, ...]  # of each distinct tensor
+    places: tuple[BufferPlace, ...]  # of each distinct tensor
     names: list[dict[str, int | None]]  # name -> number of the tensor, of each module
 
     def tensors(self) -> list[Tensor]:
@@ -48,7 +48,7 @@ class Snapshot:
         tensors = self.tensors()
         return [{name: None if at is None else tensors[at] for name, at in named.items()} for named in self.names]
 
-    def copy(self) -> Snapshot:
+    def copy(self) -> BufferSnapshot:
         """Returns a copy with its own memory."""
         return replace(self, memory=tuple(piece.clone() for piece in self.memory))
 
@@ -58,7 +58,7 @@ def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for layer in layers for module in layer.modules()]
 
 
-def snapshot_of(modules: Sequence[nn.Module]) -> Snapshot:
+def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
     """Returns a snapshot that shares the memory of the buffers: no copies."""
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
@@ -74,13 +74,13 @@ def snapshot_of(modules: Sequence[nn.Module]) -> Snapshot:
         spans[address] = min(first, start), max(last, end)
     storages = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
     pieces = {address: number for number, address in enumerate(spans)}
-    return Snapshot(
+    return BufferSnapshot(
         tuple(
             torch.empty(0, dtype=torch.uint8).set_(storages[address], first, (last - first,), (1,))
             for address, (first, last) in spans.items()
         ),
         tuple(
-            Place(
+            BufferPlace(
                 pieces[address := _address(tensor)],
                 tensor.dtype,
                 int(tensor.storage_offset()) - spans[address][0] // tensor.itemsize,
@@ -108,7 +108,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start * tensor.itemsize // _ALIGNED * _ALIGNED, end * tensor.itemsize
 
 
-def _placed(piece: Tensor, place: Place) -> Tensor:
+def _placed(piece: Tensor, place: BufferPlace) -> Tensor:
     offset = piece.storage_offset() // place.dtype.itemsize + place.offset
     return torch.empty(0, dtype=place.dtype).set_(piece.untyped_storage(), offset, place.size, place.stride)
 
@@ -158,10 +158,10 @@ class BufferHistory:
     """Snapshots of the buffers of some modules; a piece of memory that has not changed is not copied again."""
 
     modules: list[nn.Module]
-    _before: dict[int, Snapshot] = field(default_factory=dict)  # before each forward of the open step
+    _before: dict[int, BufferSnapshot] = field(default_factory=dict)  # before each forward of the open step
     _last: tuple[Tensor, ...] = ()
 
-    def keep(self) -> Snapshot:
+    def keep(self) -> BufferSnapshot:
         """Returns a snapshot of the buffers in memory of its own, which must not be changed."""
         now = snapshot_of(self.modules)
         known = [*self._last, *[None] * len(now.memory)]
@@ -179,11 +179,11 @@ class BufferHistory:
         """Drops the snapshots of a step."""
         self._before = {}
 
-    def before(self, microbatch: int) -> Snapshot:
+    def before(self, microbatch: int) -> BufferSnapshot:
         """Returns the buffers before that forward, or the present buffers if there is no snapshot; no copies."""
         return self._before.get(microbatch) or snapshot_of(self.modules)
 
-    def take_over(self, befores: Mapping[int, Snapshot]) -> None:
+    def take_over(self, befores: Mapping[int, BufferSnapshot]) -> None:
         """Adds snapshots of another replica; sets the present buffers to those before the last forward of them."""
         self._before |= befores
         for module, now in zip(self.modules, befores[max(befores)].copy().buffers(), strict=True):

@@ -19,7 +19,7 @@ from engine.core.checks.purity import INPUT
 from engine.core.config.job import Job
 from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
-from engine.models.nests import taken_apart
+from engine.models.pytree import flatten
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.random_streams import own_generators, positions
 from engine.runtime.stage.segment import cut_off
@@ -190,7 +190,7 @@ def _extra_states(layer: nn.Module) -> list[tuple[str, str]]:
     found = []
     for name, module in layer.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            form, tensors = taken_apart(module.get_extra_state())
+            form, tensors = flatten(module.get_extra_state())
             found.append(
                 (f"{name} {_text(form)}", hash_tensors((str(place), each) for place, each in enumerate(tensors)))
             )

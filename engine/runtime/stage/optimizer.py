@@ -20,7 +20,7 @@ from engine.models.arguments import check_builtin_args
 from engine.runtime.stage.tensor_shards import as_shard_of
 
 Named = dict[str, Tensor]
-Rule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, their state, learning rate)
+UpdateRule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, their state, learning rate)
 
 
 def trainable(layer: nn.Module) -> list[tuple[str, Tensor]]:
@@ -34,7 +34,7 @@ class LayerOptimizer:
     def __init__(self, job: Job, layer: nn.Module):
         check_builtin_args("optimizer_args", OPTIMIZERS[job.optimizer], job.optimizer_args)
         self.layer = layer
-        self.rule: Rule = OPTIMIZERS[job.optimizer](**job.optimizer_args)
+        self.rule: UpdateRule = OPTIMIZERS[job.optimizer](**job.optimizer_args)
         self.state: dict[str, Named] = {name: {} for name, _ in trainable(layer)}
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
@@ -53,7 +53,7 @@ class LayerOptimizer:
                 yield f"{name}.{key}", tensor
 
 
-def adamw(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Rule:
+def adamw(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> UpdateRule:
     """AdamW (Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019, algorithm 2)."""
 
     def rule(weights: Tensor, gradient: Tensor, state: Named, learning_rate: float) -> None:
@@ -81,7 +81,9 @@ def adamw(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight
     return rule
 
 
-def sgd(*, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> Rule:
+def sgd(
+    *, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+) -> UpdateRule:
     """Stochastic gradient descent with momentum, as torch.optim.SGD defines it."""
     if nesterov and (momentum == 0 or dampening != 0):
         raise UserError([Problem("optimizer_args.nesterov", "momentum above 0 and no dampening with it", "True")])
@@ -107,4 +109,4 @@ def sgd(*, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 
     return rule
 
 
-OPTIMIZERS: dict[str, Callable[..., Rule]] = {"adamw": adamw, "sgd": sgd}
+OPTIMIZERS: dict[str, Callable[..., UpdateRule]] = {"adamw": adamw, "sgd": sgd}

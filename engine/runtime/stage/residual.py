@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.models.layers import Tensors
-from engine.runtime.stage.buffers import Snapshot
+from engine.runtime.stage.buffers import BufferSnapshot
 from engine.runtime.stage.segment import Segment
 
 # For a later backward for the weights: (layer, segment, gradients of the segment's outputs).
@@ -26,7 +26,7 @@ class Checkpoint:
     """The inputs of a group of layers and its buffers before the forward: enough to run that forward again."""
 
     inputs: Tensors
-    buffers: Snapshot
+    buffers: BufferSnapshot
 
 
 @dataclass(slots=True)

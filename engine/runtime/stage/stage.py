@@ -189,7 +189,7 @@ class Stage:
         """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
-            gradients = residual.loss.backward((self._share_of(residual.loss.outputs[0]),))
+            gradients = residual.loss.backward((self._loss_share(residual.loss.outputs[0]),))
         for group, kept in zip(reversed(self._groups), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
@@ -275,7 +275,7 @@ class Stage:
             )
         return loss
 
-    def _share_of(self, loss: Tensor) -> Tensor:
+    def _loss_share(self, loss: Tensor) -> Tensor:
         """Returns the gradient of a microbatch's loss, 1 / M: the loss of a step is the mean."""
         if self._share is None:
             self._share = torch.ones_like(loss) / self.job.microbatches

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.runtime.stage.tensor_shards import put_together
+from engine.runtime.stage.tensor_shards import whole_tensor
 
 _MARK_DIGITS = 8
 
@@ -25,7 +25,7 @@ def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[tuple[
     """Returns the SHA-256 of named tensors as hex digits, and the mark of each, with its name."""
     digest, marks = hashlib.sha256(), []
     for name, tensor in tensors:
-        plain = put_together(tensor).detach().cpu().contiguous()
+        plain = whole_tensor(tensor).detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
         # As bytes, because numpy lacks bfloat16.
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)

@@ -25,7 +25,7 @@ def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)  # all have it: nothing is sent
 
 
-def put_together(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor. For a shard it is a collective: every worker with a shard must call it.
 
     Raises WorkerFailedError if another worker is gone.

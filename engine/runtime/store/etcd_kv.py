@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from engine.core.errors import LeaseLostError
-from engine.core.store.kv import Change, Condition, KeyValue, Lease, Outcome, Put, Snapshot, Txn, settled
+from engine.core.store.kv import Change, Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, rpc
 from engine.runtime.store.etcd_keys import KeySpace
 from engine.runtime.store.etcd_settings import EtcdSettings
@@ -35,21 +35,21 @@ class EtcdKV:
         revision: int = self._calls.call("Put", self._put_request(Put(key, value, lease))).header.revision
         return revision
 
-    def transact(self, txn: Txn) -> Outcome:
+    def transact(self, txn: Txn) -> TxnOutcome:
         """Runs a transaction; see `KV.transact`."""
         until_s, request = time.monotonic() + self._calls.deadline_s, self._txn_request(txn)
         is_repeated = False
         while (reply := self._calls.attempt("Txn", request, until_s)) is None:
             is_repeated = True
         found = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
-        outcome = Outcome(reply.succeeded, reply.header.revision, found)
+        outcome = TxnOutcome(reply.succeeded, reply.header.revision, found)
         return settled(txn, outcome) if is_repeated else outcome
 
-    def read_prefix(self, prefix: str) -> Snapshot:
+    def read_prefix(self, prefix: str) -> StoreSnapshot:
         """Returns all keys under `prefix`, read at one revision."""
         start, end = self._keys.far_range(prefix)
         reply = self._calls.call("Range", rpc.RangeRequest(key=start, range_end=end))
-        return Snapshot(tuple(map(self._near, reply.kvs)), reply.header.revision)
+        return StoreSnapshot(tuple(map(self._near, reply.kvs)), reply.header.revision)
 
     def delete_prefix(self, prefix: str) -> None:
         """Deletes all keys under `prefix`, atomically."""

@@ -14,50 +14,50 @@ from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec, bytes_of
 
 _LARGE = 1 << 20  # bytes from which a tensor has pieces of its own
-_PIECE = 16 << 20  # maximum bytes of a piece
+_CHUNK = 16 << 20  # maximum bytes of a piece
 
-Part = tuple[int, int, int]  # (tensor, first byte, end byte)
+ByteRange = tuple[int, int, int]  # (tensor, first byte, end byte)
 
 
-def pieces_of(sizes: Sequence[int]) -> list[list[Part]]:
+def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
     """Returns the parts of each piece for tensors of these sizes in bytes; sender and receiver compute the same."""
-    pieces: list[list[Part]] = []
-    together: list[Part] = []
+    chunks: list[list[ByteRange]] = []
+    together: list[ByteRange] = []
     for index, size in enumerate(sizes):
         if size >= _LARGE:
-            pieces += [[(index, start, min(start + _PIECE, size))] for start in range(0, size, _PIECE)]
+            chunks += [[(index, start, min(start + _CHUNK, size))] for start in range(0, size, _CHUNK)]
         elif size:
-            if together and sum(end for _, _, end in together) + size > _PIECE:
-                pieces.append(together)
+            if together and sum(end for _, _, end in together) + size > _CHUNK:
+                chunks.append(together)
                 together = []
             together.append((index, 0, size))
-    return [*pieces, together] if together else pieces
+    return [*chunks, together] if together else chunks
 
 
-def send_parcel(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Sequence[Tensor]) -> None:
+def send_bulk(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Sequence[Tensor]) -> None:
     """Starts a bulk transfer to each target; the tensors must not change before the commit of the step."""
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
-    parcel = [
-        _joined([payload[index][start:end] for index, start, end in piece])
-        for piece in pieces_of([len(each) for each in payload])
+    payloads = [
+        _joined([payload[index][start:end] for index, start, end in chunk])
+        for chunk in chunks_of([len(each) for each in payload])
     ]
     for target in targets:
-        for piece in parcel:
-            plane.send(target, key, (piece,))
+        for chunk in payloads:
+            plane.send(target, key, (chunk,))
 
 
-def take_parcel(
-    plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec], aside: object = None
+def receive_bulk(
+    plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec], channel: object = None
 ) -> list[Tensor]:
-    """Waits for a bulk transfer from `source`, in lane `aside` if given; returns its tensors, contiguous."""
+    """Waits for a bulk transfer from `source`, on `channel` if given; returns its tensors, contiguous."""
     tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
     payload = [bytes_of(tensor) for tensor in tensors]
-    for piece in pieces_of([len(each) for each in payload]):
-        size = sum(end - start for _, start, end in piece)
-        plane.post(source, key, (TensorSpec((size,), torch.uint8, False),), aside)
+    for chunk in chunks_of([len(each) for each in payload]):
+        size = sum(end - start for _, start, end in chunk)
+        plane.post(source, key, (TensorSpec((size,), torch.uint8, False),), channel)
         (arrived,) = plane.take(source, key)
         at = 0
-        for index, start, end in piece:
+        for index, start, end in chunk:
             payload[index][start:end] = arrived[at : at + end - start]
             at += end - start
     return tensors

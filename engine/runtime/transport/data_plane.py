@@ -1,10 +1,10 @@
 """The data plane of one epoch: point-to-point transfers of tensors, overlapped with compute, abortable at any time.
 
-Receives are posted ahead of use. Each source has a lane: a thread that waits for its receives in the order of posting
-and wakes the main thread. A named lane (`aside`) has its own thread, and its order does not depend on other lanes.
-Sends return at once. `reap` releases them after the commit of their step, which proves that they were received;
-`send_aside` releases its tensor as soon as it is sent. Gloo cannot wake a blocked wait, so `close` shuts down the
-sockets of the group, which ends every wait of the old epoch.
+Receives are posted ahead of use. Each source has a channel: a thread that waits for its receives in the order of
+posting and wakes the main thread. A named channel (`channel`) has its own thread, and its order does not depend on
+other channels. Sends return at once. `reap` releases them after the commit of their step, which proves that they were
+received; `send_on_own_channel` releases its tensor as soon as it is sent. Gloo cannot wake a blocked wait, so `close`
+shuts down the sockets of the group, which ends every wait of the old epoch.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class DataPlane:
         self._sockets = descriptors_by_inode().keys() - before
         self._arrived: dict[tuple[int, Key], Tensors] = {}
         self._failed: WorkerFailedError | None = None
-        self._lanes: dict[tuple[object, ...], queue.SimpleQueue[_Item | None]] = {}
+        self._channels: dict[tuple[object, ...], queue.SimpleQueue[_Item | None]] = {}
         self._waiters: list[threading.Thread] = []
         self._sends: list[tuple[int, list[Work], Tensors]] = []
         self.bytes_sent = 0
 
-    def post(self, source: int, key: Key, border: Border, aside: object = None) -> None:
-        """Posts the receive of one transfer from worker `source`, in the order of sending within a lane.
+    def post(self, source: int, key: Key, border: Border, channel: object = None) -> None:
+        """Posts the receive of one transfer from worker `source`, in the order of sending within a channel.
 
-        `aside` names a lane other than the usual one of `source`.
+        `channel` names a channel other than the usual one of `source`.
         """
         tensors = tuple(spec.empty() for spec in border)
         with _suspecting(f"transfer from worker {source}"):
@@ -63,15 +63,15 @@ class DataPlane:
                 self._group.recv([tensor], self._rank[source], key * MAX_TENSORS + part)
                 for part, tensor in enumerate(tensors)
             ]
-        self._lane("from", source, aside).put((source, key, tensors, works))
+        self._channel("from", source, channel).put((source, key, tensors, works))
 
-    def _lane(self, *name: object) -> queue.SimpleQueue[_Item | None]:
-        if name not in self._lanes:
-            self._lanes[name] = queue.SimpleQueue()
-            waiter = threading.Thread(target=self._wait, args=(self._lanes[name],), name=f"{name}", daemon=True)
+    def _channel(self, *name: object) -> queue.SimpleQueue[_Item | None]:
+        if name not in self._channels:
+            self._channels[name] = queue.SimpleQueue()
+            waiter = threading.Thread(target=self._wait, args=(self._channels[name],), name=f"{name}", daemon=True)
             self._waiters.append(waiter)
             waiter.start()
-        return self._lanes[name]
+        return self._channels[name]
 
     def has_arrived(self, source: int, key: Key) -> bool:
         """Returns whether `take` would return at once."""
@@ -96,9 +96,9 @@ class DataPlane:
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
         self._sends.append((target, self._begin(target, key, sent), sent))
 
-    def send_aside(self, target: int, key: Key, tensor: Tensor) -> None:
+    def send_on_own_channel(self, target: int, key: Key, tensor: Tensor) -> None:
         """Starts a transfer of one tensor, which must not change; the plane releases it once it is sent."""
-        self._lane("to", target).put((target, None, (tensor,), self._begin(target, key, (tensor,))))
+        self._channel("to", target).put((target, None, (tensor,), self._begin(target, key, (tensor,))))
 
     def _begin(self, target: int, key: Key, tensors: Tensors) -> list[Work]:
         self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
@@ -120,15 +120,15 @@ class DataPlane:
 
     def close(self) -> None:
         """Aborts all transfers and leaves the group, within milliseconds."""
-        for lane in self._lanes.values():
-            lane.put(None)
+        for channel in self._channels.values():
+            channel.put(None)
         shut_down(self._sockets)
         for waiter in self._waiters:
             waiter.join(_JOIN_S)
         self._sends = []
 
-    def _wait(self, lane: queue.SimpleQueue[_Item | None]) -> None:
-        while (item := lane.get()) is not None:
+    def _wait(self, channel: queue.SimpleQueue[_Item | None]) -> None:
+        while (item := channel.get()) is not None:
             peer, key, tensors, works = item
             try:
                 for work in works:

@@ -18,7 +18,7 @@ from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import Rendezvous
 
 
-class Forming:
+class GroupFormation:
     """One attempt to form the plane of `epoch`; a member's rank is its position in `members`.
 
     The members meet at the rendezvous store on `store_port`, which comes with the epoch: a store may be replaced.

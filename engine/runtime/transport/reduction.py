@@ -19,14 +19,14 @@ from torch import Tensor
 
 from engine.core.ownership import Ownership
 from engine.models.layers import Tensors
-from engine.runtime.transport.bulk_transfer import send_parcel, take_parcel
+from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose, transfer_key
 
 
 @dataclass(frozen=True, slots=True)
-class Circle:
+class ReduceGroup:
     """The owners of one stage, from the view of `worker`, one of them."""
 
     plane: DataPlane
@@ -48,25 +48,25 @@ class Circle:
         return transfer_key(self.ownership.grid, purpose, pipeline, self.stage, index)
 
 
-def mean_over_pipelines(circle: Circle, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+def mean_over_pipelines(group: ReduceGroup, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
     """Returns the mean over all pipelines of a stage's gradients; `parts` has those of the pipelines owned here.
 
     A collective: every owner of the stage must call it. With one pipeline the mean is the part itself, not a copy.
     """
     gradients = list(next(iter(parts.values())))
-    if circle.ownership.grid.pipelines == 1:
+    if group.ownership.grid.pipelines == 1:
         return gradients
     dtypes = list(dict.fromkeys(gradient.dtype for gradient in gradients if gradient.numel()))
     for index, dtype in enumerate(dtypes):
         places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
         of_dtype = {pipeline: [part[place] for place in places] for pipeline, part in parts.items()}
-        for place, mean in zip(places, _mean_of_one_dtype(circle, of_dtype, index), strict=True):
+        for place, mean in zip(places, _mean_of_one_dtype(group, of_dtype, index), strict=True):
             gradients[place] = mean
     return gradients
 
 
-def _mean_of_one_dtype(circle: Circle, parts: Mapping[int, Sequence[Tensor]], index: int) -> list[Tensor]:
-    owners = circle.ownership.owners_of(circle.stage)
+def _mean_of_one_dtype(group: ReduceGroup, parts: Mapping[int, Sequence[Tensor]], index: int) -> list[Tensor]:
+    owners = group.ownership.owners_of(group.stage)
     like = next(iter(parts.values()))
     size = sum(gradient.numel() for gradient in like)
     chunk_size = -(-size // len(owners))
@@ -76,19 +76,19 @@ def _mean_of_one_dtype(circle: Circle, parts: Mapping[int, Sequence[Tensor]], in
         for pipeline, part in parts.items()
     }
     border = (TensorSpec((chunk_size,), like[0].dtype, False),)
-    for other in circle.others:
-        for pipeline in circle.pipelines(other):
-            circle.plane.post(other, circle.key(Purpose.SCATTER, pipeline, index), border)
-        circle.plane.post(other, circle.key(Purpose.GATHER, circle.pipelines(other)[0], index), border)
-    for other in circle.others:
+    for other in group.others:
+        for pipeline in group.pipelines(other):
+            group.plane.post(other, group.key(Purpose.SCATTER, pipeline, index), border)
+        group.plane.post(other, group.key(Purpose.GATHER, group.pipelines(other)[0], index), border)
+    for other in group.others:
         for pipeline, mine in chunks.items():
-            circle.plane.send(other, circle.key(Purpose.SCATTER, pipeline, index), (mine[owners.index(other)],))
-    total = _summed_chunk(circle, {each: mine[owners.index(circle.worker)] for each, mine in chunks.items()}, index)
-    for other in circle.others:
-        circle.plane.send(other, circle.key(Purpose.GATHER, circle.pipelines(circle.worker)[0], index), (total,))
-    sums = {circle.worker: total}
-    for other in circle.others:
-        (sums[other],) = circle.plane.take(other, circle.key(Purpose.GATHER, circle.pipelines(other)[0], index))
+            group.plane.send(other, group.key(Purpose.SCATTER, pipeline, index), (mine[owners.index(other)],))
+    total = _summed_chunk(group, {each: mine[owners.index(group.worker)] for each, mine in chunks.items()}, index)
+    for other in group.others:
+        group.plane.send(other, group.key(Purpose.GATHER, group.pipelines(group.worker)[0], index), (total,))
+    sums = {group.worker: total}
+    for other in group.others:
+        (sums[other],) = group.plane.take(other, group.key(Purpose.GATHER, group.pipelines(other)[0], index))
     whole = torch.cat([sums[owner] for owner in owners])[:size]
     return [
         part.view(gradient.shape)
@@ -96,12 +96,12 @@ def _mean_of_one_dtype(circle: Circle, parts: Mapping[int, Sequence[Tensor]], in
     ]
 
 
-def _summed_chunk(circle: Circle, mine: Mapping[int, Tensor], index: int) -> Tensor:
+def _summed_chunk(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) -> Tensor:
     """Returns the mean of one chunk over all pipelines, added in pipeline order."""
     parts = dict(mine)
-    for other in circle.others:
-        for pipeline in circle.pipelines(other):
-            (parts[pipeline],) = circle.plane.take(other, circle.key(Purpose.SCATTER, pipeline, index))
+    for other in group.others:
+        for pipeline in group.pipelines(other):
+            (parts[pipeline],) = group.plane.take(other, group.key(Purpose.SCATTER, pipeline, index))
     total = parts[0].clone()
     for pipeline in range(1, len(parts)):
         total += parts[pipeline]
@@ -109,16 +109,16 @@ def _summed_chunk(circle: Circle, mine: Mapping[int, Tensor], index: int) -> Ten
     return total
 
 
-def gather_over_pipelines(circle: Circle, parts: Mapping[int, Tensors]) -> tuple[Tensors, ...]:
+def gather_over_pipelines(group: ReduceGroup, parts: Mapping[int, Tensors]) -> tuple[Tensors, ...]:
     """Returns the tensors of all pipelines, in pipeline order; `parts` has those of the pipelines owned here.
 
     A collective: every owner of the stage must call it. For small tensors: each owner sends its parts to all others.
     """
     found = dict(parts)
     for pipeline, part in parts.items():
-        send_parcel(circle.plane, circle.others, circle.key(Purpose.ENDING, pipeline), part)
+        send_bulk(group.plane, group.others, group.key(Purpose.ENDING, pipeline), part)
     specs = [TensorSpec.of(tensor) for tensor in part]
-    for other in circle.others:
-        for pipeline in circle.pipelines(other):
-            found[pipeline] = tuple(take_parcel(circle.plane, other, circle.key(Purpose.ENDING, pipeline), specs))
+    for other in group.others:
+        for pipeline in group.pipelines(other):
+            found[pipeline] = tuple(receive_bulk(group.plane, other, group.key(Purpose.ENDING, pipeline), specs))
     return tuple(found[pipeline] for pipeline in range(len(found)))

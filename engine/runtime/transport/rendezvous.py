@@ -12,9 +12,9 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 
 from engine.core.errors import WorkerFailedError
-from engine.core.process_messages import Serving
+from engine.core.process_messages import ServingMessage
 from engine.runtime.ipc.link import LOOPBACK, Link
-from engine.runtime.process.kernel import die_with_launcher
+from engine.runtime.process.prctl import die_with_launcher
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 
 _TIMEOUT = timedelta(seconds=60)  # of a wait for a key
@@ -28,10 +28,10 @@ def main(listener_fd: int, control_fd: int) -> int:
     listener.detach()  # torch's store takes the descriptor over
     control = Link.from_fd(control_fd)
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
-    control.send(Serving())
+    control.send(ServingMessage())
     while control.receive() is not None:
         die_with_launcher()
-        control.send(Serving())
+        control.send(ServingMessage())
     del store
     return 0
 

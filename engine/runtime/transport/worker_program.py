@@ -17,7 +17,7 @@ from engine.runtime.transport.transfers import Receive, carrier_key, receives_of
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerProgram:
     """The actions of one worker in a program, in order, with their transfers."""
 
     ownership: Ownership
@@ -30,12 +30,12 @@ class Share:
     is_awaited: bool  # it begins with an own forward: the other workers wait for its first SEND
 
 
-def share_of(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> Share:
+def worker_program(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> WorkerProgram:
     """Returns the part of `worker` in the program of all workers."""
     actions = program.get(worker, ())
     routes = routes_of(worker, program, ownership)
     owned = frozenset(ownership.slots_of(worker))
-    return Share(
+    return WorkerProgram(
         ownership,
         owned,
         tuple((action, str(action)) for action in actions),

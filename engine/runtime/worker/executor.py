@@ -13,53 +13,53 @@ from collections.abc import Callable, Sequence
 from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import InvariantError
 from engine.core.faults.fault import When
-from engine.core.messages import Commit
+from engine.core.messages import CommitMessage
 from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 from engine.models.layers import Batch, Tensors
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.recorder import now_ns
-from engine.runtime.replica.gradient_stream import Streams
-from engine.runtime.replica.value_store import Holdings
+from engine.runtime.replica.gradient_stream import GradientStreams
+from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.transfers import Receiver
-from engine.runtime.transport.worker_program import Share
+from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.handlers import Method, run_in_order
 from engine.runtime.worker.step_end import StepEnd
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.worker_context import WorkerContext
 
 
 class Executor:
     """Runs one worker's share of one program after another; `step` is the step that is open."""
 
-    def __init__(self, around: Surroundings):
-        self.around = around
+    def __init__(self, context: WorkerContext):
+        self.context = context
         self.step = 0
         self.num_computed = 0
-        self.holdings = Holdings(around.job.retains)
-        self.end = StepEnd(around.job, around.worker, around.starts, around.replicas, around.control)
-        self.streams = Streams(around.job, around.worker, around.replicas)
+        self.value_store = ValueStore(context.job.retains)
+        self.end = StepEnd(context.job, context.worker, context.starts, context.replicas, context.control)
+        self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._methods = self._table()
         self._batches: dict[Action, Batch] = {}
         self._index = 0  # actions begun in this step, since the program began
 
-    def enter(self, plane: DataPlane, share: Share) -> None:
+    def enter(self, plane: DataPlane, program: WorkerProgram) -> None:
         """Takes its share of a program, and a plane, for what follows; may be called between any two runs."""
         self._plane = plane
-        self._share = share
+        self._worker_program = program
         self._batches = {}
-        self.end.enter(plane, share.ownership, share.routes)
-        self.streams.enter(plane, share.ownership, share.routes, [action for action, _ in share.actions])
-        if self.around.shards is not None:
-            self.around.shards.enter(plane, share.ownership)
-        methods = [(action, text, self._methods[action.op]) for action, text in share.actions]
+        self.end.enter(plane, program.ownership, program.routes)
+        self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
+        if self.context.shards is not None:
+            self.context.shards.enter(plane, program.ownership)
+        methods = [(action, text, self._methods[action.op]) for action, text in program.actions]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
 
     def _table(self) -> dict[Op, Method]:
         """Returns the method that runs each op."""
-        end, shards = self.end, self.around.shards
+        end, shards = self.end, self.context.shards
         table: dict[Op, Method] = {
             Op.F: self._forward,
             Op.REDO_F: self._forward,
@@ -79,50 +79,50 @@ class Executor:
         }
         return table | ({Op.UNSHARD: shards.unshard, Op.RESHARD: shards.reshard} if shards is not None else {})
 
-    def run_step(self) -> Commit:
+    def run_step(self) -> CommitMessage:
         """Runs the open step to its commit and takes it; returns the commit.
 
         Raises Stopped or Fenced out of any wait before the commit, WorkerFailedError, or what a layer raises.
         """
         self.run_actions()
-        commit = self.around.control.take(Commit)
+        commit = self.context.control.take(CommitMessage)
         self._take(commit, self._steps)
         self._plane.reap()
         return commit
 
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps."""
-        self._receiver = Receiver(self._plane, self._share.receives)
-        if not self._share.is_awaited:
+        self._receiver = Receiver(self._plane, self._worker_program.receives)
+        if not self._worker_program.is_awaited:
             self._receiver.begin()
         self.streams.begin()
         self._index = 0
-        run_in_order(self._actions, self.around.control.check, self._run)
+        run_in_order(self._actions, self.context.control.check, self._run)
 
     def _run(self, action: Action, text: str, run: Method) -> None:
-        around, step = self.around, self.step
-        strikes = around.failpoints.armed and (action.pipeline, action.stage) in self._share.owned
+        context, step = self.context, self.step
+        strikes = context.failpoints.armed and (action.pipeline, action.stage) in self._worker_program.owned
         if strikes:
             self._strike(action, "before")
         self._index += 1
-        around.board.write(around.worker, step, self.num_computed, text)
-        around.control.at = (step, self._index, action.op in _BUSY_OPS)
+        context.board.write(context.worker, step, self.num_computed, text)
+        context.control.at = (step, self._index, action.op in _BUSY_OPS)
         start_ns = now_ns()
         if strikes:
             self._strike(action, "during")
         run(action, step)
         try:
             if strikes:
-                self._meet(action, lambda: around.failpoints.linger(step, action, start_ns))
+                self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))
         finally:  # it is done, whatever ends the wait
-            around.recorder.action(around.control.accepted, step, text, start_ns, now_ns())
-        around.control.at = (step, self._index, False)
+            context.recorder.action(context.control.accepted, step, text, start_ns, now_ns())
+        context.control.at = (step, self._index, False)
         self.num_computed += action.op in COMPUTE_OPS
         if strikes:
             self._strike(action, "after")
 
     def _strike(self, action: Action, when: When) -> None:
-        self._meet(action, lambda: self.around.failpoints.at(self.step, action, when))
+        self._meet(action, lambda: self.context.failpoints.at(self.step, action, when))
 
     def _meet(self, action: Action, failpoint: Callable[[], None]) -> None:
         try:
@@ -131,7 +131,7 @@ class Executor:
             if action.op is not Op.STEP:  # all replicas here take a step, or none; the fence is met after the last
                 raise
 
-    def catch_up(self, commit: Commit | None) -> bool:
+    def catch_up(self, commit: CommitMessage | None) -> bool:
         """Takes the step that `commit` committed, if it is the open one, with all that is logged; says whether it was.
 
         Raises InvariantError when a commit has been missed.
@@ -139,17 +139,17 @@ class Executor:
         if commit is None or commit.step < self.step:
             return False
         if commit.step > self.step:
-            raise InvariantError(f"step {commit.step} is committed, and worker {self.around.worker} is at {self.step}")
-        slots = [slot for slot in self.around.replicas.whole() if slot in self.end.logged]
+            raise InvariantError(f"step {commit.step} is committed, and worker {self.context.worker} is at {self.step}")
+        slots = [slot for slot in self.context.replicas.whole() if slot in self.end.logged]
         steps = [Action(stage, Op.STEP, pipeline=pipeline) for pipeline, stage in slots]
         self._take(commit, [(action, str(action), self.end.take_step) for action in steps])
         return True
 
-    def _take(self, commit: Commit, steps: Sequence[tuple[Action, str, Method]]) -> None:
+    def _take(self, commit: CommitMessage, steps: Sequence[tuple[Action, str, Method]]) -> None:
         assert commit.step == self.step, f"commit of step {commit.step} while at step {self.step}"
         self.end.clip_factor = commit.clip_factor
         run_in_order(steps, lambda: None, self._run)
-        replicas = self.around.replicas
+        replicas = self.context.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
             replicas.drop(slot)  # it has not taken the step: nobody can use it any more
         self.forget_step()
@@ -157,36 +157,36 @@ class Executor:
 
     def forget_step(self) -> None:
         """Drops all that this worker has made and received in the open step; weights and buffers stay as they are."""
-        for stage in self.around.replicas.stages.values():
+        for stage in self.context.replicas.stages.values():
             stage.forget_step()
         self.end.clear()
         self.streams.clear()
-        self.holdings.clear()
+        self.value_store.clear()
         self._batches = {}
 
     def inventory(self) -> Inventory:
         """Returns what this worker holds of the open step, with what has been streamed to it by now."""
         self.streams.settle()
-        stages = {slot: self.around.replicas.stages[slot] for slot in self.around.replicas.whole()}
+        stages = {slot: self.context.replicas.stages[slot] for slot in self.context.replicas.whole()}
         kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
         kept += [Value(Kind.PENDING, *slot, each) for slot, stage in stages.items() for each in stage.pending]
         return Inventory(
-            self.around.worker,
+            self.context.worker,
             self.step,
             tuple(stages),
             {slot: stage.counted for slot, stage in stages.items()},
             {slot: stage.added for slot, stage in stages.items()},
             tuple(slot for slot in stages if slot in self.end.logged),
-            tuple(sorted([*self.holdings.values(), *kept])),
+            tuple(sorted([*self.value_store.values(), *kept])),
         )
 
     def _forward(self, action: Action, step: int) -> None:
         stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline
-        replica = self.around.replicas.stages[pipeline, stage]
+        replica = self.context.replicas.stages[pipeline, stage]
         inputs: Tensors = ()
         targets = None
         if stage > 0:
-            inputs = self.holdings.use_up(needed(action, Kind.ACTIVATION))
+            inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
         if stage == 0 or replica.is_last:
             batch = self._batches.pop(action, None) or self._load(action)
             inputs = batch.inputs if stage == 0 else inputs
@@ -194,42 +194,42 @@ class Executor:
         run = replica.forward if action.op is Op.F else replica.redo_forward
         outputs = run(step, microbatch, inputs, targets)
         if not replica.is_last:
-            self.holdings.make(Value(Kind.ACTIVATION, pipeline, stage, microbatch), outputs)
+            self.value_store.make(Value(Kind.ACTIVATION, pipeline, stage, microbatch), outputs)
 
     def _backward(self, action: Action, step: int) -> None:
         stage, microbatch, pipeline = action.stage, action.microbatch, action.pipeline
-        replica = self.around.replicas.stages[pipeline, stage]
+        replica = self.context.replicas.stages[pipeline, stage]
         gradients: Tensors = ()
         if not replica.is_last:
-            gradients = self.holdings.use_up(needed(action, Kind.GRADIENT))
+            gradients = self.value_store.consume(needed(action, Kind.GRADIENT))
         run = replica.backward if action.op is Op.B else replica.backward_input
         made = run(step, microbatch, gradients)
         if stage > 0:
-            self.holdings.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), made)
+            self.value_store.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), made)
 
     def _backward_weights(self, action: Action, step: int) -> None:
-        self.around.replicas.stages[action.pipeline, action.stage].backward_weights(action.microbatch)
+        self.context.replicas.stages[action.pipeline, action.stage].backward_weights(action.microbatch)
 
     def _load(self, action: Action) -> Batch:
-        around = self.around
-        return around.data.microbatch(self.step, action.pipeline, action.microbatch, around.job.microbatch_size)
+        context = self.context
+        return context.data.microbatch(self.step, action.pipeline, action.microbatch, context.job.microbatch_size)
 
     def _receive(self, action: Action, step: int) -> None:
-        forward = self._share.next_forwards.get(action)
+        forward = self._worker_program.next_forwards.get(action)
         if forward is not None and self._receiver.must_wait():
             self._prepare(forward)
-        self.holdings.receive(*self._receiver.take())
+        self.value_store.receive(*self._receiver.take())
 
     def _prepare(self, forward: Action) -> None:
         """Does for a coming forward what does not depend on its input, in time that would pass in a wait."""
-        replica = self.around.replicas.stages[forward.pipeline, forward.stage]
+        replica = self.context.replicas.stages[forward.pipeline, forward.stage]
         replica.prepare(self.step, forward.microbatch)
         if forward not in self._batches and (forward.stage == 0 or replica.is_last):
             self._batches[forward] = self._load(forward)
 
     def _send(self, action: Action, step: int) -> None:
-        targets, key = self._share.targets[action]
-        tensors = self.holdings.to_send(carried(action))
+        targets, key = self._worker_program.targets[action]
+        tensors = self.value_store.to_send(carried(action))
         for target in targets:
             self._plane.send(target, key, tensors)
         self._receiver.begin()

@@ -19,8 +19,8 @@ from engine.core.schedules.overlap_pairs import OVERLAPS, Overlap, pairs_of
 
 Handler = Callable[..., None]  # takes one Call for an op, two for a pair
 Method = Callable[[Action, int], None]  # takes an action and the open step
-Entry = tuple[Action, str, Method]  # an action, its text, and the executor's method for it
-Run = Callable[[Action, str, Method], None]
+QueuedAction = tuple[Action, str, Method]  # an action, its text, and the executor's method for it
+RunAction = Callable[[Action, str, Method], None]
 
 _handlers: dict[str, Handler] = {}
 
@@ -47,13 +47,13 @@ def register(op: Op | Overlap, handler: Handler) -> None:
     _handlers[op] = handler
 
 
-def run_in_order(entries: Sequence[Entry], check: Callable[[], None], run: Run) -> None:
+def run_in_order(entries: Sequence[QueuedAction], check: Callable[[], None], run: RunAction) -> None:
     """Runs actions by `run`, each after a `check`; a pair that has a handler after one check.
 
     Raises InvariantError if a handler has not run each of its calls once, and the exceptions of the actions.
     """
 
-    def run_one(entry: Entry) -> None:
+    def run_one(entry: QueuedAction) -> None:
         handler = _handlers.get(entry[0].op)
         if handler is None:
             run(*entry)
@@ -72,10 +72,10 @@ def run_in_order(entries: Sequence[Entry], check: Callable[[], None], run: Run) 
             run_one(entry)
 
 
-def _hand_over(handler: Handler, entries: Sequence[Entry], run: Callable[[Entry], None]) -> None:
+def _hand_over(handler: Handler, entries: Sequence[QueuedAction], run: Callable[[QueuedAction], None]) -> None:
     begun: list[str] = []
 
-    def call(entry: Entry) -> Call:
+    def call(entry: QueuedAction) -> Call:
         def begin() -> None:
             begun.append(entry[1])
             run(entry)

@@ -19,23 +19,23 @@ from typing import NamedTuple
 from engine.core.config.job_wants import shadowed
 from engine.core.errors import InvariantError
 from engine.core.history.run_records import PreparedRecord
-from engine.core.messages import Epoch, Prepare, Prepared
-from engine.core.messages import Plan as Document
+from engine.core.messages import EpochMessage, PreparedMessage, PrepareMessage
+from engine.core.messages import PlanMessage as Document
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import from_json
 from engine.core.recovery.planner import Plan, PlanInput, make_plan
 from engine.runtime.ipc.control import Control
-from engine.runtime.process.host_lock import Turn
-from engine.runtime.transport.worker_program import Share, share_of
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.process.host_lock import HostLock
+from engine.runtime.transport.worker_program import WorkerProgram, worker_program
+from engine.runtime.worker.worker_context import WorkerContext
 
 _MOST_S = 60.0  # for what was begun a step ago
 _CHOOSY_LOOKS = 10  # of a millisecond each
 _SWITCH_S = 0.0002  # after which the thread beside training hands the interpreter back
 
 
-class Planned(NamedTuple):
+class PreparedPlan(NamedTuple):
     """The document of an epoch, and what comes of it."""
 
     told: Document
@@ -43,97 +43,103 @@ class Planned(NamedTuple):
     plan: Plan
 
 
-class Following(NamedTuple):
+class NextStep(NamedTuple):
     """The step that follows on one of a recovery: with the shadows that are wanted, of which some may be new."""
 
     ownership: Ownership
     is_healing: bool
-    share: Share
+    worker_program: WorkerProgram
 
 
-class Foresight:
+class PlannerThread:
     """What one worker knows before it is needed."""
 
-    def __init__(self, around: Surroundings, grid: Grid):
-        self._around = around
+    def __init__(self, context: WorkerContext, grid: Grid):
+        self._context = context
         self._grid = grid
         self._thread = ThreadPoolExecutor(1)
         self._hurry = threading.Event()
-        self._turn = Turn(around.board.fd)
+        self._host_lock = HostLock(context.board.fd)
         sys.setswitchinterval(_SWITCH_S)
-        self._following: Future[Following] | None = None
-        self._prepared: dict[int, tuple[Planned, Share]] = {}  # by epoch
-        around.control.on_prepare = self._on_prepare
+        self._next_step: Future[NextStep] | None = None
+        self._prepared: dict[int, tuple[PreparedPlan, WorkerProgram]] = {}  # by epoch
+        context.control.on_prepare = self._on_prepare
 
-    def plan(self, told: Document) -> Planned:
+    def plan(self, told: Document) -> PreparedPlan:
         """Returns the plan that a document makes."""
         ownership = Ownership(self._grid, told.owners, told.shadows)
         inventories = tuple(from_json(text) for _, text in told.inventories)
-        return Planned(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))
+        return PreparedPlan(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))
 
-    def share(self, planned: Planned) -> Share:
+    def worker_program(self, planned: PreparedPlan) -> WorkerProgram:
         """Returns what this worker has to do in a plan."""
-        return share_of(self._around.worker, planned.plan.program, planned.ownership, self._around.borders)
+        return worker_program(self._context.worker, planned.plan.program, planned.ownership, self._context.borders)
 
-    def usual_share(self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()) -> Share:
+    def default_program(
+        self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
+    ) -> WorkerProgram:
         """Returns what this worker has to do in a step with nothing to make up for but shadows that are new."""
-        job, around = self._around.job, self._around
+        job, context = self._context.job, self._context
         program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
-        return share_of(around.worker, program, ownership, around.borders)
+        return worker_program(context.worker, program, ownership, context.borders)
 
-    def _on_prepare(self, told: Prepare) -> None:
+    def _on_prepare(self, told: PrepareMessage) -> None:
         self._thread.submit(self._prepare, told).add_done_callback(_say_what_failed)
 
-    def _prepare(self, told: Prepare) -> None:
-        with self._turn_in(told.plan.committed):  # with which the epoch begins
+    def _prepare(self, told: PrepareMessage) -> None:
+        with self._locked_in(told.plan.committed):  # with which the epoch begins
             self._make_ready(told)
 
-    def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
-        return self._turn.when(well_inside(self._around.control, step), self._hurry)
+    def _locked_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
+        return self._host_lock.acquire_when(well_inside(self._context.control, step), self._hurry)
 
-    def _make_ready(self, told: Prepare) -> None:
+    def _make_ready(self, told: PrepareMessage) -> None:
         planned = self.plan(told.plan)
-        if not planned.plan.lost_stages and self._around.shards is None:  # shards are no replicas
+        if not planned.plan.lost_stages and self._context.shards is None:  # shards are no replicas
             epoch = told.plan.epoch
             # The one before may have begun, and training not have come to it yet.
             kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
-            self._prepared = {**kept, epoch: (planned, self.share(planned))}
-            self._around.recorder.write(PreparedRecord(epoch=epoch))
-            self._around.control.send(Prepared(told.number, planned.plan.digest))
+            self._prepared = {**kept, epoch: (planned, self.worker_program(planned))}
+            self._context.recorder.write(PreparedRecord(epoch=epoch))
+            self._context.control.send(PreparedMessage(told.number, planned.plan.digest))
 
-    def recall(self, epoch: Epoch) -> tuple[Planned, Share]:
+    def take_prepared(self, epoch: EpochMessage) -> tuple[PreparedPlan, WorkerProgram]:
         """Returns what has been prepared for an epoch; raises InvariantError when that is something else."""
         prepared = self._prepared.get(epoch.epoch)
         found = None if prepared is None else prepared[0].plan.digest
         if prepared is None or found != epoch.digest:
-            who = f"worker {self._around.worker} has prepared {found} for epoch {epoch.epoch}"
+            who = f"worker {self._context.worker} has prepared {found} for epoch {epoch.epoch}"
             raise InvariantError(f"{who}, which is said to be {epoch.digest}")
         return prepared
 
-    def look_past(self, step: int, ownership: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+    def plan_next_step(
+        self, step: int, ownership: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]
+    ) -> None:
         """Begins to work out what follows on `step`, which has this ownership and is about to begin."""
-        self._following = self._thread.submit(self._follow, step, ownership, members, leaving)
+        self._next_step = self._thread.submit(self._plan_next_step, step, ownership, members, leaving)
 
-    def _follow(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
-        with self._turn_in(step):
-            return self._what_follows(before, members, leaving)
+    def _plan_next_step(
+        self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]
+    ) -> NextStep:
+        with self._locked_in(step):
+            return self._next_step_after(before, members, leaving)
 
-    def _what_follows(self, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> Following:
-        ownership = shadowed(self._around.job, before, members, leaving)
+    def _next_step_after(self, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> NextStep:
+        ownership = shadowed(self._context.job, before, members, leaving)
         new = frozenset(
             (worker, slot)
             for slot in before.grid.slots()
             for worker in ownership.shadows_of(*slot)
             if worker not in before.shadows_of(*slot)
         )
-        return Following(ownership, bool(new), self.usual_share(ownership, new))
+        return NextStep(ownership, bool(new), self.default_program(ownership, new))
 
-    def following(self) -> Following:
+    def next_step(self) -> NextStep:
         """Returns the step that was last begun to be worked out."""
-        assert self._following is not None
+        assert self._next_step is not None
         self._hurry.set()
         try:
-            return self._following.result(_MOST_S)
+            return self._next_step.result(_MOST_S)
         finally:
             self._hurry.clear()
 

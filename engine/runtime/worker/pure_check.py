@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.checks.purity import DATA, Marks, impure
+from engine.core.checks.purity import DATA, DigestByName, impure
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
-from engine.core.messages import Pure
+from engine.core.messages import PureMessage
 from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
@@ -24,24 +24,24 @@ from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, Marked, drawn_like
 from engine.runtime.stage.random_streams import set_back
 from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.worker_context import WorkerContext
 
 _ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # so that a message fits into a packet
 
 
-def check_pure(around: Surroundings, ownership: Ownership) -> None:
+def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     """Tries the layers of this worker's stages and tells the agent their marks; raises UserError for what is impure."""
     start_ns = now_ns()
-    check = PureCheck(around.job, around.replicas.model, around.data, around.starts, around.borders)
-    owned = {stage for _, stage in ownership.slots_of(around.worker)}
+    check = PureCheck(context.job, context.replicas.model, context.data, context.starts, context.borders)
+    owned = {stage for _, stage in ownership.slots_of(context.worker)}
     try:
-        rows = check.run({stage: stage in owned for _, stage in sorted(around.replicas.stages)})
+        rows = check.run({stage: stage in owned for _, stage in sorted(context.replicas.stages)})
     finally:
         ms = round((now_ns() - start_ns) / 1e6, 1)
         unchecked = tuple(check.unchecked)
-        around.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
+        context.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
     for first in range(0, len(rows), _ROWS_PER_MESSAGE):
-        around.control.send(Pure(tuple(rows[first : first + _ROWS_PER_MESSAGE])))
+        context.control.send(PureMessage(tuple(rows[first : first + _ROWS_PER_MESSAGE])))
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class PureCheck:
     _loaded: Marked = field(default_factory=lambda: Marked(DATA))
     _batches: list[Batch] = field(default_factory=list)
 
-    def run(self, stages: Mapping[int, bool]) -> list[tuple[str, Marks]]:
+    def run(self, stages: Mapping[int, bool]) -> list[tuple[str, DigestByName]]:
         """Tries the layers of some stages, in two copies or in one; returns the marks of each layer by name.
 
         Raises UserError with all that is impure.

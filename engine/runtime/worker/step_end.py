@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.action import Action
 from engine.core.config.job import Job
 from engine.core.config.lr_schedule import learning_rate
-from engine.core.messages import Vote
+from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.value import Kind, Value
@@ -23,7 +23,7 @@ from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.state_transfer import send_state, take_state
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.reduction import Circle, gather_over_pipelines, mean_over_pipelines
+from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose, transfer_key
 
@@ -82,15 +82,15 @@ class StepEnd:
 
     def reduce(self, action: Action, step: int) -> None:
         """Reduces a stage over the pipelines, for all that this worker owns of it; sends the gradients of tied uses."""
-        circle = Circle(self._plane, self._ownership, self.worker, action.stage)
-        owned = {each: self.replicas.stages[each, action.stage] for each in circle.pipelines(self.worker)}
+        group = ReduceGroup(self._plane, self._ownership, self.worker, action.stage)
+        owned = {each: self.replicas.stages[each, action.stage] for each in group.pipelines(self.worker)}
         losses = {pipeline: losses_of(replica) for pipeline, replica in owned.items()}
         num_losses = len(losses[action.pipeline])
         endings = gather_over_pipelines(
-            circle, {pipeline: (*replica.copy_buffers(), *losses[pipeline]) for pipeline, replica in owned.items()}
+            group, {pipeline: (*replica.copy_buffers(), *losses[pipeline]) for pipeline, replica in owned.items()}
         )
         means = mean_over_pipelines(
-            circle,
+            group,
             {
                 pipeline: [each for named in replica.gradients().values() for each in named.values()]
                 for pipeline, replica in owned.items()
@@ -161,7 +161,7 @@ class StepEnd:
     def vote(self, action: Action, step: int) -> None:
         """Tells the agent that this replica holds its log entry; the owner adds what the commit is made of."""
         slot = (action.pipeline, action.stage)
-        entry, vote = self.logged[slot], Vote(self.control.accepted, step, *slot)
+        entry, vote = self.logged[slot], VoteMessage(self.control.accepted, step, *slot)
         if self._owns(slot):
             norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
             loss = entry.loss(action.pipeline)

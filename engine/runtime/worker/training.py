@@ -20,18 +20,18 @@ from engine.core.config.job_wants import is_due
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.ownership import Ownership, Slot
-from engine.core.process_messages import Bye
+from engine.core.process_messages import ByeMessage
 from engine.core.recovery.inventory import to_json
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.group_formation import Forming
+from engine.runtime.transport.group_formation import GroupFormation
 from engine.runtime.transport.rendezvous import Rendezvous
-from engine.runtime.transport.worker_program import Share
+from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.planner_thread import Foresight, Planned
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.planner_thread import PlannerThread, PreparedPlan
 from engine.runtime.worker.validation import Validation
+from engine.runtime.worker.worker_context import WorkerContext
 
 _ROWS_PER_MESSAGE, _MARKS_PER_ROW = 10, 100  # so that a message fits into a packet
 
@@ -43,14 +43,14 @@ class Out(Exception):
 class Training:
     """One worker's part in training; `ownership` is that of the open step."""
 
-    def __init__(self, around: Surroundings, ownership: Ownership, rendezvous: Rendezvous, plane: DataPlane):
-        self.around = around
+    def __init__(self, context: WorkerContext, ownership: Ownership, rendezvous: Rendezvous, plane: DataPlane):
+        self.context = context
         self.ownership = ownership
         self._rendezvous = rendezvous
         self._plane = plane
-        self._forming: Forming | None = None
-        self._executor = Executor(around)
-        self._foresight = Foresight(around, ownership.grid)
+        self._forming: GroupFormation | None = None
+        self._executor = Executor(context)
+        self._planner = PlannerThread(context, ownership.grid)
         self._members: tuple[int, ...] = ownership.workers()
         self._leaving: tuple[int, ...] = ()
         self._program: Literal["usual", "plan", "heal"] = "usual"  # the usual one is what every step has
@@ -73,7 +73,7 @@ class Training:
                 self._reconvene()
 
     def _suspect(self, suspicion: WorkerFailedError) -> None:
-        self.around.control.send(messages.Suspicion(self.around.control.accepted, str(suspicion)))
+        self.context.control.send(messages.SuspicionMessage(self.context.control.accepted, str(suspicion)))
 
     def _advance(self) -> None:
         """Runs the open step and what follows its commit."""
@@ -84,12 +84,12 @@ class Training:
         if commit.then == "epoch":
             self._reconvene()  # an epoch follows at once; it says whether this step is to be validated
             return
-        if is_due(self.around.job.validate_every, commit.step, self._is_over):
+        if is_due(self.context.job.validate_every, commit.step, self._is_over):
             self._validate(commit.step)
         if self._program != "usual" and not self._is_over:
             self._heal()
 
-    def _run_step(self) -> messages.Commit:
+    def _run_step(self) -> messages.CommitMessage:
         """Runs the open step; records how much was sent for a recovery, whatever becomes of it."""
         step, before = self._executor.step, self._plane.bytes_sent
         try:
@@ -98,21 +98,21 @@ class Training:
             if self._program != "usual":
                 plan = self._program == "plan"
                 num_bytes = self._plane.bytes_sent - before if plan else self._executor.end.bytes_healed
-                at = {"epoch": self.around.control.accepted, "step": step}
-                self.around.recorder.write(MovedRecord(program=self._program, **at, bytes=num_bytes))
+                at = {"epoch": self.context.control.accepted, "step": step}
+                self.context.recorder.write(MovedRecord(program=self._program, **at, bytes=num_bytes))
 
     def _finish(self) -> None:
-        around = self.around
-        slots = self.ownership.slots_of(around.worker)
-        peaks = tuple((*slot, around.replicas.stages[slot].peak_stash) for slot in slots)
-        around.control.send(messages.Finished(around.control.accepted, peaks, _peak_memory_kib()))
-        around.control.take(Bye)  # when everybody has finished, nobody waits for a transfer any more
+        context = self.context
+        slots = self.ownership.slots_of(context.worker)
+        peaks = tuple((*slot, context.replicas.stages[slot].peak_stash) for slot in slots)
+        context.control.send(messages.FinishedMessage(context.control.accepted, peaks, _peak_memory_kib()))
+        context.control.take(ByeMessage)  # when everybody has finished, nobody waits for a transfer any more
         self._plane.close()
 
     def _reconvene(self) -> None:
         """Enters the newest epoch, and every one that comes meanwhile, until training goes on in one of them."""
         while True:
-            epoch = self.around.control.next_epoch()
+            epoch = self.context.control.next_epoch()
             try:
                 self._enter(epoch)
                 return
@@ -121,85 +121,85 @@ class Training:
             except WorkerFailedError as suspicion:
                 self._suspect(suspicion)
 
-    def _enter(self, epoch: messages.Epoch) -> None:
-        around, control = self.around, self.around.control
+    def _enter(self, epoch: messages.EpochMessage) -> None:
+        context, control = self.context, self.context.control
         control.at = (*control.at[:2], False)
-        if around.worker not in epoch.members:
+        if context.worker not in epoch.members:
             raise Out
-        share: Share | None = None
+        worker_program: WorkerProgram | None = None
         if epoch.gather:
-            share = self._convene(epoch)
+            worker_program = self._convene(epoch)
         elif epoch.digest is not None:
-            share = self._recall(epoch)
-        go = epoch.go or control.take(messages.Go)
+            worker_program = self._enter_prepared(epoch)
+        go = epoch.go or control.take(messages.GoMessage)
         if self._forming is not None:
             self._plane = self._forming.plane()
             self._forming = None
-        self._program = "usual" if share is None else "plan"
+        self._program = "usual" if worker_program is None else "plan"
         self._is_over = go.end
-        self._begin(share or self._foresight.usual_share(self.ownership))
+        self._begin(worker_program or self._planner.default_program(self.ownership))
         if go.validate:
             self._validate(self._executor.step - 1)
 
-    def _begin(self, share: Share) -> None:
+    def _begin(self, worker_program: WorkerProgram) -> None:
         """Takes a program for what follows. Which one follows on one of a recovery is known from now on."""
-        self._executor.enter(self._plane, share)
+        self._executor.enter(self._plane, worker_program)
         if self._program != "usual" and not self._is_over:
-            self._foresight.look_past(self._executor.step, self.ownership, self._members, self._leaving)
+            self._planner.plan_next_step(self._executor.step, self.ownership, self._members, self._leaving)
 
     def _mark(self, phase: messages.OwnPhase, adopted: tuple[Slot, ...] | None = None) -> None:
-        self.around.control.mark(phase)
-        self.around.recorder.write(MarkRecord(phase=phase, epoch=self.around.control.accepted, adopted=adopted))
+        self.context.control.mark(phase)
+        self.context.recorder.write(MarkRecord(phase=phase, epoch=self.context.control.accepted, adopted=adopted))
 
-    def _regroup(self, epoch: messages.Epoch) -> None:
-        around = self.around
+    def _regroup(self, epoch: messages.EpochMessage) -> None:
+        context = self.context
         if self._forming is not None:
             self._forming.give_up()
         self._plane.close()
-        what = (around.worker, epoch.epoch, epoch.members, epoch.store_port)
-        self._forming = Forming(around.control, self._rendezvous, around.recorder, *what)
+        what = (context.worker, epoch.epoch, epoch.members, epoch.store_port)
+        self._forming = GroupFormation(context.control, self._rendezvous, context.recorder, *what)
 
-    def _convene(self, epoch: messages.Epoch) -> Share:
+    def _convene(self, epoch: messages.EpochMessage) -> WorkerProgram:
         """Says what this worker holds, and makes the plan of what everybody holds."""
-        control = self.around.control
+        control = self.context.control
         self._mark("fence")
         inventory = self._executor.inventory()
         whole = self.ownership.grid.places(inventory.whole)
-        control.send(messages.Inventory(control.accepted, to_json(inventory), whole))
+        control.send(messages.InventoryMessage(control.accepted, to_json(inventory), whole))
         self._mark("inventory")
         if epoch.regroup:
             self._regroup(epoch)
-        planned = self._foresight.plan(control.take(messages.Plan))
+        planned = self._planner.plan(control.take(messages.PlanMessage))
         self._catch_up(planned, epoch.commit)
-        control.send(messages.Planned(control.accepted, planned.plan.digest, planned.plan.lost_stages))
+        control.send(messages.PlannedMessage(control.accepted, planned.plan.digest, planned.plan.lost_stages))
         self._take_over(planned, epoch.commit)
-        return self._foresight.share(planned)
+        return self._planner.worker_program(planned)
 
-    def _recall(self, epoch: messages.Epoch) -> Share:
+    def _enter_prepared(self, epoch: messages.EpochMessage) -> WorkerProgram:
         """Takes the plan that was made before its epoch began; raises InvariantError when it does not fit."""
         self._mark("fence")
-        planned, share = self._foresight.recall(epoch)
+        planned, worker_program = self._planner.take_prepared(epoch)
         self._catch_up(planned, epoch.commit)
-        worker, holds = self.around.worker, to_json(self._executor.inventory())
+        worker, holds = self.context.worker, to_json(self._executor.inventory())
         if (worker, holds) not in planned.told.inventories:
             raise InvariantError(f"worker {worker} holds {holds}, which is not what epoch {epoch.epoch} begins with")
         self._take_over(planned, epoch.commit)
-        return share
+        return worker_program
 
-    def _catch_up(self, planned: Planned, commit: messages.Commit | None) -> None:
+    def _catch_up(self, planned: PreparedPlan, commit: messages.CommitMessage | None) -> None:
         """Catches up with the last commit, under the ownership of the epoch."""
         self.ownership = planned.ownership
         self._members, self._leaving = planned.told.members, planned.told.leaving
         self._executor.catch_up(commit)
         if commit is not None and commit.step > self._audited:
-            whole = self.around.replicas.whole()
+            whole = self.context.replicas.whole()
             self._audit(commit, [slot for slot in self._slots() if slot in whole])
 
-    def _take_over(self, planned: Planned, commit: messages.Commit | None) -> None:
+    def _take_over(self, planned: PreparedPlan, commit: messages.CommitMessage | None) -> None:
         """Takes over what the plan says, unless a stage is lost."""
-        plan, replicas = planned.plan, self.around.replicas
+        plan, replicas = planned.plan, self.context.replicas
         if not plan.lost_stages:
-            adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == self.around.worker]
+            adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == self.context.worker]
             for slot in adopted:
                 replicas.adopt(slot)
             if commit is not None:
@@ -209,39 +209,39 @@ class Training:
 
     def _slots(self) -> tuple[Slot, ...]:
         """Returns the slots of which this worker holds a replica in the open step."""
-        return (*self.ownership.slots_of(self.around.worker), *self.ownership.shadowed_by(self.around.worker))
+        return (*self.ownership.slots_of(self.context.worker), *self.ownership.shadowed_by(self.context.worker))
 
     def _drop_others(self) -> None:
         """Drops the replicas that have no part in the open step."""
-        replicas = self.around.replicas
+        replicas = self.context.replicas
         for slot in replicas.stages.keys() - set(self._slots()):
             replicas.drop(slot)
 
     def _heal(self) -> None:
         """Opens a step with the shadows that are wanted: once more with those who get their replica, then as usual."""
-        following = self._foresight.following()
-        self.ownership = following.ownership
-        self._program = "heal" if following.is_healing else "usual"
-        self._begin(following.share)
+        next_step = self._planner.next_step()
+        self.ownership = next_step.ownership
+        self._program = "heal" if next_step.is_healing else "usual"
+        self._begin(next_step.worker_program)
 
     def _validate(self, step: int) -> None:
         """Runs a validation pass; so that it can be redone, nobody begins the next step before the outcome is told."""
-        control = self.around.control
-        with self.around.shards.all_whole() if self.around.shards else contextlib.nullcontext():
-            result = Validation(self.around, self._plane, self.ownership).run()
+        control = self.context.control
+        with self.context.shards.all_whole() if self.context.shards else contextlib.nullcontext():
+            result = Validation(self.context, self._plane, self.ownership).run()
         if result is not None:
-            control.send(messages.Validation(step, result.loss, result.metric))
-        control.take(messages.Validated)
+            control.send(messages.ValidationMessage(step, result.loss, result.metric))
+        control.take(messages.ValidatedMessage)
 
-    def _audit(self, commit: messages.Commit, slots: Sequence[Slot]) -> None:
+    def _audit(self, commit: messages.CommitMessage, slots: Sequence[Slot]) -> None:
         """Tells the agent the hash of every layer of these replicas, if the step is one to audit."""
         self._audited = commit.step
-        if not is_due(self.around.job.audit, commit.step, commit.then == "end"):
+        if not is_due(self.context.job.audit, commit.step, commit.then == "end"):
             return
         for pipeline, index in slots:
-            if self.around.shards is not None:
-                self.around.shards.meet(index)
-            stage = self.around.replicas.stages[pipeline, index]
+            if self.context.shards is not None:
+                self.context.shards.meet(index)
+            stage = self.context.replicas.stages[pipeline, index]
             rows = []
             for layer, module in stage.layers.items():
                 state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
@@ -250,7 +250,7 @@ class Training:
                 rows.append((layer, state, buffers, *marks))
             for first in range(0, len(rows), _ROWS_PER_MESSAGE):
                 part = tuple(rows[first : first + _ROWS_PER_MESSAGE])
-                self.around.control.send(messages.Audit(commit.step, pipeline, part))
+                self.context.control.send(messages.AuditMessage(commit.step, pipeline, part))
 
 
 def _peak_memory_kib() -> int:

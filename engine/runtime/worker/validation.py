@@ -13,7 +13,7 @@ from engine.core.program.routes import routes_of
 from engine.models.layers import Tensors
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.transfers import Receiver, carrier_key, receives_of
-from engine.runtime.worker.surroundings import Surroundings
+from engine.runtime.worker.worker_context import WorkerContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Validated:
 class Validation:
     """One worker's share of the validation passes under one ownership."""
 
-    def __init__(self, around: Surroundings, plane: DataPlane, ownership: Ownership):
-        self.around = around
+    def __init__(self, context: WorkerContext, plane: DataPlane, ownership: Ownership):
+        self.context = context
         self.plane = plane
-        self.grid = replace(ownership.grid, microbatches=around.job.validation_microbatches)
+        self.grid = replace(ownership.grid, microbatches=context.job.validation_microbatches)
         alone = replace(ownership, grid=self.grid)
         program = build_validation(alone)
-        self.actions = program.get(around.worker, ())
-        self.routes = routes_of(around.worker, program, alone)
-        self.receives = receives_of(self.actions, self.routes, self.grid, around.borders, validation=True)
+        self.actions = program.get(context.worker, ())
+        self.routes = routes_of(context.worker, program, alone)
+        self.receives = receives_of(self.actions, self.routes, self.grid, context.borders, validation=True)
 
     def run(self) -> Validated | None:
         """Runs the pass; the owner of the last stage gets the result, the others None."""
@@ -43,7 +43,7 @@ class Validation:
         made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
         results: list[Validated] = []
         for action in self.actions:
-            self.around.control.check()
+            self.context.control.check()
             if action.op is Op.RECV_F:
                 value, tensors = receiver.take()
                 made[value.stage, value.index] = tensors
@@ -62,15 +62,15 @@ class Validation:
 
     def _tell(self, *, inside: bool) -> None:
         """Has the next heartbeat say that this worker moves on, as it does after each action of a step."""
-        control = self.around.control
+        control = self.context.control
         step, index, _ = control.at
         control.at = (step, index + inside, inside)
 
     def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[Validated]) -> None:
-        around, stage = self.around, self.around.replicas.stages[0, action.stage]
+        context, stage = self.context, self.context.replicas.stages[0, action.stage]
         batch = None
         if action.stage == 0 or stage.is_last:
-            batch = around.data.validation(action.microbatch, around.job.microbatch_size)
+            batch = context.data.validation(action.microbatch, context.job.microbatch_size)
         if action.stage == 0:
             assert batch is not None
             outputs = stage.evaluate(batch.inputs)

@@ -10,13 +10,13 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.sharded_stages import Shards
+from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.worker.failpoints import Failpoints
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class WorkerContext:
     """What an executor works with: fixed for the whole job."""
 
     job: Job
@@ -29,4 +29,4 @@ class Surroundings:
     recorder: Recorder
     board: ProgressBoard
     failpoints: Failpoints
-    shards: Shards | None = None
+    shards: ShardedStages | None = None

@@ -12,9 +12,9 @@ from engine.core.action import Action, Op
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.build import build_program
 from engine.core.program.routes import routes_of
-from engine.models.catalogue import build_model, open_data
 from engine.models.layers import Tensors
-from engine.runtime.replica.gradient_stream import Streams
+from engine.models.model_loader import build_model, open_data
+from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from tests.runtime.small_run import ALL_KINDS, STATEFUL, small_job
@@ -30,11 +30,11 @@ class Wire:
         self.sent: dict[int, Tensor] = {}
         self.posted: list[int] = []
 
-    def send_aside(self, target: int, key: int, tensor: Tensor) -> None:
+    def send_on_own_channel(self, target: int, key: int, tensor: Tensor) -> None:
         assert target == 1
         self.sent[key] = tensor
 
-    def post(self, source: int, key: int, border: Any, aside: object) -> None:
+    def post(self, source: int, key: int, border: Any, channel: object) -> None:
         self.posted.append(key)
 
     def take(self, source: int, key: int) -> Tensors:
@@ -57,7 +57,7 @@ class Pair:
         replicas = [Replicas(job, model, (0,), [SLOT]) for _ in range(2)]
         self.owner, self.shadow = (each.stages[SLOT] for each in replicas)
         program = build_program("1f1b", OWNERSHIP, "lazy", log_every=log_every)
-        self.sends, self.takes = (Streams(job, worker, replicas[worker]) for worker in range(2))
+        self.sends, self.takes = (GradientStreams(job, worker, replicas[worker]) for worker in range(2))
         for worker, streams in enumerate((self.sends, self.takes)):
             streams.enter(self.wire, OWNERSHIP, routes_of(worker, program, OWNERSHIP), program[worker])
             streams.begin()

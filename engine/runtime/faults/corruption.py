@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.core.faults.fault_kind import Parameter
+from engine.runtime.faults.fault_context import WorkerFaultContext
 from engine.runtime.faults.registry import at_once, fault_kind
-from engine.runtime.faults.scene import Scene
 
 if TYPE_CHECKING:
     from engine.runtime.stage.stage import Stage
@@ -19,40 +19,40 @@ _INTO = Parameter("into", "choice", "the tensor with the NaN", "gradient", choic
 _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)
 
 
-def _stage(scene: Scene) -> Stage | None:
+def _stage(context: WorkerFaultContext) -> Stage | None:
     """Returns the replica of the target slot, or None if this worker has none."""
-    return None if scene.slot is None else scene.replicas.stages.get(scene.slot)
+    return None if context.slot is None else context.replicas.stages.get(context.slot)
 
 
 @fault_kind("nan", "A number in a gradient or an activation becomes NaN.", "worker", at_once, _INTO)
-def nan(scene: Scene) -> None:
+def nan(context: WorkerFaultContext) -> None:
     """Puts a NaN into the present gradient accumulator, or into the next output of the stage."""
-    stage = _stage(scene)
+    stage = _stage(context)
     if stage is None:
         return
-    if scene.parameters["into"] == "gradient":
+    if context.parameters["into"] == "gradient":
         layer, named = next((layer, named) for layer, named in stage.gradients().items() if named)
         name, gradient = next(iter(named.items()))
         gradient[(0,) * gradient.dim()] = float("nan")
-        scene.tell(f"the gradient of {name} of {stage.where(layer)} has a NaN")
+        context.tell(f"the gradient of {name} of {stage.where(layer)} has a NaN")
         return
     last = max(stage.layers)
 
     def poison(module: Any, inputs: Any, outputs: Any) -> Any:
         hook.remove()
         first, *others = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        scene.tell(f"the output of {stage.where(last)} has become NaN")
+        context.tell(f"the output of {stage.where(last)} has become NaN")
         return (first * float("nan"), *others)
 
     hook = stage.layers[last].register_forward_hook(poison)
 
 
 @fault_kind("flip-bit", "One bit of a parameter of a replica flips.", "worker", at_once, _BIT)
-def flip_bit(scene: Scene) -> None:
+def flip_bit(context: WorkerFaultContext) -> None:
     """Flips a bit of the first number of the first parameter of the replica."""
     import torch
 
-    stage = _stage(scene)
+    stage = _stage(context)
     if stage is None:
         return
     layer, name, parameter = next(
@@ -64,7 +64,7 @@ def flip_bit(scene: Scene) -> None:
     first = (0,) * memory.dim()
     number = memory[first].clone().reshape(1)
     raw = number.view(torch.uint8)
-    byte, bit = divmod(int(scene.parameters["bit"]) % (8 * raw.numel()), 8)
+    byte, bit = divmod(int(context.parameters["bit"]) % (8 * raw.numel()), 8)
     raw[byte] ^= 1 << bit
     memory[first] = number[0]
-    scene.tell(f"bit {scene.parameters['bit']} of {name} of {stage.where(layer)} has flipped")
+    context.tell(f"bit {context.parameters['bit']} of {name} of {stage.where(layer)} has flipped")

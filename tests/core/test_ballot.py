@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.messages import Vote
+from engine.core.messages import VoteMessage
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.recovery.ballot import Ballot, Commit, clip_factor
 
@@ -29,13 +29,13 @@ def ballot_of(num_pipelines: int, num_stages: int = 2, clip_norm: float = 0.0, s
     return Ballot(EPOCH, step, one_slot_each(grid(num_pipelines, num_stages)), clip_norm)
 
 
-Cast = tuple[int, Vote]  # by a worker
+Cast = tuple[int, VoteMessage]  # by a worker
 
 
-def vote_of(step: int, pipeline: int, stage: int) -> Vote:
+def vote_of(step: int, pipeline: int, stage: int) -> VoteMessage:
     layers = (3 * stage + 2, 3 * stage, 3 * stage + 1)
     norms = tuple(NORMS[layer] for layer in layers)
-    return Vote(EPOCH, step, pipeline, stage, layers, norms, LOSSES[pipeline] if stage == 1 else None)
+    return VoteMessage(EPOCH, step, pipeline, stage, layers, norms, LOSSES[pipeline] if stage == 1 else None)
 
 
 def votes(num_pipelines: int, step: int = 0) -> list[Cast]:
@@ -73,7 +73,7 @@ def test_the_norm_is_of_one_pipeline_as_reduced_gradients_are_equal() -> None:
 
 def test_the_word_of_every_shadow_is_waited_for() -> None:
     ballot = Ballot(EPOCH, 0, Ownership(grid(1), (0, 1), ((1, 2), (0,))), clip_norm=0.0)
-    shadows = [(worker, Vote(EPOCH, 0, 0, stage)) for worker, stage in ((1, 0), (2, 0), (0, 1))]
+    shadows = [(worker, VoteMessage(EPOCH, 0, 0, stage)) for worker, stage in ((1, 0), (2, 0), (0, 1))]
     assert [ballot.add(*vote) for vote in [*shadows[:2], *votes(1)]] == [None] * 4
     assert ballot.missing == {(0, (0, 1))}
     commit = ballot.add(*shadows[2])
@@ -97,7 +97,7 @@ def test_a_vote_of_another_epoch_means_nothing(epoch: int) -> None:
 
 def test_a_vote_without_a_replica_is_a_bug() -> None:
     with pytest.raises(AssertionError, match=r"worker 1 has no replica of \(0, 0\)"):
-        ballot_of(1).add(1, Vote(EPOCH, 0, 0, 0))
+        ballot_of(1).add(1, VoteMessage(EPOCH, 0, 0, 0))
 
 
 def test_a_slot_that_votes_twice_is_one_slot() -> None:
@@ -116,18 +116,18 @@ def test_a_vote_for_another_step_is_a_bug(step: int) -> None:
 
 def test_the_last_stage_votes_with_its_loss() -> None:
     with pytest.raises(AssertionError, match="votes with its loss"):
-        ballot_of(1, 1).add(0, Vote(EPOCH, 0, 0, 0, (0,), (1.0,)))
+        ballot_of(1, 1).add(0, VoteMessage(EPOCH, 0, 0, 0, (0,), (1.0,)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
-    commit = ballot_of(1, 1, clip_norm=1.0).add(0, Vote(EPOCH, 0, 0, 0, (0, 1), (1.0, bad), 0.5))
+    commit = ballot_of(1, 1, clip_norm=1.0).add(0, VoteMessage(EPOCH, 0, 0, 0, (0, 1), (1.0, bad), 0.5))
     assert commit is not None
     assert not math.isfinite(commit.grad_norm)
 
 
 def test_a_layer_without_parameters_adds_nothing() -> None:
-    commit = ballot_of(1, 1, clip_norm=1.0).add(0, Vote(EPOCH, 0, 0, 0, (), (), 0.5))
+    commit = ballot_of(1, 1, clip_norm=1.0).add(0, VoteMessage(EPOCH, 0, 0, 0, (), (), 0.5))
     assert commit == Commit(0, 0.5, 0.0, 1.0)
 
 

@@ -9,8 +9,8 @@ import signal
 from typing import Any
 
 from engine.core.faults.fault_kind import Parameter
+from engine.runtime.faults.fault_context import WorkerFaultContext
 from engine.runtime.faults.registry import Parameters, Sign, exit_by, fault_kind
-from engine.runtime.faults.scene import Scene
 
 _CODE = Parameter("code", "count", "exit code, 0 to 255", 0)
 
@@ -24,26 +24,26 @@ def _raises(sign: Sign, value: Any, parameters: Parameters) -> bool:
 
 
 @fault_kind("exit", "The worker exits during its work, by default with code 0.", "worker", _exits, _CODE, ends=True)
-def exits(scene: Scene) -> None:
+def exits(context: WorkerFaultContext) -> None:
     """Exits without a message to the agent."""
-    os._exit(int(scene.parameters["code"]) % 256)
+    os._exit(int(context.parameters["code"]) % 256)
 
 
 @fault_kind("raise", "A layer raises RuntimeError.", "worker", _raises, ends=True)
-def raises(scene: Scene) -> None:
+def raises(context: WorkerFaultContext) -> None:
     """Raises in place of a layer."""
-    raise RuntimeError(f"injected by fault {scene.fault!r}")
+    raise RuntimeError(f"injected by fault {context.fault!r}")
 
 
 @fault_kind("abort", "The worker aborts, as a failed check in C++ does.", "worker", exit_by(-signal.SIGABRT), ends=True)
-def abort(scene: Scene) -> None:
+def abort(context: WorkerFaultContext) -> None:
     """Aborts, without a core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.abort()
 
 
 @fault_kind("segfault", "The worker reads memory that is not its own.", "worker", exit_by(-signal.SIGSEGV), ends=True)
-def segfault(scene: Scene) -> None:
+def segfault(context: WorkerFaultContext) -> None:
     """Reads address 0, without a core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.string_at(0)

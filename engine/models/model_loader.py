@@ -1,4 +1,4 @@
-"""Opens the model and the data of a job: built-in ones (`engine.models.offer`) or the user's own.
+"""Opens the model and the data of a job: built-in ones (`engine.models.model_registry`) or the user's own.
 
 Rule: they depend only on the job.
 """
@@ -11,7 +11,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.models.data import Data, DataFacts
 from engine.models.layers import Model
-from engine.models.offer import MODELS, data_factory, data_problems, is_own, model_problems, name_problems
+from engine.models.model_registry import MODELS, data_factory, data_problems, is_own, model_problems, name_problems
 from engine.models.skips import with_skips
 from engine.models.user_factory import user_data, user_model
 from engine.models.whole_batches import with_form

@@ -6,8 +6,8 @@ import ctypes
 import time
 
 from engine.core.faults.fault_kind import Parameter
+from engine.runtime.faults.fault_context import WorkerFaultContext
 from engine.runtime.faults.registry import at_once, fault_kind
-from engine.runtime.faults.scene import Scene
 
 _POLL_S = 0.05
 _FOREVER_S = 1_000_000
@@ -21,21 +21,21 @@ _GIL = Parameter(
 
 
 @fault_kind("slow", "The worker computes more slowly for a while.", "worker", at_once, _FACTOR, _SLOW_FOR)
-def slow(scene: Scene) -> None:
+def slow(context: WorkerFaultContext) -> None:
     """Slows down compute actions; the first slow one confirms the effect."""
-    for_ns = scene.parameters.get("for_ns")
-    scene.drag(float(scene.parameters["factor"]), None if for_ns is None else int(for_ns))
+    for_ns = context.parameters.get("for_ns")
+    context.slow_down(float(context.parameters["factor"]), None if for_ns is None else int(for_ns))
 
 
 @fault_kind("hang", "The worker never comes to the end of an action.", "worker", at_once, _HANG_FOR, _GIL)
-def hang(scene: Scene) -> None:
+def hang(context: WorkerFaultContext) -> None:
     """Waits inside an action, with or without the GIL."""
-    for_ns = scene.parameters.get("for_ns")
+    for_ns = context.parameters.get("for_ns")
     seconds = _FOREVER_S if for_ns is None else int(for_ns) / 1e9
-    held = scene.parameters["gil"] == "held"
-    scene.tell(f"hangs with the GIL {scene.parameters['gil']}")
-    step, index, inside = was = scene.control.at
-    scene.control.at = (step, index if inside else index + 1, True)
+    held = context.parameters["gil"] == "held"
+    context.tell(f"hangs with the GIL {context.parameters['gil']}")
+    step, index, inside = was = context.control.at
+    context.control.at = (step, index if inside else index + 1, True)
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         if held:
@@ -43,4 +43,4 @@ def hang(scene: Scene) -> None:
             ctypes.PyDLL(None).poll(None, 0, round((until_s - time.monotonic()) * 1000))
         else:
             time.sleep(_POLL_S)
-    scene.control.at = was
+    context.control.at = was

@@ -269,7 +269,7 @@ def _in_already(kind: Kind, worker: int, action: tuple[int, Op, int, int], held:
 
 
 _DIGESTS = """
-from tests.core.test_recovery import _some_failures
+from tests.core.test_planner import _some_failures
 print(*(failure.plan.digest for failure in _some_failures()))
 """
 

@@ -50,7 +50,7 @@ class Builtin:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ModelEntry:
     """A built-in model: its factory, the tasks it can learn, and the data for ``auto``."""
 
     factory: Builtin
@@ -68,18 +68,20 @@ class Entry:
         return self.layers + (int(self.factory.arguments(args)[self.more_layers]) if self.more_layers else 0)
 
 
-def _resnet(is_bottleneck: bool, *blocks: int) -> Entry:
+def _resnet(is_bottleneck: bool, *blocks: int) -> ModelEntry:
     factory = Builtin("networks.resnet", "resnet", (blocks, is_bottleneck))
-    return Entry(factory, _IMAGES, "digits", least_microbatch_size=2, layers=2 + sum(blocks))
+    return ModelEntry(factory, _IMAGES, "digits", least_microbatch_size=2, layers=2 + sum(blocks))
 
 
-def _transformer(name: str, task: Task) -> Entry:
+def _transformer(name: str, task: Task) -> ModelEntry:
     divisor = ("heads", "width")
-    return Entry(Builtin("networks.transformer", name), (task,), "text", layers=2, more_layers="depth", divisor=divisor)
+    return ModelEntry(
+        Builtin("networks.transformer", name), (task,), "text", layers=2, more_layers="depth", divisor=divisor
+    )
 
 
 _IMAGES: tuple[Task, ...] = ("classify",)
-MODELS: dict[str, Entry] = {
+MODELS: dict[str, ModelEntry] = {
     "gpt": _transformer("gpt", "causal"),
     "bert": _transformer("bert", "masked"),
     "resnet18": _resnet(False, 2, 2, 2, 2),
@@ -87,10 +89,12 @@ MODELS: dict[str, Entry] = {
     "resnet50": _resnet(True, 3, 4, 6, 3),
     "resnet101": _resnet(True, 3, 4, 23, 3),
     "resnet152": _resnet(True, 3, 8, 36, 3),
-    "vgg19": Entry(Builtin("networks.conv_stacks", "vgg19"), _IMAGES, "digits", layers=19),
-    "alexnet": Entry(Builtin("networks.conv_stacks", "alexnet"), _IMAGES, "digits", layers=8),
-    "mlp": Entry(Builtin("networks.mlp", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"),
-    "timed": Entry(Builtin("networks.timed", "timed"), ("regress",), "synthetic", more_layers="layers"),
+    "vgg19": ModelEntry(Builtin("networks.conv_stacks", "vgg19"), _IMAGES, "digits", layers=19),
+    "alexnet": ModelEntry(Builtin("networks.conv_stacks", "alexnet"), _IMAGES, "digits", layers=8),
+    "mlp": ModelEntry(
+        Builtin("networks.mlp", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"
+    ),
+    "timed": ModelEntry(Builtin("networks.timed", "timed"), ("regress",), "synthetic", more_layers="layers"),
 }
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import pytest
 
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.process.host_lock import Turn
+from engine.runtime.process.host_lock import HostLock
 
 _HOLDS = """
 import sys, threading
-from engine.runtime.process.host_lock import Turn
-with Turn(int(sys.argv[1])).when(lambda: True, threading.Event()) as has_turn:
+from engine.runtime.process.host_lock import HostLock
+with HostLock(int(sys.argv[1])).acquire_when(lambda: True, threading.Event()) as has_turn:
     print(has_turn, flush=True)
     sys.stdin.readline()
 print("over", flush=True)
@@ -46,7 +46,7 @@ def other(fd: int) -> Iterator[subprocess.Popen[str]]:
 
 def takes(fd: int) -> bool:
     """Says whether this process gets the turn while the moment is always good."""
-    with Turn(fd).when(lambda: True, threading.Event()) as has_turn:
+    with HostLock(fd).acquire_when(lambda: True, threading.Event()) as has_turn:
         return has_turn
 
 
@@ -81,14 +81,14 @@ def test_who_dies_gives_the_turn_back(fd: int, other: subprocess.Popen[str]) -> 
 
 def test_the_moment_has_to_be_good(fd: int) -> None:
     moments = iter([False, False, True, False])
-    with Turn(fd).when(lambda: next(moments), threading.Event()) as has_turn:
+    with HostLock(fd).acquire_when(lambda: next(moments), threading.Event()) as has_turn:
         assert has_turn
     assert next(moments) is False
 
 
 def test_without_a_good_moment_it_is_not_put_off_for_long(fd: int) -> None:
     begin_s = time.monotonic()
-    with Turn(fd).when(lambda: False, threading.Event()) as has_turn:
+    with HostLock(fd).acquire_when(lambda: False, threading.Event()) as has_turn:
         assert not has_turn
     assert time.monotonic() - begin_s >= 0.05
 
@@ -103,6 +103,6 @@ def test_who_is_in_a_hurry_does_not_wait_for_its_turn(fd: int, other: subprocess
 
     hurry = threading.Event()
     hurry.set()
-    with Turn(fd).when(look, hurry) as has_turn:
+    with HostLock(fd).acquire_when(look, hurry) as has_turn:
         assert not has_turn
     assert looks == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.ownership import Slot
-from engine.models.catalogue import build_model, open_data
+from engine.models.model_loader import build_model, open_data
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.replica import state_transfer as heal
@@ -21,7 +21,7 @@ from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.state_transfer import send_state, state_of, take_state
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.transport.bulk_transfer import pieces_of
+from engine.runtime.transport.bulk_transfer import chunks_of
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.tensor_spec import TensorSpec
@@ -205,7 +205,7 @@ def test_a_wrong_bit_is_told_by_name(peers: PeerServer, port: int, what: str, wh
 def test_pieces_cover_every_byte_once_and_are_bounded() -> None:
     mib = 1 << 20
     sizes = [5, 0, 40 * mib, 7 * mib // 8, 3, *[mib - 1] * 20, 16 * mib, mib]
-    pieces = pieces_of(sizes)
+    pieces = chunks_of(sizes)
     covered: dict[int, int] = {}
     for piece in pieces:
         assert 0 < sum(end - start for _, start, end in piece) <= 16 * mib
@@ -215,7 +215,7 @@ def test_pieces_cover_every_byte_once_and_are_bounded() -> None:
             assert start == covered.get(index, 0)
             covered[index] = end
     assert covered == {index: size for index, size in enumerate(sizes) if size}
-    assert pieces_of([]) == pieces_of([0, 0]) == []
+    assert chunks_of([]) == chunks_of([0, 0]) == []
 
 
 def test_an_adopted_replica_has_the_buffers_of_its_own_pipeline_as_of_the_boundary() -> None:

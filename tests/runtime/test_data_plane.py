@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import WorkerFailedError
-from engine.core.process_messages import Stop
+from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.data_plane import DataPlane
@@ -96,7 +96,7 @@ def sends_aside(port: int, prefix: str) -> bool:
     plane.take(1, 2)
     stream = torch.full((1 << 20,), 7.0)
     released = weakref.ref(stream)
-    plane.send_aside(1, 7, stream)
+    plane.send_on_own_channel(1, 7, stream)
     del stream
     plane.post(1, 3, (spec(1),))
     plane.take(1, 3)  # it has been received
@@ -109,7 +109,7 @@ def sends_aside(port: int, prefix: str) -> bool:
 
 def posts_aside_first(port: int, prefix: str) -> list[Any]:
     plane = plane_of(port, prefix, 1)
-    plane.post(0, 7, (spec(1 << 20),), aside="streams")
+    plane.post(0, 7, (spec(1 << 20),), channel="streams")
     plane.post(0, 1, (spec(4),))
     (first,) = plane.take(0, 1)
     too_early = plane.take_arrived(0, 7)
@@ -320,7 +320,7 @@ def is_stopped_while_blocked(port: int, prefix: str) -> list[float]:
 
 def _say_stop(link: Link, said_s: list[float]) -> None:
     said_s.append(time.monotonic())
-    link.send(Stop())
+    link.send(StopMessage())
 
 
 def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer, port: int) -> None:

@@ -13,16 +13,16 @@ from statistics import median
 from engine.core.action import Action
 
 Commits = Sequence[tuple[int, int]]  # (step, time) of consecutive steps
-Entry = tuple[int, int, Action, int]  # step, worker, action, end
+FinishedAction = tuple[int, int, Action, int]  # step, worker, action, end
 
 
-def usual_ns(commits: Commits) -> int | None:
+def baseline_ns(commits: Commits) -> int | None:
     """Returns the median time between commits, or None with fewer than two."""
     between = [later - earlier for (_, earlier), (_, later) in pairwise(commits)]
     return int(median(between)) if between else None
 
 
-def left_ns(commits: Commits, entries: Collection[Entry], at_ns: int) -> int | None:
+def remaining_ns(commits: Commits, entries: Collection[FinishedAction], at_ns: int) -> int | None:
     """Returns the usual rest, at a time, of the step after the last commit; None if unknown.
 
     The last action before that time is searched in the earlier steps; the rest is the median of the times from that

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import EnvironmentLacksError, ExitCode
-from engine.core.process_messages import Stop
+from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.link import Link
-from engine.runtime.process.children import Child, ForkServer
+from engine.runtime.process.fork_client import Child, ForkServer
 from tests.runtime.peers import ROOT, PeerServer
 
 
@@ -156,7 +156,7 @@ def start_worker(server: ForkServer, log: Path) -> tuple[Child, Link]:
 def test_workers_end_by_themselves_and_not_with_the_server(server: ForkServer, tmp_path: Path) -> None:
     """One server, whose start takes a second, for all that needs its death."""
     (told, told_link), (orphan, orphan_link), *rest = (start_worker(server, tmp_path / str(n)) for n in range(4))
-    told_link.send(Stop())
+    told_link.send(StopMessage())
     assert code_of(told) == ExitCode.OK
     told_link.close()
     # A worker without an agent has nobody who could tell it what to do.
@@ -170,7 +170,7 @@ def test_workers_end_by_themselves_and_not_with_the_server(server: ForkServer, t
     late, late_link = start_worker(server, tmp_path / "late")
     assert server.pid != before
     for child, link in (*rest, (late, late_link)):
-        link.send(Stop())
+        link.send(StopMessage())
         assert code_of(child) == ExitCode.OK
         link.close()
 
@@ -181,12 +181,12 @@ def test_a_server_that_stands_still_is_replaced(
     children = [start_worker(server, tmp_path / "first")]
     before = server.pid
     os.kill(before, signal.SIGSTOP)
-    monkeypatch.setattr("engine.runtime.process.children._ANSWER_S", 0.2)
+    monkeypatch.setattr("engine.runtime.process.fork_client._ANSWER_S", 0.2)
     children.append(start_worker(server, tmp_path / "second"))
     assert server.pid != before
     assert not Path(f"/proc/{before}").exists()
     for child, link in children:
-        link.send(Stop())
+        link.send(StopMessage())
         assert code_of(child) == ExitCode.OK
         link.close()
 
@@ -208,13 +208,13 @@ def test_closing_the_server_ends_what_is_left(tmp_path: Path) -> None:
 STARTS_AND_WAITS = """
 import os, signal, sys
 from pathlib import Path
-from engine.core.process_messages import Ping
-from engine.runtime.process.children import ForkServer
-from tests.runtime.test_children import start_worker
+from engine.core.process_messages import PingMessage
+from engine.runtime.process.fork_client import ForkServer
+from tests.runtime.test_fork_client import start_worker
 server = ForkServer()
 children, links = zip(*(start_worker(server, Path(sys.argv[1]) / str(number)) for number in range(2)))
 for link in links:
-    link.send(Ping())
+    link.send(PingMessage())
     link.receive()
 children[0].signal(signal.SIGSTOP)
 if sys.argv[2] == "before":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.doctor.leak_check import Traces, mark_processes
-from engine.runtime.process.children import ForkServer
+from engine.runtime.doctor.leak_check import LeakCheck, mark_processes
+from engine.runtime.process.fork_client import ForkServer
 
 
 @pytest.fixture(name="server")
@@ -22,12 +22,12 @@ def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
 
 
 def test_the_server_is_no_leftover(server: ForkServer, tmp_path: Path) -> None:
-    assert Traces().left(tmp_path, "run", None, server.pid) == []
+    assert LeakCheck().left(tmp_path, "run", None, server.pid) == []
 
 
 def test_a_process_that_stays_is_found_in_every_case(server: ForkServer, tmp_path: Path) -> None:
     for _ in range(2):
-        traces = Traces()
+        traces = LeakCheck()
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
             (found,) = traces.left(tmp_path, "run", None, server.pid)
             assert found.startswith(f"process {child.pid} (")

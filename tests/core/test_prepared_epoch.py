@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.membership.effects import OrderHandOver
 from engine.core.membership.events import Notice, StepCommitted
-from engine.core.membership.prepared_epoch import Foreseen, foresee, held_at_boundary
+from engine.core.membership.prepared_epoch import PreparedEpoch, held_at_boundary, prepare_epoch
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
 from engine.core.membership.verdicts import leavers
@@ -17,28 +17,28 @@ from tests.core.membership_cases import S, committed, in_phase, recovered, runni
 GRID = Grid(3, 4)
 
 
-def foreseen_by(state: State, shadows: tuple[tuple[int, ...], ...] = ()) -> Foreseen | None:
+def prepared_in(state: State, shadows: tuple[tuple[int, ...], ...] = ()) -> PreparedEpoch | None:
     """Returns what is foreseen in a state, while these shadows vote, or those of the state."""
-    return foresee(state, Ownership(GRID, state.owners, shadows or state.shadows), 7)
+    return prepare_epoch(state, Ownership(GRID, state.owners, shadows or state.shadows), 7)
 
 
 def test_a_hand_over_is_foreseen_as_it_comes() -> None:
     state = told(running(), Notice(5, 2, 120 * S))
-    foreseen = foreseen_by(state)
-    assert foreseen is not None
-    assert foreseen.events[0] == StepCommitted(7, 1, 0, state.shadows)
+    prepared = prepared_in(state)
+    assert prepared is not None
+    assert prepared.events[0] == StepCommitted(7, 1, 0, state.shadows)
     new, effects = step(state, StepCommitted(7, 1, 0))
     assert new.phase is Phase.RECONFIGURING
-    for answer in foreseen.events[1:]:
+    for answer in prepared.events[1:]:
         new, effects = step(new, answer)
-    assert effects == (foreseen.document,)
-    assert (foreseen.document.owners, foreseen.document.leaving) == (new.owners, (2,))
+    assert effects == (prepared.document,)
+    assert (prepared.document.owners, prepared.document.leaving) == (new.owners, (2,))
 
 
 def test_everybody_holds_whole_replicas_and_nothing_else() -> None:
-    foreseen = foreseen_by(told(running(), Notice(5, 2, 120 * S)))
-    assert foreseen is not None
-    held = [from_json(text) for _, text in foreseen.document.inventories]
+    prepared = prepared_in(told(running(), Notice(5, 2, 120 * S)))
+    assert prepared is not None
+    held = [from_json(text) for _, text in prepared.document.inventories]
     assert [(each.worker, each.step, each.whole) for each in held] == [
         (0, 1, ((0, 0), (0, 1))),
         (1, 1, ((0, 1), (0, 2))),
@@ -49,22 +49,22 @@ def test_everybody_holds_whole_replicas_and_nothing_else() -> None:
 
 def test_that_somebody_leaves_is_foreseen_once_its_replicas_have_healed() -> None:
     state = recovered(committed(told(running(), Notice(5, 2, 120 * S))))
-    assert foreseen_by(state) is None, "it is the only shadow of stages 0 and 2"
+    assert prepared_in(state) is None, "it is the only shadow of stages 0 and 2"
     healed = ((1,), (0,), (0,))
-    foreseen = foreseen_by(state, healed)
-    assert foreseen is not None
-    assert (foreseen.document.members, foreseen.document.epoch) == ((0, 1), 3)
-    assert [worker for worker, _ in foreseen.document.inventories] == [0, 1]
+    prepared = prepared_in(state, healed)
+    assert prepared is not None
+    assert (prepared.document.members, prepared.document.epoch) == ((0, 1), 3)
+    assert [worker for worker, _ in prepared.document.inventories] == [0, 1]
 
 
 @pytest.mark.parametrize("phase", Phase)
 def test_nothing_is_foreseen_where_nobody_leaves(phase: Phase) -> None:
     state = in_phase(phase)._replace(leaving=())
-    assert foreseen_by(state) is None
+    assert prepared_in(state) is None
 
 
 def test_nothing_is_foreseen_of_the_last_step() -> None:
-    assert foreseen_by(told(running(last_step=0), Notice(5, 2, 120 * S))) is None
+    assert prepared_in(told(running(last_step=0), Notice(5, 2, 120 * S))) is None
 
 
 def test_who_may_stay_hands_over_one_step_later() -> None:

@@ -11,24 +11,24 @@ from engine.core.action import RECEIVE_OPS, SEND_OPS, STAGE_OPS, WHOLE_STAGE, Ac
 from engine.core.ownership import Grid, Ownership, fresh, one_slot_each
 from engine.core.program.build import build_program
 from engine.core.program.dependencies import carried, makes, needs, rendezvous
-from engine.core.program.dependency_index import TAKEN, Line, Numbers, Thing
+from engine.core.program.dependency_index import TAKEN, DependencyIndex, IndexedActions, Thing
 from engine.core.program.verify import verify
 from tests.core.machine import drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
 
 
-def things(numbers: Numbers, line: tuple[int, ...], action: Action) -> list[Thing]:
+def things(numbers: DependencyIndex, line: tuple[int, ...], action: Action) -> list[Thing]:
     return [numbers.thing(number + action.microbatch) for number in line]
 
 
-def compare(numbers: Numbers, line: Line, action: Action, worker: int, ownership: Ownership) -> None:
+def compare(numbers: DependencyIndex, line: IndexedActions, action: Action, worker: int, ownership: Ownership) -> None:
     assert things(numbers, line.needs, action) == [*needs(action, worker, ownership)]
     assert things(numbers, line.makes, action) == [*makes(action, worker, ownership)]
     assert things(numbers, line.meets, action) == [*rendezvous(action, worker, ownership)]
     assert things(numbers, line.begins, action) == ([(worker, action)] if line.meets else [])
 
 
-def line_of(numbers: Numbers, action: Action, worker: int) -> Line:
+def line_of(numbers: DependencyIndex, action: Action, worker: int) -> IndexedActions:
     """Returns what a walk would use: the line of another microbatch, unless it is the first or there is none."""
     return numbers.line(action._replace(microbatch=min(action.microbatch, 1)), worker)
 
@@ -39,7 +39,7 @@ def test_of_random_programs() -> None:
     for _ in range(200):
         ownership = random_ownership(order)
         program = random_program(ownership, order, random_healing(ownership, order))
-        numbers = Numbers(program, ownership)
+        numbers = DependencyIndex(program, ownership)
         for worker, actions in program.items():
             for action in actions:
                 compare(numbers, line_of(numbers, action, worker), action, worker, ownership)
@@ -52,7 +52,7 @@ def test_of_every_op(op: Op) -> None:
     order = drawn_by(6)
     for _ in range(50):
         ownership = random_ownership(order)
-        grid, numbers = ownership.grid, Numbers({}, ownership)
+        grid, numbers = ownership.grid, DependencyIndex({}, ownership)
         for pipeline, stage in grid.slots():
             for worker in ownership.replicas(pipeline, stage):
                 for microbatch in (WHOLE_STAGE,) if op in STAGE_OPS else range(grid.microbatches):
@@ -65,7 +65,7 @@ def test_no_two_things_have_one_number() -> None:
     for _ in range(50):
         ownership = random_ownership(order)
         program = random_program(ownership, order)
-        numbers = Numbers(program, ownership)
+        numbers = DependencyIndex(program, ownership)
         seen: dict[int, Thing] = {}
         for worker, actions in program.items():
             for action in actions:
@@ -80,7 +80,7 @@ def test_no_two_things_have_one_number() -> None:
 def test_where_sends_block_they_meet_their_receive() -> None:
     ownership = one_slot_each(Grid(2, 3))
     program = build_program("1f1b", ownership)
-    numbers = Numbers(program, ownership, blocking=True)
+    numbers = DependencyIndex(program, ownership, blocking=True)
     sends, receives = [], []
     for worker, actions in program.items():
         for action in actions:

@@ -8,19 +8,19 @@ import pytest
 
 from engine.core.checks import strike_accuracy
 from engine.core.checks.expectations import Check
-from engine.core.config.initial_program import planned
+from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, Owner, Role, When
 from tests.core.made_records import made_history
 from tests.core.scenario_cases import at
 
 JOB = Job(stages=3, microbatches=2, steps=3)
-PROGRAM = [str(action) for action in planned(JOB)[0][1]]  # of worker 1
+PROGRAM = [str(action) for action in initial_program(JOB)[0][1]]  # of worker 1
 NAMED = PROGRAM.index("1B0")
 
 
 def precision(job: Job, faults: list[Fault], events: list[dict[str, Any]]) -> Check:
-    return strike_accuracy.precision(job, faults, made_history(events))
+    return strike_accuracy.strike_accuracy(job, faults, made_history(events))
 
 
 def run(num_done: int, num_later: int = 0, when: When = "before", do: str = "kill", step: int = 1) -> Any:
@@ -69,7 +69,7 @@ def test_whom_a_fault_does_not_end_goes_on() -> None:
 
 
 def test_the_first_action_of_a_step_follows_the_last_of_the_step_before() -> None:
-    first = Fault("f", At(1, planned(JOB)[0][1][0], "before"), (Owner(0, 1),))
+    first = Fault("f", At(1, initial_program(JOB)[0][1][0], "before"), (Owner(0, 1),))
     done = [
         {"event": "action", "worker": 1, "step": 0, "action": text, "end_ns": number}
         for number, text in enumerate(PROGRAM)

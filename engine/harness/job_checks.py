@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.core.config.job import Job
 from engine.core.errors import Problem
 from engine.models.arguments import argument_problems
-from engine.models.offer import layer_problems, problems_of
+from engine.models.model_registry import layer_problems, problems_of
 
 
 def offered(job: Job) -> list[Problem]:

@@ -11,26 +11,26 @@ from engine.core import messages
 from engine.core.errors import ExitCode, Problem
 from engine.core.membership.state import Options, State, begin
 from engine.core.message_codec import ToAgent, kinds
-from engine.core.messages import Failed, Raised, Refused
+from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
 from engine.runtime.agent.message_handlers import _HANDLERS
 from engine.runtime.agent.run_state import error_of
-from engine.runtime.agent.worker_errors import RaisedErrors
+from engine.runtime.agent.worker_errors import WorkerErrors
 
 SHADOWED: State = begin(Options(stages=3, redundant=True), (0, 1, 2), ((2,), (0,), (1,)), 7, 0)
 ALONE: State = begin(Options(stages=3, redundant=False), (0, 1, 2), ((), (), ()), 7, 0)
 
 
-def words(error: str = "RuntimeError: planted", step: int = 3) -> Raised:
-    return Raised(step, error, "Traceback ...")
+def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
+    return RaisedMessage(step, error, "Traceback ...")
 
 
 def test_who_raises_is_dead_where_somebody_can_take_over() -> None:
-    assert RaisedErrors().is_survivable(1, words(), SHADOWED)
-    assert not RaisedErrors().is_survivable(1, words(), ALONE)
+    assert WorkerErrors().is_survivable(1, words(), SHADOWED)
+    assert not WorkerErrors().is_survivable(1, words(), ALONE)
 
 
 def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
-    raised = RaisedErrors()
+    raised = WorkerErrors()
     assert raised.is_survivable(1, words(), SHADOWED)
     assert raised.is_survivable(0, words(step=4), SHADOWED)
     assert raised.is_survivable(0, words("RuntimeError: another"), SHADOWED)
@@ -40,13 +40,13 @@ def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("last", "code", "text"),
     [
-        (Refused((Problem("lr", "a number", "x"),)), ExitCode.USAGE, "lr: expected a number, found x"),
+        (RefusedMessage((Problem("lr", "a number", "x"),)), ExitCode.USAGE, "lr: expected a number, found x"),
         (
-            Failed("the loss is nan", ExitCode.EXPECTATION_FAILED),
+            FailedMessage("the loss is nan", ExitCode.EXPECTATION_FAILED),
             ExitCode.EXPECTATION_FAILED,
             "worker 1 (pid 7): the loss",
         ),
-        (Failed("no etcd", ExitCode.ENVIRONMENT), ExitCode.ENVIRONMENT, "worker 1 (pid 7): no etcd"),
+        (FailedMessage("no etcd", ExitCode.ENVIRONMENT), ExitCode.ENVIRONMENT, "worker 1 (pid 7): no etcd"),
         (words(), ExitCode.NOT_RECOVERED, "worker 1 (pid 7) raised\nTraceback ..."),
     ],
     ids=["refused", "diverged", "failed", "raised"],

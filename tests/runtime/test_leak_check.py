@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.runtime.doctor import leak_check as leftovers
-from engine.runtime.doctor.leak_check import Traces, mark_processes
+from engine.runtime.doctor.leak_check import LeakCheck, mark_processes
 
 NO_SERVER = -1
 SHARED = Path(f"/dev/shm/bamboo-test-{os.getpid()}")
@@ -28,7 +28,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     SHARED.unlink(missing_ok=True)
 
 
-def left(traces: Traces, folder: Path) -> list[str]:
+def left(traces: LeakCheck, folder: Path) -> list[str]:
     return traces.left(folder, "run", None, NO_SERVER)
 
 
@@ -36,7 +36,7 @@ def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
     nap = [sys.executable, "-c", "import time; time.sleep(60)"]
     other = subprocess.Popen(nap)  # started before, by somebody else
     mark_processes()
-    traces = Traces()
+    traces = LeakCheck()
     subprocess.run([sys.executable, "-c", ""], check=True)
     assert left(traces, tmp_path) == []
     other.kill()
@@ -44,7 +44,7 @@ def test_nothing_is_found_where_nothing_was_left(tmp_path: Path) -> None:
 
 
 def test_a_process_is_found_though_its_parent_is_gone(tmp_path: Path) -> None:
-    traces = Traces()
+    traces = LeakCheck()
     code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid = int(done.stdout)
@@ -56,21 +56,21 @@ def test_a_process_is_found_though_its_parent_is_gone(tmp_path: Path) -> None:
 
 def test_a_port_of_this_process_is_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)):
-        traces = Traces()
+        traces = LeakCheck()
         with socket.create_server(("127.0.0.1", 0)) as later:
             port = later.getsockname()[1]
             assert left(traces, tmp_path) == [f"this process listens on port {port}"]
-        assert left(Traces(), tmp_path) == []
+        assert left(LeakCheck(), tmp_path) == []
 
 
 def test_shared_memory_is_found_once_nobody_holds_it(tmp_path: Path) -> None:
-    traces = Traces()
+    traces = LeakCheck()
     with SHARED.open("w"):
         assert left(traces, tmp_path) == []
     assert left(traces, tmp_path) == [f"shared memory {SHARED.name}"]
 
 
 def test_files_of_the_store_are_found(tmp_path: Path) -> None:
-    traces = Traces()
+    traces = LeakCheck()
     (tmp_path / "etcd").mkdir()
     assert left(traces, tmp_path) == [f"files of the store in {tmp_path / 'etcd'}"]

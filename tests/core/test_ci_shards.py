@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import UserError
-from engine.core.faults.ci_shards import MAX_JOBS, Part, estimated, parse_part, shards, workflow_matrix
+from engine.core.faults.ci_shards import MAX_JOBS, CiShard, estimated, parse_part, shards, workflow_matrix
 
 NAMES = [f"cell-{number}" for number in range(20)]
 
@@ -36,8 +36,8 @@ def test_what_is_not_known_takes_as_long_as_the_others() -> None:
     assert estimated(["a"], {}) == {"a": 1.0}
 
 
-@pytest.mark.parametrize(("text", "part"), [("1/1", Part(1, 1)), ("3/8", Part(3, 8)), (" 8/8 ", Part(8, 8))])
-def test_parts(text: str, part: Part) -> None:
+@pytest.mark.parametrize(("text", "part"), [("1/1", CiShard(1, 1)), ("3/8", CiShard(3, 8)), (" 8/8 ", CiShard(8, 8))])
+def test_parts(text: str, part: CiShard) -> None:
     assert parse_part(text) == part
 
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class WorkerFaultContext:
     """The context of a fault by the worker itself; `slot` is the target of the fault, if it has one.
 
-    `tell` confirms the effect with a description. `drag(factor, ns)` slows down compute actions from now on, for `ns`
-    nanoseconds or, with None, to the end of the step.
+    `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
+    `ns` nanoseconds or, with None, to the end of the step.
     """
 
     fault: str
@@ -28,4 +28,4 @@ class Scene:
     control: Control
     replicas: Replicas
     tell: Callable[[str], None]
-    drag: Callable[[float, int | None], None]
+    slow_down: Callable[[float, int | None], None]

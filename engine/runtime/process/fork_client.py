@@ -16,10 +16,17 @@ from collections.abc import Iterator, Sequence
 
 from engine.core.errors import EnvironmentLacksError
 from engine.core.message_codec import Message
-from engine.core.process_messages import Begin, Fork, Forked, Leave, Left, Unforked
+from engine.core.process_messages import (
+    BeginMessage,
+    ForkedMessage,
+    ForkMessage,
+    LeaveMessage,
+    LeftMessage,
+    UnforkedMessage,
+)
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ctrl_c_held
-from engine.runtime.process.kernel import adopting
+from engine.runtime.process.prctl import adopting
 
 _START_S = 60.0  # for the first answer of a server, which first imports all modules
 _ANSWER_S = 5.0  # for a later answer; shorter than the lease of this host
@@ -123,9 +130,9 @@ class ForkServer:
                 reply, came_along = self._ask(role, name, [log_fd, *fds])
                 if reply is None:
                     self._replace()
-                elif isinstance(reply, Unforked):
+                elif isinstance(reply, UnforkedMessage):
                     raise EnvironmentLacksError(f"no process can be started: {reply.error}")
-                elif isinstance(reply, Forked):
+                elif isinstance(reply, ForkedMessage):
                     self._children.append(Child(name, reply.pid, came_along[0]))
                     return self._children[-1]
         raise EnvironmentLacksError(f"no fork server answers; {_MAX_STARTS} were started one after the other")
@@ -139,12 +146,12 @@ class ForkServer:
     def _ask(self, role: str, name: str, fds: list[int]) -> tuple[Message | None, list[int]]:
         """Asks the server for a fork; returns its answer and the descriptors with it, or None if it does not answer."""
         if not self._has_begun:
-            self._link.send(Begin())
+            self._link.send(BeginMessage())
             self._has_begun = True
         told, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
-        self._link.send(Fork(role, name), [told, *fds])
+        self._link.send(ForkMessage(role, name), [told, *fds])
         reply, came_along = self._reply(_ANSWER_S if self._has_served else _START_S)
-        self._has_begun = reply is not None and not isinstance(reply, Left)
+        self._has_begun = reply is not None and not isinstance(reply, LeftMessage)
         if reply is not None:
             self._has_served = True
             os.write(tell, b"!")
@@ -156,7 +163,7 @@ class ForkServer:
         """Waits for the end of the intermediate process; kills the server if it does not come."""
         if self._has_begun:
             self._has_begun = False
-            self._link.send(Leave())
+            self._link.send(LeaveMessage())
             if self._reply(_ANSWER_S)[0] is None:
                 self._process.kill()
                 self._reply(_GONE_S)  # returns at the end of file

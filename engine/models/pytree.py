@@ -41,13 +41,13 @@ def with_parts(nest: Any, parts: Iterable[Any]) -> Any:
     return replace(nest, **dict(zip(parts_of(nest) or (), parts, strict=True)))
 
 
-def mapped(do: Callable[[Any], Any], nest: Any) -> Any:
+def map_leaves(do: Callable[[Any], Any], nest: Any) -> Any:
     """Returns the nest with each leaf replaced by `do(leaf)`, called in order."""
     parts = parts_of(nest)
-    return do(nest) if parts is None else with_parts(nest, [mapped(do, part) for part in parts.values()])
+    return do(nest) if parts is None else with_parts(nest, [map_leaves(do, part) for part in parts.values()])
 
 
-def taken_apart(nest: object) -> tuple[object, Tensors]:
+def flatten(nest: object) -> tuple[object, Tensors]:
     """Returns the form of a nest, and its tensors in order."""
     tensors: list[Tensor] = []
 
@@ -57,10 +57,10 @@ def taken_apart(nest: object) -> tuple[object, Tensors]:
         tensors.append(leaf)
         return _Place.TENSOR
 
-    return mapped(take, nest), tuple(tensors)
+    return map_leaves(take, nest), tuple(tensors)
 
 
-def put_together(form: object, tensors: Tensors) -> Any:
-    """Returns the nest of a form with these tensors: the inverse of `taken_apart`."""
+def unflatten(form: object, tensors: Tensors) -> Any:
+    """Returns the nest of a form with these tensors: the inverse of `flatten`."""
     coming = iter(tensors)
-    return mapped(lambda leaf: next(coming) if leaf is _Place.TENSOR else leaf, form)
+    return map_leaves(lambda leaf: next(coming) if leaf is _Place.TENSOR else leaf, form)
