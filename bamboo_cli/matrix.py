@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
-from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
+from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
@@ -193,12 +193,10 @@ def _replay(found: Matrix, run: MatrixRun, cell: str) -> str:
 
 
 def _write_file(path: Path, text: str) -> None:
-    from engine.files.atomic_write import write_atomically
+    from engine.files.atomic_write import storage_errors, write_atomically
 
-    try:
+    with storage_errors("make", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {str(path.parent)!r}: {error.strerror}") from error
     write_atomically(path, text)
 
 

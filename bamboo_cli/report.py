@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.core.errors import ExitCode, NothingMatchedError, Problem, StorageError, UserError
+from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError
+from engine.files.atomic_write import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,10 +135,8 @@ def load_run(folder: RunFolder) -> RunTables:
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes a file; raises StorageError if that fails."""
-    try:
+    with storage_errors("write", path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def print_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]]) -> None:

@@ -9,8 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 from engine.bench.figures.rows import COLUMNS, BenchRow
-from engine.core.errors import StorageError
-from engine.files.atomic_write import write_atomically
+from engine.files.atomic_write import storage_errors, write_atomically
 
 
 def bench_folder(results: Path) -> Path:
@@ -20,10 +19,8 @@ def bench_folder(results: Path) -> Path:
         StorageError: it cannot be made.
     """
     folder = results.absolute() / "bench"
-    try:
+    with storage_errors("make", folder, "try --results"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {str(folder)!r}: {error.strerror} (try --results)") from error
     return folder
 
 

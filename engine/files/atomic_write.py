@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.core.errors import StorageError
+
+
+@contextmanager
+def storage_errors(verb: str, path: Path, hint: str = "") -> Iterator[None]:
+    """Turns an OSError into a StorageError, ``cannot VERB PATH: REASON``, followed by the hint in parentheses."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror} ({hint})" if hint else error.strerror
+        raise StorageError(f"cannot {verb} {str(path)!r}: {reason}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -15,7 +27,7 @@ def write_atomically(path: Path, text: str) -> None:
         StorageError: the text could not be stored; the file at `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with storage_errors("write", path):
         try:
             with temporary.open("w", encoding="utf-8", newline="") as file:
                 file.write(text)
@@ -25,5 +37,3 @@ def write_atomically(path: Path, text: str) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from engine.core.checks.cell_result import CellResult, from_plain
-from engine.core.errors import NothingMatchedError, StorageError
+from engine.core.errors import NothingMatchedError
+from engine.files.atomic_write import storage_errors
 
 RESULTS = "results.jsonl"
 _FOLDER = "matrices"
@@ -27,10 +28,8 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
         StorageError: it could not be made in `results`.
     """
     folder = results / _FOLDER / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
-    try:
+    with storage_errors("make", folder, "try --results"):
         folder.mkdir(mode=0o700, parents=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {str(folder)!r}: {error.strerror} (try --results)") from error
     return folder
 
 
@@ -54,7 +53,7 @@ def append_result(folder: Path, result: CellResult) -> None:
         StorageError: it could not be written.
     """
     line = (json.dumps(result.to_plain(), separators=(",", ":")) + "\n").encode()
-    try:
+    with storage_errors("write", folder / RESULTS):
         fd = os.open(folder / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             size = os.fstat(fd).st_size
@@ -62,8 +61,6 @@ def append_result(folder: Path, result: CellResult) -> None:
             os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise StorageError(f"cannot write {str(folder / RESULTS)!r}: {error.strerror}") from error
 
 
 def read_results(path: Path) -> dict[str, CellResult]:
@@ -73,10 +70,8 @@ def read_results(path: Path) -> dict[str, CellResult]:
         StorageError: the file cannot be read.
     """
     path = path / RESULTS if path.is_dir() else path
-    try:
+    with storage_errors("read", path):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error.strerror}") from error
     found = {}
     for line in lines:
         try:

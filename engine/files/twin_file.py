@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.errors import StorageError
+from engine.files.atomic_write import storage_errors
 from engine.files.trajectory_file import read_trajectory, write_trajectory
 
 
@@ -28,10 +28,8 @@ def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) ->
         StorageError: the file could not be written.
     """
     path = _path(results, fingerprint)
-    try:
+    with storage_errors("make", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {str(path.parent)!r}: {error.strerror}") from error
     write_trajectory(path, rows)
 
 

@@ -33,5 +33,5 @@ def test_a_measurement_is_one_file_with_one_line_per_row(tmp_path: Path) -> None
 
 def test_a_folder_that_cannot_be_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot make '.*/file/bench': Not a directory"):
+    with pytest.raises(StorageError, match=r"cannot make '.*/file/bench': Not a directory \(try --results\)$"):
         bench_folder(tmp_path / "file")

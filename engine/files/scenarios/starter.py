@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.core.errors import Problem, StorageError, UserError
+from engine.core.errors import Problem, UserError
+from engine.files.atomic_write import storage_errors
 
 JOB = "bamboo.yaml"
 SCENARIO = "scenarios/first.yaml"
@@ -124,11 +125,9 @@ def write_new(folder: Path, files: Mapping[str, str]) -> list[Path]:
     written = []
     for name, text in files.items():
         path = folder / name
-        try:
+        with storage_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
-        except OSError as error:
-            raise StorageError(f"cannot write {str(path)!r}: {error.strerror}") from error
         written.append(path)
     return written
