@@ -1,6 +1,6 @@
-"""Splits a nest of arguments into equal microbatches.
+"""Splits a tree of arguments into equal microbatches.
 
-A spec gives the treatment of each leaf. It is a mark, which holds for all leaves below it; or a nest with the same keys
+A spec gives the treatment of each leaf. It is a mark, which holds for all leaves below it; or a tree with the same keys
 as the value and a spec for each part; or None, the default: tensors are split along dimension 0, other leaves are
 replicated. Rule: parts have equal sizes, because the loss of a step is the mean over its microbatches.
 """
@@ -29,15 +29,15 @@ class Mark(Enum):
     REPLICATE = "replicate"  # every microbatch gets the whole leaf
 
 
-Spec = Any  # Chunk | Mark | None | a nest of specs
+Spec = Any  # Chunk | Mark | None | a tree of specs
 
 
-def split(nest: Any, spec: Spec, count: int, length: int | None = None) -> list[Any]:
-    """Returns the part of each of `count` microbatches of a nest such as (args, kwargs): a nest of views.
+def split(tree: Any, spec: Spec, count: int, length: int | None = None) -> list[Any]:
+    """Returns the part of each of `count` microbatches of a tree such as (args, kwargs): a tree of views.
 
     Raises ValueError with the leaf that cannot be split by its spec, or whose size along the split is not `length`.
     """
-    return _split(nest, spec, count, length, "batch")
+    return _split(tree, spec, count, length, "batch")
 
 
 def _split(value: Any, spec: Spec, count: int, length: int | None, where: str) -> list[Any]:
@@ -60,7 +60,7 @@ def _split(value: Any, spec: Spec, count: int, length: int | None, where: str) -
 
 
 def _specs(parts: dict[Any, Any], spec: Spec, where: str) -> dict[Any, Spec]:
-    """Returns the spec of each part of a nest."""
+    """Returns the spec of each part of a tree."""
     if spec is None or isinstance(spec, (Chunk, Mark)):
         return dict.fromkeys(parts, spec)
     found = parts_of(spec)

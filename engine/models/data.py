@@ -35,7 +35,7 @@ class DataFacts:
     width: int = 0
     features: int = 0
     outputs: int = 0
-    form: object = None  # of the first layer's arguments if they are a nest (engine.models.pytree)
+    form: object = None  # of the first layer's arguments if they are a tree (engine.models.pytree)
 
 
 @runtime_checkable

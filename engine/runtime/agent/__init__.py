@@ -1,1 +1,1 @@
-"""The agent of a host and the coordinator: processes, messages, orders, faults, one session."""
+"""The agent of a host and the coordinator: processes, messages, effects, faults, one session."""

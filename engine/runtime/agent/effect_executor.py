@@ -1,6 +1,6 @@
-"""Carries out what the coordinator has ordered: tells the workers, and kills whom a verdict has put out.
+"""The effect executor: sends the effects of the membership protocol to the workers, and kills excluded workers.
 
-Rule: an order says what shall be, and may come again; whoever has been told already is not told twice.
+Rule: an effect states a result and may come again. The second time it sends nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 
 
 class EffectExecutor:
-    """Carries out orders for one job, over members that have been started."""
+    """Carries out the effects of the membership protocol for the started workers of a job."""
 
     def __init__(
         self,

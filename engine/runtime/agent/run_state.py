@@ -1,4 +1,4 @@
-"""The state of a run: what its workers have said, put together; pictures and results are made of it."""
+"""The state of a run, put together from the messages of its workers, for pictures and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values: silent data corruption. The run must detect it and end; no mechanism hides it.
+"""Corruption: silent changes of tensors. The run must detect it and end; no mechanism hides it.
 
 A NaN ends the run like a NaN of the model itself: the two cannot be told apart. A flipped bit in one of several
 replicas is found by the next audit; in a lone replica, by the comparison with the fault-free twin.

@@ -1,4 +1,4 @@
-"""Endings: the worker ends itself by an exit, an exception or a crash."""
+"""Crashes: the worker ends itself by an exit, an exception or a crash."""
 
 from __future__ import annotations
 

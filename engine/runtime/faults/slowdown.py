@@ -1,4 +1,4 @@
-"""Pace: a worker that is slow or hangs while its process lives."""
+"""Slowdown: a worker that is slow or hangs while its process lives."""
 
 from __future__ import annotations
 

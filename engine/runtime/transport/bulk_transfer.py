@@ -1,6 +1,6 @@
-"""Bulk transfers: many tensors under one key, sent as bytes in pieces of bounded size; the receiver knows the specs.
+"""Bulk transfers: many tensors under one key, sent as bytes in chunks of bounded size; the receiver knows the specs.
 
-Small tensors are copied into common pieces. A large tensor is sent in slices of its own memory, without a copy.
+Small tensors are copied into common chunks. A large tensor is sent in slices of its own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec, bytes_of
 
-_LARGE = 1 << 20  # bytes from which a tensor has pieces of its own
-_CHUNK = 16 << 20  # maximum bytes of a piece
+_LARGE = 1 << 20  # bytes from which a tensor has chunks of its own
+_CHUNK = 16 << 20  # maximum bytes of a chunk
 
 ByteRange = tuple[int, int, int]  # (tensor, first byte, end byte)
 
 
 def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
-    """Returns the parts of each piece for tensors of these sizes in bytes; sender and receiver compute the same."""
+    """Returns the parts of each chunk for tensors of these sizes in bytes; sender and receiver compute the same."""
     chunks: list[list[ByteRange]] = []
     together: list[ByteRange] = []
     for index, size in enumerate(sizes):

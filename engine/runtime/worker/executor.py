@@ -31,7 +31,7 @@ from engine.runtime.worker.worker_context import WorkerContext
 
 
 class Executor:
-    """Runs one worker's share of one program after another; `step` is the step that is open."""
+    """Runs one program of its worker after another; `step` is the open step."""
 
     def __init__(self, context: WorkerContext):
         self.context = context
