@@ -1,4 +1,4 @@
-"""What the tests with real processes share: a session in this process, and a launcher as a process of its own."""
+"""Fixtures of the tests with real processes: a session in this process, and a launcher as its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Launch = Callable[..., Launcher]
 
 @pytest.fixture(name="server", scope="session")
 def _server() -> Iterator[ForkServer]:
-    """One fork server for all that is trained from here: it loads torch once."""
+    """One fork server for all sessions in this process; it imports torch once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         server = ForkServer()
@@ -30,7 +30,7 @@ def _server() -> Iterator[ForkServer]:
 
 @pytest.fixture(name="train")
 def _train(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Train:
-    """Returns a function that runs a job in a session of this process, and fails the test when the job does."""
+    """Returns a function that runs a job in a session of this process, and fails the test if the job fails."""
 
     def train(job: Job, ownership: Ownership | None = None, ranks: tuple[int, ...] | None = None) -> Ending:
         folder: Path = tmp_path_factory.mktemp("session")
@@ -43,7 +43,7 @@ def _train(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Trai
 
 @pytest.fixture(name="launch")
 def _launch(tmp_path: Path) -> Iterator[Launch]:
-    """Returns a function that starts `bamboo` with arguments; whatever is still there at the end is killed."""
+    """Returns a function that starts `bamboo` with arguments; remaining processes are killed after the test."""
     launched: list[Launcher] = []
 
     def launch(*arguments: str, **environment: str) -> Launcher:

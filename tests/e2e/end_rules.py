@@ -1,8 +1,8 @@
-"""What is done to the processes of a run in the soak of ends, and which ends are right then: pure, from a seed.
+"""The signals that the soak of ends sends to the processes of a run, and the exit codes that are right then: pure.
 
-Rules: nothing that is done is a reason to wait for ever, nor to lose a bit of what is said at the end. A run of which
-every step is committed has finished. State is lost only with an owner and every replica of it. Without etcd a run ends
-with 69; one that ends before its first step loses nothing and may say so.
+Rules: no signal may make a run wait for ever or change its result. A run with every step committed has finished. State
+is lost only with an owner and all replicas of its stage. Without etcd a run ends with 69. A run that ends before its
+first step has lost no state, and may report that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = 12
 _MLP = ("--model", "mlp", "--set", "model_args.width=16", "--microbatches", "4", "--set", "microbatch_size=2")
 _BASE = ("run", "--json", *_MLP, "--steps", str(STEPS), "--validate-every", "5")
 _TWO = ("--pipelines", "2", "--stages", "2")
-# Of each setting its arguments and how many workers it has.
+# Setting -> its arguments and its number of workers.
 SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "lazy": (("--stages", "4"), 4),
     "eager, streams, level 2": (
@@ -31,14 +31,14 @@ SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "none, two pipelines": ((*_TWO, "--redundancy", "none"), 4),
 }
 
-SILENT_S = 4.0  # whoever stands still for less is not given up
-_ETCD_AWAY_S = 5.0  # for less, calls to it are only late
+SILENT_S = 4.0  # a shorter stop does not get a worker excluded
+_ETCD_AWAY_S = 5.0  # after a shorter absence its calls are only late
 OTHERS = ("bamboo-fork", "bamboo-store", "etcd")
 NUMBERS = (signal.SIGSTOP, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
 
 
 class Moment(NamedTuple):
-    """A while after the launch, after the commit of a step, or after so many workers have finished."""
+    """A delay after the launch, after the commit of a step, or after a number of workers have finished."""
 
     kind: Literal["launch", "commit", "finished"]
     number: int
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
 
 
 class Blow(NamedTuple):
-    """A signal to one process; one that is stopped goes on after `pause_s`, or never."""
+    """A signal to one process; a stopped process goes on after `pause_s`, or never."""
 
     moment: Moment
     whom: str  # the name of a process
@@ -55,13 +55,13 @@ class Blow(NamedTuple):
 
     @property
     def is_fatal(self) -> bool:
-        """Whether it ends a process, or keeps it from all that it should do for longer than anybody waits."""
+        """Whether it ends a process, or stops it for longer than the others wait."""
         still = self.number is signal.SIGSTOP and (self.pause_s is None or self.pause_s >= SILENT_S)
         return still or self.number is signal.SIGKILL
 
 
 class Plan(NamedTuple):
-    """What is done in one run."""
+    """The blows of one run."""
 
     setting: str
     blows: tuple[Blow, ...]
@@ -73,7 +73,7 @@ def arguments_of(setting: str) -> tuple[str, ...]:
 
 
 def plan_of(seed: int) -> Plan:
-    """Returns what a seed has done: in every other run only in the last two steps and while the job drains."""
+    """Returns the plan of a seed; every other seed strikes only in the last two steps and while the job drains."""
     dice = random.Random(seed)  # noqa: S311 - the same seed makes the same run
     setting = list(SETTINGS)[seed // 2 % len(SETTINGS)]
     blows: list[Blow] = []
@@ -101,7 +101,7 @@ def _blow(dice: random.Random, moment: Moment, num_workers: int) -> Blow:
 
 
 def holders(events: Sequence[Mapping[str, Any]], stages: int) -> Iterator[frozenset[str]]:
-    """Yields, stage by stage, the processes that hold it as of the last epoch that was told, and in any pipeline."""
+    """Yields for each stage the processes that hold it, in any pipeline, by the last recorded epoch."""
     epoch = next((event for event in reversed(events) if event["event"] == "epoch"), None)
     if epoch is None:
         return
@@ -116,7 +116,7 @@ def right_codes(
 ) -> frozenset[int]:
     """Returns the exit codes that are right after these blows have landed.
 
-    `has_begun` says whether training had, `is_committed` whether every step was; `held_by` names the holders of each
+    `has_begun`: training had begun; `is_committed`: every step was committed; `held_by` names the holders of each
     stage.
     """
     codes = {int(ExitCode.OK)}
@@ -124,7 +124,7 @@ def right_codes(
     left = {blow.whom for blow in blows if blow.number is signal.SIGTERM}
     etcd = [blow for blow in blows if blow.whom == "etcd"]
     is_away = any(blow.number is signal.SIGSTOP and (blow.pause_s or 60.0) >= _ETCD_AWAY_S for blow in etcd)
-    if is_away or len(etcd) > 1:  # one that ends again as soon as it is back is not started a third time
+    if is_away or len(etcd) > 1:  # an etcd that ends again at once is not started a third time
         codes.add(ExitCode.COORDINATOR_UNAVAILABLE)
     if is_committed:
         return frozenset(codes)
@@ -141,7 +141,7 @@ def right_codes(
 
 
 def wrongly_out(events: Sequence[Mapping[str, Any]], blows: Collection[Blow]) -> list[str]:
-    """Returns the verdicts on workers to which nothing was done."""
+    """Returns the verdicts on workers that were not struck."""
     struck = {blow.whom for blow in blows if blow.is_fatal or blow.number is signal.SIGTERM}
     verdicts = [each for event in events if event["event"] == "epoch" for each in event["verdict"]]
     return [f"worker {worker} {why}" for worker, why, *_ in verdicts if f"bamboo-{worker}" not in struck]

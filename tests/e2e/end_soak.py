@@ -1,8 +1,8 @@
-"""``python -m tests.e2e.end_soak``: runs whose processes are stopped, killed and paused; every one must end, and well.
+"""``python -m tests.e2e.end_soak``: stops, kills and pauses processes of runs; every run must end, and correctly.
 
-Each is a `bamboo run` as a user starts it, judged from outside: a time limit, the exit code that is right for what was
-done, the trajectory of a run to which nothing was done, and nothing left behind. The first that goes otherwise is told
-with the command that repeats it, and its folder is kept.
+Each is a `bamboo run` as a user starts it, judged from outside: its time, its exit code, the trajectory of its
+fault-free twin, and no process or file left behind. The first failure is printed with the command that repeats it, and
+its folder is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LONG_S = 30.0
 
 
 class Outcome(NamedTuple):
-    """What came of a run: its exit code, the blows that landed, and everything that is not as it must be."""
+    """The outcome of a run: its exit code, the blows that landed, and all deviations from the rules."""
 
     code: int
     landed: tuple[Blow, ...]
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class Watch:
-    """Watches one run from outside, and strikes when a moment has come."""
+    """Watches one run from outside, and strikes at the planned moments."""
 
     def __init__(self, launcher: Launcher, plan: Plan):
         self.launcher = launcher
@@ -65,7 +65,7 @@ class Watch:
         self._pids: dict[str, int] = {}
 
     def until_end(self) -> bool:
-        """Strikes until the run has ended; returns whether it did in time."""
+        """Strikes until the run has ended; returns whether it ended in time."""
         while time.monotonic() - self._started_s < LIMIT_S:
             if self.launcher.process.poll() is not None:
                 return True
@@ -96,7 +96,7 @@ class Watch:
     def _strike(self, blow: Blow) -> None:
         pid = self._pid(blow.whom)
         if pid is None:
-            return  # it has ended, or is not there yet
+            return  # the process has ended, or has not started yet
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             signal.pidfd_send_signal(pidfd, blow.number)
@@ -107,7 +107,7 @@ class Watch:
                 os.close(pidfd)
 
     def _pid(self, name: str) -> int | None:
-        """Returns the process of a name: from the events, which is quick, or by its name."""
+        """Returns the pid of a process: from the events, which is fast, or by its name."""
         for event in self.launcher.events("started"):
             self._pids[f"bamboo-{event['of']}"] = event["child"]
         if name not in self._pids or not self.launcher.owns(self._pids[name]):
@@ -117,20 +117,20 @@ class Watch:
         return pid if pid is not None and self.launcher.owns(pid) else None
 
     def close(self) -> None:
-        """Lets go of what it holds."""
+        """Closes its files and descriptors."""
         for _, pidfd in self._stopped:
             os.close(pidfd)
 
 
 class Twin(NamedTuple):
-    """What a setting comes to when nothing is done to it."""
+    """The result of a setting without blows."""
 
     rows: tuple[str, ...]
     validation: float
 
 
 def twin_of(folder: Path, setting: str) -> Twin:
-    """Runs a setting to which nothing is done."""
+    """Runs a setting without blows."""
     launcher = Launcher(folder, arguments_of(setting), {})
     done = launcher.wait(LIMIT_S)
     assert done.code == 0, done
@@ -142,7 +142,7 @@ def _rows(launcher: Launcher) -> list[str]:
 
 
 def run(seed: int, folder: Path, twin: Twin) -> Outcome:
-    """Runs what a seed has done, and judges it; its folder is kept when anything is wrong."""
+    """Runs the plan of a seed and judges the run; a failed run keeps its folder."""
     plan = plan_of(seed)
     launcher = Launcher(folder, arguments_of(plan.setting), {})
     with contextlib.closing(Watch(launcher, plan)) as watch:
@@ -190,7 +190,7 @@ def _judged(launcher: Launcher, code: int, plan: Plan, landed: tuple[Blow, ...],
 
 
 def soak(seeds: list[int], num_jobs: int, folder: Path) -> bool:
-    """Tries seeds side by side, and says how they go; says whether one failed, after which no other is begun."""
+    """Runs seeds side by side and prints progress; returns whether one failed, after which none is started."""
     settings = [name for name in SETTINGS if name in {plan_of(seed).setting for seed in seeds}]
     twins = {name: twin_of(folder / f"twin-{number}", name) for number, name in enumerate(settings)}
     begun_s = told_s = time.monotonic()

@@ -1,8 +1,8 @@
-"""Says beforehand how a run with kills goes: who owns what when, what a victim has done by then, and who is left.
+"""Predicts a run with kills: the owners at each time, the actions that a victim has finished, and the survivors.
 
-Rules: pure and seeded. A kill is at an action that its victim has in the program of that step, and somebody else holds
-what the victim owns. A step is without a kill until everything that can be healed has been, unless the healing itself
-is to be struck. What is expected comes from the core's own functions, what happened from the events of the run.
+Rules: pure and seeded. A kill is at an action in the victim's program of that step, and another worker holds each slot
+of the victim. The next kill waits until all shadows are restored, unless it is to strike the healing itself. The
+prediction comes from functions of the core; the test compares it with the events of the run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ BETWEEN_KILLS = 3
 
 
 class Sort(NamedTuple):
-    """What a kill strikes: an op before, during or after it, at the first, a middle or the last stage."""
+    """The target of a kill: before, during or after an op, at the first, a middle or the last stage."""
 
     op: Op
     when: When
     place: Place
 
 
-# The ends of a pipeline have nobody to exchange these with.
+# The first and the last stage have no neighbour for these.
 _LACKING: dict[Place, tuple[Op, ...]] = {
     "first": (Op.RECV_F, Op.SEND_B),
     "middle": (),
@@ -47,9 +47,9 @@ SORTS = tuple(Sort(op, when, place) for op in OPS for when in WHENS for place in
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill as ``--kill`` spells it, and what must come of it: whom it takes, who ran which actions until then.
+    """One kill as ``--kill`` spells it, with its victim and the actions that must have run until then.
 
-    `beside` is what the victim does as a shadow right before or after: it dies after the one, or before the other.
+    `beside` is the victim's action as a shadow next to the kill: it dies right after or right before that action.
     """
 
     text: str
@@ -71,12 +71,12 @@ class _Strike:
 
 
 def place_of(stage: int, job: Job) -> Place:
-    """Returns where in its pipeline a stage is."""
+    """Returns the place of a stage in its pipeline."""
     return "first" if stage == 0 else "last" if stage == job.stages - 1 else "middle"
 
 
 class Forecast:
-    """Who owns and shadows what in a run, from one kill to the next."""
+    """The owners and shadows in a run, from one kill to the next."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -84,17 +84,17 @@ class Forecast:
         self.members = self.ownership.workers()
 
     def survives(self, worker: int) -> bool:
-        """Says whether others hold all that a worker owns."""
+        """Whether other workers hold all slots of a worker."""
         return len(self.members) > 1 and not heirs(self._state(), (worker,)).lost
 
     def dies(self, worker: int) -> None:
-        """Takes a worker out; its slots go to their heirs."""
+        """Removes a worker; its slots go to their heirs."""
         inherited = heirs(self._state(), (worker,))
         self.members = tuple(each for each in self.members if each != worker)
         self.ownership = Ownership(self.ownership.grid, inherited.owners, inherited.shadows)
 
     def healed(self) -> Ownership:
-        """Returns the ownership with the shadows that are wanted."""
+        """Returns the ownership with all wanted shadows."""
         return with_shadows(self.ownership, self.job.redundancy, self.job.redundancy_level, self.members)
 
     def heals(self) -> None:
@@ -122,11 +122,11 @@ class Forecast:
 def plan_kills(
     job: Job, wanted: Iterable[Sort], seed: int, *, most: int = 64, between: int = BETWEEN_KILLS
 ) -> tuple[Kill, ...]:
-    """Returns the kills of one run: first of the sorts that are `wanted`, in that order, then any that are possible."""
+    """Returns the kills of one run: first the `wanted` sorts in their order, then any possible kills."""
     dice = random.Random(seed)  # noqa: S311 - the same seed makes the same run
     left, kills = list(wanted), list[Kill]()
     forecast, step = Forecast(job), 1
-    is_whole, is_open = True, True  # every slot has its shadows; the step of the kill before was not committed by then
+    is_whole, is_open = True, True  # every slot has its shadows; the step of the last kill was not committed
     while len(kills) < most and step < job.steps - 1:
         program = forecast.program()
         possible = list(_possible(forecast, program, is_whole))
@@ -137,13 +137,13 @@ def plan_kills(
                 left.remove(sort)
             kills.append(_kill(chosen, sort, step, program[chosen.worker], forecast.ownership))
             if sort.op is Op.HEAL:
-                break  # what was healed by then stays a replica: who owns what from now on, timing decides
+                break  # a healed replica may stay or not: from here on timing decides about the owners
             is_open = _is_before_its_votes(chosen, program[chosen.worker])
             forecast.dies(chosen.worker)
         elif is_whole:
             break
         if is_whole and chosen is not None and is_open:
-            step, is_whole = step + 1, False  # the step in which it is healed
+            step, is_whole = step + 1, False  # the step that restores the shadows
             continue
         step += between if is_whole or chosen is not None else between - 1
         forecast.heals()
@@ -152,7 +152,7 @@ def plan_kills(
 
 
 def _possible(forecast: Forecast, program: Program, is_whole: bool) -> Iterator[_Strike]:
-    """Yields every kill that the others survive; where not everything is healed yet, of healing only."""
+    """Yields every survivable kill; before all shadows are restored, only kills of the healing."""
     for worker, actions in program.items():
         if worker not in forecast.members or not forecast.survives(worker):
             continue
@@ -179,7 +179,7 @@ def _sort_of(strike: _Strike, job: Job) -> Sort:
 
 
 def _is_before_its_votes(strike: _Strike, actions: tuple[Action, ...]) -> bool:
-    """Says whether the victim has surely not cast its last vote, so that the step is not committed."""
+    """Whether the victim surely has not cast its last vote, so that the step is not committed."""
     last = max(index for index, action in enumerate(actions) if action.op is Op.COMMIT)
     return strike.index < last or (strike.index == last and strike.when == "before")
 
@@ -202,7 +202,7 @@ def _kill(strike: _Strike, sort: Sort, step: int, actions: tuple[Action, ...], o
 
 
 def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
-    """Returns the workers that may die too, at any moment after the last of the kills."""
+    """Returns the workers that may die too, at any time after the last kill."""
     forecast = Forecast(job)
     for kill in kills:
         if kill.sort.op is not Op.HEAL:
@@ -212,5 +212,5 @@ def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
 
 
 def without_redundancy(job: Job) -> Job:
-    """Returns the job whose trajectory every run of `job` must have: nobody holds anything twice."""
+    """Returns the job without redundancy; every run of `job` must have its trajectory."""
     return replace(job, redundancy="none", redundancy_level=1, log_every=0)

@@ -1,4 +1,4 @@
-"""Models of which a layer comes to no end, while its process has a pulse, or ends its process itself."""
+"""Models with a layer that never returns, while its process sends heartbeats, or that kills its process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEATURES = 32  # of the synthetic vectors
 
 
 class Spinning(nn.Module):
-    """A linear map that never returns from one of its calls, counted from 0; from none where that is negative."""
+    """A linear map that never returns from one call, counted from 0; a negative number is no call."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Spinning(nn.Module):
 
 
 def spinning(call: int = -1) -> Model:
-    """Has three layers; the middle one never returns from that call in one process."""
+    """Returns three layers; the middle one never returns from that call in one process."""
     return Model(
         (
             LayerSpec("before", "Linear", partial(nn.Linear, _FEATURES, _FEATURES)),
@@ -43,7 +43,7 @@ def spinning(call: int = -1) -> Model:
 
 
 class Deadly(nn.Module):
-    """A linear map that kills one worker in one of the calls there, counted from 0, in training or in validation."""
+    """A linear map that kills one worker in one of its calls, counted from 0, in training or validation."""
 
     def __init__(self, worker: int, call: int, training: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Deadly(nn.Module):
 
 
 def deadly(layer: int = 0, worker: int = -1, call: int = 0, training: bool = True) -> Model:
-    """Has three such layers and one more; one of them kills a worker, nobody where that is negative."""
+    """Returns three such layers and one more; one of them kills `worker`, or none if that is negative."""
     victims = [worker if each == layer else -1 for each in range(3)]
     layers = [
         LayerSpec(f"layer{each}", "Deadly", partial(Deadly, victim, call, training))

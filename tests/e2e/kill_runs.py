@@ -1,6 +1,6 @@
-"""Runs jobs with real kills beside their fault-free twins, and says everything that went otherwise than forecast.
+"""Runs jobs with real kills and their fault-free twins, and returns all deviations from the forecast.
 
-Rule: nothing is taken on trust: that the victim is dead, by which signal and at which action, is read off the events.
+Rule: the death of a victim, its signal and its action are all read from the events of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCH_NORM = {"model": "resnet18", "model_args": {"width": 8}, "stages": 5, "mi
 _KINDS = {"model": "tests.e2e.state_models:all_kinds", "stages": 5, "microbatches": 4, "validate_every": 4}
 _TWO = {"stages": 3, "pipelines": 2, "microbatches": 3}
 
-# Small jobs, for which a step takes milliseconds; each survives the death of almost everybody, one after the other.
+# Small jobs with steps of milliseconds; each survives the deaths of almost all workers, one after the other.
 SETTINGS: dict[str, dict[str, Any]] = {
     "mlp-lazy": {**_MLP},
     "mlp-lazy-2": {**_MLP, "redundancy_level": 2},
@@ -56,12 +56,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def job_of(setting: str) -> Job:
-    """Returns the job of a setting; its steps have room for the death of all but one."""
+    """Returns the job of a setting; it has enough steps for the deaths of all workers but one."""
     return Job(**{"microbatch_size": 2, "steps": 18, "validate_every": 0, **SETTINGS[setting]})
 
 
 class Runs:
-    """Runs jobs with one fork server, in folders of their own, and keeps how each ends when nobody dies."""
+    """Runs jobs with one fork server, each in its own folder, and keeps the outcome of each twin."""
 
     def __init__(self, folder: Path, server: ForkServer):
         self._folder = folder
@@ -70,7 +70,7 @@ class Runs:
         self._count = 0
 
     def run(self, job: Job, faults: Sequence[Fault] = (), **options: Any) -> tuple[Ending, list[Event]]:
-        """Returns how a job ended, and its events."""
+        """Returns the ending of a job, and its events."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
@@ -79,7 +79,7 @@ class Runs:
         return ending, [json.loads(line) for line in events.read_text().splitlines()]
 
     def twin(self, job: Job) -> tuple[object, ...]:
-        """Returns the outcome of a job when nobody dies and nobody holds anything twice."""
+        """Returns the outcome of a job without deaths and without redundancy."""
         job = without_redundancy(job)
         if repr(job) not in self._twins:
             ending, _ = self.run(job)
@@ -88,7 +88,7 @@ class Runs:
         return self._twins[repr(job)]
 
     def strike(self, job: Job, kills: Sequence[Kill], second: Fault | None = None) -> list[str]:
-        """Runs a job with kills, maybe one of a kind of its own too; returns all that is not as it must be."""
+        """Runs a job with kills, and perhaps a second fault; returns all deviations."""
         twin = self.twin(job)
         faults = (*parse_kills([kill.text for kill in kills], job), *([second] if second else ()))
         ending, events = self.run(job, faults)
@@ -97,12 +97,12 @@ class Runs:
 
 
 def outcome_of(run_state: RunState) -> tuple[object, ...]:
-    """Returns all that a death may not change: the hashes of each layer after each step, losses and validations."""
+    """Returns the values that a death must not change: hashes of each layer after each step, losses, validations."""
     return tuple(run_state.rows), tuple(run_state.losses), dict(run_state.validations)
 
 
 def differences(ending: Ending, twin: tuple[object, ...]) -> Iterator[str]:
-    """Yields how the end of a run differs from that of its twin."""
+    """Yields the differences between the ends of a run and its twin."""
     if ending.error is not None or ending.outcome != "finished":
         yield f"{ending.outcome}: {ending.error}"
     for name, mine, its in zip(("rows", "losses", "validations"), outcome_of(ending.view.run_state), twin, strict=True):
@@ -111,7 +111,7 @@ def differences(ending: Ending, twin: tuple[object, ...]) -> Iterator[str]:
 
 
 def _not_as_forecast(kills: Sequence[Kill], events: Sequence[Event]) -> Iterator[str]:
-    """Yields which kills did not strike, struck another, or struck at another action."""
+    """Yields the kills that did not strike, struck another worker, or struck at another action."""
     struck = {event["fault"]: event["of"] for event in events if event["event"] == "fault"}
     for kill in kills:
         if struck.get(kill.text) != kill.worker:
@@ -124,7 +124,7 @@ def _not_as_forecast(kills: Sequence[Kill], events: Sequence[Event]) -> Iterator
 
 
 def lives(events: Sequence[Event], victims: Collection[int]) -> Iterator[str]:
-    """Yields whoever was started twice, spoke as another process, ended in the wrong way, or is there still."""
+    """Yields the workers that started twice, wrote as another process, ended in the wrong way, or still run."""
     started = [(event["of"], event["child"]) for event in events if event["event"] == "started"]
     pids = dict(started)
     if len(started) != len(pids):

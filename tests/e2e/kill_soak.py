@@ -1,7 +1,7 @@
 """``python -m tests.e2e.kill_soak``: real kills without end, each run against its fault-free twin.
 
-Runs are drawn from a seed and take turns with the settings. ``--kills N`` stops after so many; the first run that goes
-otherwise than it must is told with the command that repeats it, ``--seed S --only SETTING``, and its folder is kept.
+Each run is drawn from a seed, with the settings in turn. ``--kills N`` stops after N kills. The first failed run is
+printed with the command that repeats it, ``--seed S --only SETTING``, and its folder is kept.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tests.e2e.kill_runs import SETTINGS, Runs, job_of
 from tests.e2e.launcher import ROOT
 
 _BETWEEN_LINES_S = 10.0
-_LATEST_NS = 20_000_000  # of a second death, after a first one or a phase of the recovery from it
+_LATEST_NS = 20_000_000  # the latest second death after the first, or after a phase of its recovery
 
 
 def main() -> int:
-    """Returns 0 if nothing came of any kill, 1 if something did."""
+    """Returns 0 if every run survived its kills, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.kill_soak")
     parser.add_argument("--kills", type=int, default=1000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first run's; each one has its own")
     parser.add_argument("--only", choices=SETTINGS, help="one run of one setting")
     given = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(ROOT)  # jobs are run from folders of their own
+    os.environ["PYTHONPATH"] = str(ROOT)  # each job runs in its own folder
     folder = Path(tempfile.mkdtemp(prefix="kill-soak-"))
     with ForkServer() as server:
         runs = Runs(folder, server)
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
-    """Tries runs until there were enough kills, and says every few seconds how far it is; says whether one failed."""
+    """Makes runs until there were enough kills and prints progress; returns whether one failed."""
     begun = told = monotonic()
     kills = 0
     for seed in count(first_seed):
@@ -68,7 +68,7 @@ def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
 
 
 def _one(runs: Runs, setting: str, seed: int) -> bool:
-    """Tries one run; prints what is wrong with it and says whether anything is."""
+    """Makes one run; prints its deviations and returns whether there are any."""
     job, (kills, second) = job_of(setting), plan_of(setting, seed)
     problems = runs.strike(job, kills, second)
     if problems:
@@ -81,9 +81,9 @@ def _one(runs: Runs, setting: str, seed: int) -> bool:
 
 
 def plan_of(setting: str, seed: int) -> tuple[tuple[Kill, ...], Fault | None]:
-    """Returns the kills of a run, and one more at any moment of the recovery from the last, or soon after it."""
+    """Returns the kills of a run, and perhaps one in the recovery from the last kill or soon after it."""
     job, dice = job_of(setting), random.Random(seed)  # noqa: S311 - the same seed makes the same run
-    wanted = dice.sample(SORTS, len(SORTS))  # those that come first are sure to be had
+    wanted = dice.sample(SORTS, len(SORTS))  # the first ones surely occur
     kills = plan_kills(job, wanted, seed, most=dice.randint(1, 5))
     if not (also := bystanders(job, kills)):
         return kills, None

@@ -1,7 +1,7 @@
-"""Starts `bamboo` as a user would and finds everything that belongs to it, whatever became of its parent.
+"""Starts `bamboo` as a user would, and finds all its processes, sockets and files, also after their parent is gone.
 
-Every process of a launch inherits one variable of its environment, which no other process has: that is how processes
-are told from those of other runs on the same machine.
+Every process of a launch inherits a unique variable of the environment. It tells the process from those of other runs
+on the same machine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from engine.core.history.record_lines import decoded
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.02
-_GONE_WITHIN_S = 5.0  # a moment on an idle machine; a busy one takes its time to end a process
+_GONE_WITHIN_S = 5.0  # an idle machine needs far less; a busy one ends processes slowly
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a launch ended. `code` is the exit code, negative if a signal ended it."""
+    """The end of a launch; `code` is the exit code, negative for a signal."""
 
     code: int
     stdout: str
@@ -40,7 +40,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A listening socket of a launch; the inode tells it from a later one with the same port."""
+    """A listening socket of a launch; its inode tells it from a later socket with the same port."""
 
     process: str
     address: str
@@ -48,7 +48,7 @@ class Listener:
 
 
 class Launcher:
-    """One launch of `bamboo` with arguments, in a folder and an environment of its own."""
+    """One launch of `bamboo` with arguments, in its own folder and environment."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]):
         self.folder = folder
@@ -56,7 +56,7 @@ class Launcher:
         self.temporary.mkdir(parents=True)
         self._mark = uuid.uuid4().hex
         self._shared_memory = set(_SHARED_MEMORY.iterdir())
-        self._known: dict[Path, tuple[int, list[dict[str, Any]]]] = {}  # of a file of events: bytes read, events
+        self._known: dict[Path, tuple[int, list[dict[str, Any]]]] = {}  # events file -> bytes read, events
         own = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
@@ -114,9 +114,9 @@ class Launcher:
         return self.folder / "results" / "latest"
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Returns the events so far, of one kind or all, each a record of its kind; a half-written line is left out.
+        """Returns the events so far, of one kind or all; a half-written line is left out.
 
-        Whoever waits asks often: only what is new is read.
+        Tests that wait ask often, so each call reads only the new bytes.
         """
         path = (self.run_folder / "events.jsonl").resolve()
         start, known = self._known.get(path, (0, []))
@@ -133,7 +133,7 @@ class Launcher:
         return [event for event in known if kind in ("", event["event"])]
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> None:
-        """Waits for a condition; fails when the launcher ends before it holds."""
+        """Waits for a condition; fails if the launcher ends before."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"ended with {self.wait()}"
@@ -141,7 +141,7 @@ class Launcher:
             time.sleep(_POLL_S)
 
     def leftovers(self) -> list[str]:
-        """Returns what does not go after the end: processes, shared memory, temporary files."""
+        """Returns the leftovers after the end: processes, shared memory, temporary files."""
         deadline_s = time.monotonic() + _GONE_WITHIN_S
         while found := [
             *map(str, self.processes().items()),
@@ -154,7 +154,7 @@ class Launcher:
         return found
 
     def kill_all(self) -> None:
-        """Kills every process of this launch that is still there."""
+        """Kills every remaining process of this launch."""
         for pid in self.processes().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -162,7 +162,7 @@ class Launcher:
 
 
 def on_a_terminal(folder: Path, *arguments: str) -> str:
-    """Runs `bamboo` with a terminal for its stderr, in `folder`; returns what that shows. It must end well."""
+    """Runs `bamboo` with a terminal for its stderr, in `folder`; returns its output. The exit code must be 0."""
     near, far = os.openpty()
     command = [sys.executable, "-m", "bamboo_cli", *arguments]
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(ROOT), "TERM": "xterm"}
@@ -172,7 +172,7 @@ def on_a_terminal(folder: Path, *arguments: str) -> str:
     ) as process:
         os.close(far)
         shown = b""
-        with contextlib.suppress(OSError):  # how the end of a terminal shows
+        with contextlib.suppress(OSError):  # the sign of a closed terminal
             while part := os.read(near, 65536):
                 shown += part
         os.close(near)

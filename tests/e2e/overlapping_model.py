@@ -1,4 +1,4 @@
-"""A model whose module registers how a pair is run at once: here the other way round, which every event shows."""
+"""A model whose module registers a handler for overlapped pairs; it reverses them, which the events show."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A plain training loop in one process: what the engine must equal bit for bit, in code that it does not share.
+"""A plain training loop in one process: the reference for every bit of the engine, without its code.
 
-The layers, the loss and the data are the workload's own; all else is written anew from what the engine documents: keys,
-accumulation, reduction, ties, clipping, learning rate, optimizer, hashes. Each microbatch is one autograd graph over
-the whole model, so equality also says that cutting the graph at every layer changes nothing. A `Mistake` plants one.
+It shares the layers, the loss and the data of the workload with the engine. All other rules are written again from the
+engine's documents: keys, accumulation, reduction, ties, clipping, learning rate, optimizer, hashes. Each microbatch is
+one autograd graph over the whole model, so equal bits also prove that a cut at every layer changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffer
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What this loop does wrong on purpose, so that a comparison is seen to fail."""
+    """A deliberate error of this loop: the comparison must fail."""
 
     microbatches_backwards: bool = False
     pipelines_backwards: bool = False
@@ -67,7 +67,7 @@ class PlainLoop:
         )
 
     def _share_storage(self) -> None:
-        """Lets every pipeline and every use of a tied parameter read the same memory; each keeps its own gradient."""
+        """Gives all pipelines and all uses of a tied parameter the same memory; each keeps its own gradient."""
         first = _trained(self.pipelines[0])
         for layers in self.pipelines:
             for use, parameter in _trained(layers).items():
@@ -111,7 +111,7 @@ class PlainLoop:
     def _call(self, layer: nn.Module, values: Tensors) -> Tensors:
         with torch.autocast("cpu", torch.bfloat16) if self.job.dtype == "bfloat16" else contextlib.nullcontext():
             made = layer(*values)
-        # A rule of the engine: what a layer hands on is contiguous, as a transfer would make it.
+        # A rule of the engine: the outputs of a layer are made contiguous, as by a transfer.
         return tuple(each.contiguous() for each in ((made,) if isinstance(made, Tensor) else made))
 
     def validate(self) -> tuple[float, float | None]:
@@ -121,7 +121,7 @@ class PlainLoop:
             for index in range(self.job.validation_microbatches):
                 batch = self.data.validation(index, self.job.microbatch_size)
                 values = batch.inputs
-                # A copy, because a rule of the engine is that a validation leaves no trace, in buffers either.
+                # A copy: a rule of the engine is that a validation changes nothing, not even buffers.
                 for layer in copy.deepcopy(self.pipelines[0]):
                     values = self._call(layer.eval(), values)
                 losses.append(self.model.loss(_in_float32(values), batch.targets).item())
@@ -130,7 +130,7 @@ class PlainLoop:
         return fmean(losses), fmean(metrics) if metrics else None
 
     def _reduced(self) -> dict[tuple[int, str], Tensor]:
-        """Returns the mean gradient over pipelines, added in pipeline order; what no loss depends on has zeros."""
+        """Returns the mean gradient over pipelines, added in pipeline order; an unused parameter has zeros."""
         order = list(reversed(self.pipelines)) if self.mistake.pipelines_backwards else self.pipelines
         reduced: dict[tuple[int, str], Tensor] = {}
         for layers in order:
@@ -140,7 +140,7 @@ class PlainLoop:
         return {use: gradient / self.job.pipelines for use, gradient in reduced.items()}
 
     def _tied(self, gradients: dict[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
-        """Returns one gradient per parameter: those of a tied one's uses are added in layer order."""
+        """Returns one gradient per parameter: the gradients of a tied parameter are added in layer order."""
         total = {use: gradient for use, gradient in gradients.items() if use not in self.first_use}
         if not self.mistake.tie_keeps_first_use_only:
             for use in sorted(self.first_use):
@@ -148,7 +148,7 @@ class PlainLoop:
         return total
 
     def _clip_factor(self, gradients: dict[tuple[int, str], Tensor]) -> float:
-        """Squares are added in float64: the parameters of a layer first, then the layers in order."""
+        """Returns the clip factor; squares are added in float64, first within each layer, then over the layers."""
         squared = 0.0
         for index in range(len(self.model.layers)):
             of_layer = 0.0

@@ -1,7 +1,7 @@
-"""Models whose forwards leave something behind that later ones read, or whose parameters are not all alike.
+"""Models whose forwards change state that later forwards read, or whose parameters are of different kinds.
 
-One layer of each kind, a model with all of them, and a model of each alone. What a layer returns depends on its
-buffers, so that a buffer which is wrong shows in all that comes later.
+There is one layer of each kind, a model with all of them, and a model of each alone. The output of a layer depends on
+its buffers, so a wrong buffer changes all later results.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 FEATURES = 32  # of the synthetic vectors
-LARGE = 300_000  # elements: more than a MiB, from which a tensor travels by itself
+LARGE = 300_000  # elements: above a MiB, so the tensor has its own transfer
 
 
 class Spectral(nn.Module):
-    """Divides its weights by their largest singular value, which each forward estimates better, from two buffers."""
+    """Divides its weights by their largest singular value; each forward improves its estimate, in two buffers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Spectral(nn.Module):
 
 
 class Centred(nn.Module):
-    """Takes a running mean away from what it returns, and multiplies by another, a new tensor after each forward."""
+    """Subtracts one running mean and multiplies by another, which is a new tensor after each forward."""
 
     changed: Tensor
     replaced: Tensor
@@ -48,7 +48,7 @@ class Centred(nn.Module):
 
 
 class Large(nn.Module):
-    """Has a large buffer that stays as it is, and one that each forward changes somewhere."""
+    """Has a large constant buffer, and one that each forward changes somewhere."""
 
     table: Tensor
     sums: Tensor
@@ -67,7 +67,7 @@ class Large(nn.Module):
 
 
 class Holder(nn.Module):
-    """Has a buffer that another module has too."""
+    """Has a buffer that it shares with another module."""
 
     same: Tensor
 
@@ -77,7 +77,7 @@ class Holder(nn.Module):
 
 
 class Aliased(nn.Module):
-    """Has one buffer under two names, and views of it: what is written by one name is read by another."""
+    """Has one buffer under two names, and views of it: writes by one name are read by another."""
 
     whole: Tensor
     head: Tensor
@@ -101,7 +101,7 @@ class Aliased(nn.Module):
 
 
 class Normed(nn.Module):
-    """Has direction and length of its weights as parameters of their own, and no buffer."""
+    """Has the direction and the length of its weights as separate parameters, and no buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Experts(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in use too, and returns something else each time."""
+    """Counts its calls outside of training too, and returns another value each time."""
 
     calls: Tensor
 

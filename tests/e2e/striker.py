@@ -1,4 +1,4 @@
-"""Strikes processes of a session from outside, each when the events of the run say that the moment has come."""
+"""Strikes processes of a session from outside, each at a moment that the events of the run show."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 Moment = Callable[[Event], bool]
 
-STORE = -2  # stands for the rendezvous store, the one that serves at that moment
-SERVER = -3  # stands for the fork server
+STORE = -2  # the rendezvous store that serves at that moment
+SERVER = -3  # the fork server
 _OTHERS = {"rendezvous": STORE, "fork_server": SERVER}
 
 _POLL_S = 0.001
 
 
 class Strike(NamedTuple):
-    """One signal to a worker, STORE or SERVER, when `moment` holds for an event after that of the strike before it."""
+    """One signal to a worker, STORE or SERVER, when `moment` holds for an event after the previous strike's."""
 
     moment: Moment
     worker: int
@@ -35,12 +35,12 @@ def committed(step: int) -> Moment:
 
 
 def computed(step: int, action: str) -> Moment:
-    """Returns the moment at which somebody has finished an action of a step."""
+    """Returns the moment at which a worker has finished an action of a step."""
     return lambda event: event["event"] == "action" and event["step"] == step and event["action"] == action
 
 
 def marked(phase: str, epoch: int) -> Moment:
-    """Returns the moment at which the first worker is through a phase of recovery."""
+    """Returns the moment at which the first worker has ended a phase of recovery."""
     return lambda event: event["event"] == "mark" and event["phase"] == phase and event["epoch"] == epoch
 
 
@@ -50,12 +50,12 @@ def told(kind: str, epoch: int) -> Moment:
 
 
 def healing(event: Event) -> bool:
-    """Says whether somebody has sent or received the state of a slot."""
+    """Whether a worker has sent or received the state of a slot."""
     return bool(event["event"] == "action" and "HEAL" in event["action"])
 
 
 class Striker:
-    """A thread that carries out strikes in their order, as a context around the run; `left` are those not struck."""
+    """A thread that makes strikes in their order, as a context around the run; `left` has the strikes not made."""
 
     def __init__(self, events: Path, strikes: Sequence[Strike]):
         self.left = list(strikes)
@@ -83,7 +83,7 @@ class Striker:
                 if who in self._pidfds:
                     os.close(self._pidfds[who])
                 self._pidfds[who] = os.pidfd_open(event["child"])
-            # Several may have the same moment.
+            # Several strikes may have the same moment.
             while self.left and self.left[0].moment(event):
                 strike = self.left.pop(0)
                 signal.pidfd_send_signal(self._pidfds[strike.worker], strike.number)

@@ -1,4 +1,4 @@
-"""The benchmarks run, with as few measurements as can be: well-formed rows and nothing left behind, never figures."""
+"""The benchmarks run, with the fewest measurements: well-formed rows and no leftovers; figures are not judged."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COLUMNS = ["case", "metric", "ours", "peer", "ratio", "goal", "met", "n"]
 
 
 def rows_of(launch: Launch, name: str, *arguments: str, positive: bool = True) -> list[dict[str, Any]]:
-    """Runs a benchmark with --quick and --json, checks what holds for all of them, and returns its rows.
+    """Runs a benchmark with --quick and --json, checks the rules for all of them, and returns its rows.
 
-    A figure is `positive`, unless it is a difference or something that may take no time at all.
+    A figure is `positive` unless it is a difference, or a time that may be 0.
     """
     launcher = launch("bench", name, "--quick", "--json", *arguments)
     done = launcher.wait(280)
@@ -86,7 +86,7 @@ def test_redundancy_in_time(launch: Launch) -> None:
 
 def test_redundancy_in_memory(launch: Launch) -> None:
     rows = rows_of(launch, "redundancy", "--case", "memory")
-    for lazy, eager in (rows[:2], rows[2:]):  # as users have it, and with an allocator that gives back
+    for lazy, eager in (rows[:2], rows[2:]):  # with the default allocator, and with one that returns memory
         assert lazy["peer"] == eager["peer"]  # the same runs without redundancy
         assert (lazy["goal"], lazy["metric"]) == (None, "peak memory of all MiB, beside none")
 
@@ -149,7 +149,7 @@ def test_an_interrupted_benchmark_leaves_nothing(launch: Launch) -> None:
 def test_an_interrupted_benchmark_of_the_store_leaves_nothing(launch: Launch) -> None:
     launcher = launch("bench", "kv")
     launcher.wait_until(lambda: any(name.startswith("etcd") for name in launcher.processes()))
-    time.sleep(0.5)  # wherever it may be by then
+    time.sleep(0.5)  # at any moment of the benchmark
     launcher.process.send_signal(signal.SIGTERM)
     done = launcher.wait()
     assert (done.code, done.stdout) == (143, "")

@@ -1,4 +1,4 @@
-"""However a run ends: the right exit code, a message that names the culprit, and nothing left behind."""
+"""Each kind of end of a run: the right exit code, a message that names the culprit, and no leftovers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 Launch = Callable[..., Launcher]
 
 USER = "tests.e2e.user_models"
-# Sleeps instead of computing: a step takes some 40 ms, the run far longer than any test.
+# Stages that sleep: a step takes some 40 ms, the run far longer than any test.
 LONG = (
     *("run", "--model", "timed", "--stages", "3", "--microbatches", "4", "--steps", "5000"),
     *("--set", "model_args.forward_ms=2", "--set", "model_args.backward_ms=4", "--validate-every", "0"),
 )
-ALONE = ("--set", "redundancy=none")  # nobody can take over
+ALONE = ("--set", "redundancy=none")  # no worker can take over
 
 
 def run_user_model(launch: Launch, factory: str, *arguments: str) -> tuple[Launcher, Done]:
@@ -61,7 +61,7 @@ def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> No
     while launcher.process.poll() is None:
         seen |= launcher.listeners()
         names |= launcher.processes().keys()
-        time.sleep(0.02)  # which leaves the run some of the processor
+        time.sleep(0.02)  # leaves processor time to the run
     assert launcher.wait().code == 0
     assert launcher.leftovers() == []
     assert {"launcher", "bamboo-fork", "bamboo-store", "bamboo-0", "bamboo-1", "bamboo-2"} <= names
@@ -146,7 +146,7 @@ def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
 def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code: int) -> None:
     launcher = long_run(launch)
     if number is signal.SIGINT:
-        os.killpg(launcher.process.pid, number)  # as a terminal does: to all of the foreground group
+        os.killpg(launcher.process.pid, number)  # as a terminal does: to the whole foreground group
     else:
         launcher.process.send_signal(number)
     done = launcher.wait()

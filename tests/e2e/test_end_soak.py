@@ -1,4 +1,4 @@
-"""The soak of ends: what its rules call right, and a few of its runs."""
+"""The soak of ends: the exit codes that its rules accept, and a few of its runs."""
 
 from __future__ import annotations
 
@@ -74,4 +74,6 @@ def test_half_of_the_runs_are_struck_at_their_end_and_everything_is_struck() -> 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_a_few_of_the_runs_end(tmp_path: Path) -> None:
-    assert not soak([1008, 1020, 1057, 1092, 1104, 1117], 2, tmp_path)  # of one setting, with every process struck
+    assert not soak(
+        [1008, 1020, 1057, 1092, 1104, 1117], 2, tmp_path
+    )  # one setting; together they strike every process

@@ -1,4 +1,4 @@
-"""Every run ends: whoever stands still, dies or cannot be killed, above all when every step is committed."""
+"""Every run ends, also if a process stops, dies or cannot be killed, above all after the last commit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LAST = committed(STEPS - 1)
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": STEPS, "validate_every": 3}
 TWICE: dict[str, Any] = {"stages": 2, "pipelines": 2}
 SILENCE_S = 2.0  # longer than a busy machine keeps a healthy worker from running
-SOON_S = 40.0  # silence, a recovery, the grace to leave, and what else a busy machine does
+SOON_S = 40.0  # silence, a recovery, the grace to leave, and delays of a busy machine
 
 
 class Ended:
-    """A run and what it left."""
+    """A run that has ended, with its leftovers."""
 
     def __init__(self, ending: Ending, folder: Path, seconds: float):
         self.ending = ending
@@ -51,7 +51,7 @@ Run = Callable[..., Ended]
 
 @pytest.fixture(name="run")
 def _run(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Run:
-    """Returns a function that runs a small job, and strikes its processes meanwhile."""
+    """Returns a function that runs a small job and strikes its processes."""
 
     def run(*strikes: Strike, options: dict[str, Any] | None = None, **fields: Any) -> Ended:
         folder = tmp_path_factory.mktemp("run")
@@ -69,7 +69,7 @@ def _run(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Run:
 
 @pytest.fixture(name="twin", scope="module")
 def _twin(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Callable[..., Any]:
-    """Returns a function that gives the result of a job to which nothing is done."""
+    """Returns a function that gives the result of a job without strikes."""
 
     def twin(**fields: Any) -> Any:
         folder = tmp_path_factory.mktemp("twin")
@@ -89,7 +89,7 @@ def finished(ended: Ended) -> None:
 
 
 def has_finished(worker: int) -> Moment:
-    """Returns the moment at which a worker has said that it is done, and waits to be let go."""
+    """Returns the moment at which a worker has reported its end, and waits for permission to leave."""
     return lambda event: event["event"] == "finished" and event["of"] == worker
 
 
@@ -112,7 +112,7 @@ def test_a_worker_that_stops_after_the_last_commit_keeps_nobody(
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_without_redundancy_nobody_waits_for_who_cannot_come(run: Run, number: signal.Signals) -> None:
-    """A worker is gone before it has told anything of the last step: every step is committed, and the rest is named."""
+    """A worker dies before it reports on the last step: every step is committed, and the missing parts are named."""
     step = Action(1, Op.STEP)
     do = {signal.SIGSTOP: "stop", signal.SIGKILL: "kill"}[number]
     fault = Fault("first", At(STEPS - 1, step), (slot_owner(step),), do)
@@ -126,7 +126,7 @@ def test_without_redundancy_nobody_waits_for_who_cannot_come(run: Run, number: s
 
 @pytest.fixture(name="immortal")
 def _immortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
-    """Has no signal of this process reach worker 1, which then is stopped by hand; it ends with the test."""
+    """Keeps the signals of this process from worker 1, and yields it; the test stops it by hand."""
     found: list[Child] = []
     send, close = Child.signal, Child.close
 
@@ -158,7 +158,7 @@ def test_a_process_that_not_even_sigkill_ends_is_left_behind(run: Run, immortal:
 
 
 def test_training_outlives_the_fork_server(run: Run, twin: Callable[..., Any], server: ForkServer) -> None:
-    """What is forked after its end is forked by another: the store's successor here, and all of the next run."""
+    """A new fork server replaces it: for the next store in this run, and for the whole next run."""
     first = server.pid
     strikes = [Strike(committed(0), SERVER), Strike(committed(1), STORE), Strike(committed(2), 1), Strike(LAST, SERVER)]
     ended = run(*strikes)
@@ -171,7 +171,7 @@ def test_training_outlives_the_fork_server(run: Run, twin: Callable[..., Any], s
 
 
 def test_a_fork_server_that_stops_ends_no_run(run: Run, twin: Callable[..., Any], server: ForkServer) -> None:
-    """It is not asked for anything while the store lives; then it is given up."""
+    """It gets no request while the store lives; after that it is given up."""
     ended = run(Strike(committed(0), SERVER, signal.SIGSTOP))
     finished(ended)
     ended = run()
@@ -181,7 +181,7 @@ def test_a_fork_server_that_stops_ends_no_run(run: Run, twin: Callable[..., Any]
 
 @pytest.mark.parametrize("when", ["before", "at once"])
 def test_nothing_outlives_launcher_and_fork_server(launch: Callable[..., Launcher], when: str) -> None:
-    """Not even a worker that is stopped."""
+    """A stopped worker ends too."""
     arguments = ("--model", "timed", "--stages", "3", "--microbatches", "4", "--steps", "5000", "--validate-every", "0")
     launcher = launch("run", *arguments)
     launcher.wait_until(lambda: len(launcher.events("commit")) >= 2)

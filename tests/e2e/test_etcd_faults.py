@@ -1,4 +1,4 @@
-"""Faults of etcd under a running job: short ones cost nothing, long ones end it cleanly, and strangers are kept out."""
+"""Faults of etcd under a running job: short ones cost nothing, long ones end it cleanly, strangers get no access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 Launch = Callable[..., Launcher]
 
 STEPS = 40
-# A step takes some 20 ms, so that there is time to do something to etcd meanwhile.
+# A step takes some 20 ms, so that faults of etcd fall into the training.
 ARGUMENTS: dict[str, Any] = {"forward_ms": 2, "backward_ms": 4}
 JOB = ("run", "--json", "--model", "timed", "--stages", "2", "--microbatches", "2", "--validate-every", "0")
 RUN = (*JOB, "--steps", str(STEPS), *(f"--set=model_args.{name}={value}" for name, value in ARGUMENTS.items()))
@@ -36,7 +36,7 @@ BESIDE = {b"/bamboo": b"1", b"/bamboo/": b"2", b"/bamboo0": b"3", b"/bamboo/othe
 
 
 class Kept:
-    """An etcd that outlives the runs, with keys of others in it."""
+    """An etcd that outlives the runs, with keys of other programs."""
 
     def __init__(self, folder: Path):
         self.server = EmbeddedEtcd(folder)
@@ -52,7 +52,7 @@ class Kept:
         signal.pidfd_send_signal(self.server.pidfd, number)
 
     def keys(self) -> dict[bytes, bytes]:
-        """Returns all that is there."""
+        """Returns all keys and values."""
         return {meta.key: value for value, meta in self.bare.get_all()}
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ def after_commits(launcher: Launcher, count: int) -> Launcher:
 
 
 def result(launcher: Launcher, num_steps: int = STEPS) -> dict[str, Any]:
-    """Returns what a run that finished says of itself."""
+    """Returns the result of a run that finished."""
     done = launcher.wait()
     assert done.code == 0, done
     assert launcher.leftovers() == []
@@ -97,13 +97,13 @@ def result(launcher: Launcher, num_steps: int = STEPS) -> dict[str, Any]:
 
 
 def prefix_of(launcher: Launcher) -> str:
-    """Returns where a run's keys stand."""
+    """Returns the prefix of a run's keys."""
     (store,) = launcher.events("store")
     return f"/bamboo/{store['run_id']}/"
 
 
 def check_stopped(launcher: Launcher, done: Done) -> None:
-    """Checks that a run ended for want of its coordinator, at the step that it names."""
+    """Checks that a run ended because it lost its coordinator, at the step that it names."""
     assert done.code == 69, done
     last = launcher.events("commit")[-1]["step"]
     assert f"; last committed step {last}\n" in done.stderr
@@ -113,7 +113,7 @@ def check_stopped(launcher: Launcher, done: Done) -> None:
 
 
 def test_a_short_outage_changes_nothing(launch: Launch, kept: Kept) -> None:
-    """A run without fault, one whose private etcd is killed twice, and one whose kept etcd is away for a while."""
+    """Compares a run without faults, one with its private etcd killed twice, and one with its kept etcd away."""
     plain, private, outer = launch(*RUN), launch(*RUN), launch(*RUN, kept.option)
     after_commits(outer, 3)
     kept.signal(signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_a_short_outage_changes_nothing(launch: Launch, kept: Kept) -> None:
 
 
 def test_a_long_outage_ends_the_run_in_time(launch: Launch, keep_etcd: Callable[[], Kept]) -> None:
-    """Killed, and stopped with a Ctrl-C in the middle of it: two runs at once, as each waits for the deadline."""
+    """One etcd is killed, one stopped with a Ctrl-C meanwhile; the two runs wait for the deadline at once."""
     stores = [keep_etcd() for _ in range(2)]
     launchers = [after_commits(launch(*ENDLESS, store.option), 3) for store in stores]
     stores[0].signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Every kind of fault against a real job: it shows, and what comes of it is what its kind promises."""
+"""Every kind of fault against a real job: its effect is seen, and the outcome is that of its kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO_SHADOWS: dict[str, Any] = {"stages": 4, "redundancy_level": 2}
 
 
 class Struck:
-    """A run with faults, and what it left."""
+    """A run with faults, with its leftovers."""
 
     def __init__(self, ending: Ending, folder: Path):
         self.ending = ending
@@ -89,7 +89,7 @@ def at(text: str, do: str = "kill", when: Any = "before", step: int = 2, **param
 
 
 def check(struck: Struck, rows: Any, *out: int) -> None:
-    """Checks that the faults showed, who was put out, and that nothing else came of it."""
+    """Checks that the faults were confirmed, exactly the workers `out` excluded, and all bits equal."""
     assert struck.ending.error is None
     assert struck.ending.exit_code == ExitCode.OK
     assert struck.events("unconfirmed") == []
@@ -151,7 +151,7 @@ def test_whoever_wakes_after_the_verdict_does_nothing_more(strike: Strike, fault
 
 
 def test_whoever_is_warned_hands_over_and_leaves(strike: Strike, faultless: Callable[..., Any]) -> None:
-    longer = {"steps": 12}  # to hand over and to leave, each maybe a step later
+    longer = {"steps": 12}  # to hand over and to leave, each perhaps a step later
     struck = strike(at("1B2", "terminate", grace_ns=20_000_000_000), **longer)
     check(struck, faultless(**longer), 1)
     assert struck.codes[1] == ExitCode.LEFT_WITH_NOTICE

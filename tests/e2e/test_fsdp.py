@@ -1,4 +1,4 @@
-"""Stages in shards over the pipelines, in real runs: the bits of whole ones, and a clean end when a worker dies."""
+"""Real runs of stages in shards over the pipelines: the bits of whole stages, and a clean end when a worker dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
-    """Returns what runs jobs."""
+    """Returns a runner of jobs."""
     return Runs(tmp_path_factory.mktemp("fsdp"), server)
 
 

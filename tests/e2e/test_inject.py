@@ -1,4 +1,4 @@
-"""`bamboo inject` as its users see it: verdicts, exit codes, what is printed and what is kept."""
+"""`bamboo inject` as its users see it: verdicts, exit codes, output and kept files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPECT = {
 
 @pytest.fixture(name="scenario")
 def _scenario(tmp_path: Path) -> Callable[..., str]:
-    """Returns a function that writes a scenario, a change of the usual one, and returns its path."""
+    """Returns a function that writes a variant of the default scenario and returns its path."""
 
     def scenario(*faults: dict[str, Any], expect: dict[str, Any] | None = None, **job: Any) -> str:
         path = tmp_path / "mine.yaml"
@@ -59,7 +59,7 @@ def checks_of(done: Done) -> dict[str, str]:
 
 
 def test_first_stages_that_heal_each_other_do_not_stand_still(launch: Launch, scenario: Write) -> None:
-    """Found in review: both last stages die, and with few microbatches both first stages took before they sent."""
+    """A regression: both last stages die; with few microbatches both first stages received before they sent."""
     kills = [{"at": {"step": 2, "stage": 2, "pipeline": each, "action": "B"}, "do": "kill"} for each in (0, 1)]
     launcher = launch("inject", "--scenario", scenario(*kills, pipelines=2, microbatches=2, redundancy="eager"))
     done = launcher.wait()

@@ -1,4 +1,4 @@
-"""`bamboo run --kill` as its users see it: what is said of a recovery, what is compared, and the exit codes."""
+"""`bamboo run --kill` as its users see it: the lines about a recovery, the comparison, and the exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "3", "--microbatches", "4", "--steps", "6", "--validate-every", "0")
-# Stages that sleep: there is something to see for seconds, and little to compute.
+# Stages that sleep: the run lasts for seconds and computes little.
 TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "60")
 
 
@@ -72,7 +72,7 @@ def test_without_a_twin_nothing_is_said_of_the_weights(launch: Launch) -> None:
 
 
 def test_a_fault_that_does_not_strike_is_an_invalid_case(launch: Launch) -> None:
-    # All is healed in the step after the one of the failure.
+    # All shadows are restored in the step after the failure.
     done = launch(*SMALL, "--kill", "2:1", "--kill", "5:1:HEAL", "--json").wait()
     said = json.loads(done.stdout)
     assert (done.code, said["exit_code"], said["outcome"]) == (6, 6, "invalid")

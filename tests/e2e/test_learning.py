@@ -1,4 +1,4 @@
-"""The built-in models learn: a pipeline that only hands numbers around correctly is of no use."""
+"""The built-in models learn, so the pipeline is of use beyond equal bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # some 15 s of the pro
 
 
 def unigram_entropy(data: TokenData) -> float:
-    """Returns the entropy of single bytes of the validation text, in nats: what is reached without any context."""
+    """Returns the entropy of single bytes of the validation text, in nats: the loss without any context."""
     counts = Counter(data.validation_tokens.tolist())
     return -sum(count / counts.total() * math.log(count / counts.total()) for count in counts.values())
 
@@ -35,7 +35,7 @@ def test_the_default_gpt_learns_more_than_how_often_each_byte_occurs(train: Call
 
 
 def work_s(server: ForkServer) -> float:
-    """Returns the seconds of the processor that the workers of past runs took: what else is going on adds nothing."""
+    """Returns the processor seconds of the workers of past runs; other processes do not count."""
     times = psutil.Process(server.pid).cpu_times()
     return float(times.children_user + times.children_system)
 

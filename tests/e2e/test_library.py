@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What all scenarios share, so that a twin is run once for all of the same job, and torch is loaded once."""
+    """The state that all scenarios share: one twin for all with the same job, and one import of torch."""
 
     results: Path
     server: ForkServer

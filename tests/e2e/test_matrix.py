@@ -1,4 +1,4 @@
-"""`bamboo matrix` end to end: real kills are green, and every way in which a harness could lie comes out red.
+"""`bamboo matrix` end to end: real kills pass, and every way in which a harness could lie fails.
 
 The negative controls: redundancy switched off, a shadow with a flipped bit, a fault that cannot strike, an expectation
 that cannot hold, a cell that does not end.
@@ -42,7 +42,7 @@ CASES = {
 
 
 def run(launch: Launch, tmp_path: Path, cases: list[str], *options: str, **environment: str) -> Done:
-    """Runs a matrix of some of the cases to its end, with nothing left behind."""
+    """Runs a matrix of some cases to its end, and checks that it has no leftovers."""
     path = tmp_path / "controls.yaml"
     path.write_text(HEAD + "".join(f"  - name: {name}\n    {CASES[name]}\n" for name in cases))
     launcher = launch("matrix", str(path), *options, **environment)

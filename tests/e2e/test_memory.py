@@ -1,4 +1,4 @@
-"""What a stage keeps for its backwards, as the worker itself counted it."""
+"""The residuals that a stage keeps for its backwards, as counted by the worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ P, M = 4, 6
 
 
 def measured(train: Callable[..., Ending], schedule: str) -> dict[int, int]:
-    """Returns the most residuals that each stage held at once."""
+    """Returns the peak number of residuals of each stage."""
     ending = train(Job(model="mlp", stages=P, microbatches=M, steps=2, schedule=schedule, validate_every=1))
     assert all(each.peak_memory_kib > 0 for each in ending.view.workers)
     return {each.slots[0][1]: each.peak_stash for each in ending.view.workers}

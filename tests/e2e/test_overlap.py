@@ -1,4 +1,4 @@
-"""A pair that runs as a user's handler says leaves the bits of the plain loop."""
+"""An overlapped pair that a user's handler runs has the bits of the plain loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Skip connections and whole batches in real runs: wherever the model is cut, and whoever dies, the same bits.
+"""Skip connections and whole batches in real runs: the same bits for every cut of the model and every death.
 
-The reference is a plain loop without either: the layers pass everything on by themselves, the data cuts each batch.
+The reference is a plain loop without either: its layers pass all values on, and its data cuts each batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NESTED = {**SMALL, "model": "tests.e2e.user_batches:nested", "data": "tests.e2e.
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
-    """Returns what runs jobs."""
+    """Returns a runner of jobs."""
     return Runs(tmp_path_factory.mktemp("skips"), server)
 
 
@@ -91,7 +91,7 @@ def test_a_kill_changes_nothing_about_skips(runs: Runs, kill: str) -> None:
 
 @pytest.mark.parametrize(("pipelines", "kill"), [(2, ""), (1, "1:0:B:1"), (1, "1:2:F:2")])
 def test_whole_batches_equal_microbatches_cut_by_hand(runs: Runs, pipelines: int, kill: str) -> None:
-    """First and last stage load data; the heir of either makes the batch again."""
+    """The first and the last stage load data; the heir of either loads the batch again."""
     job = Job(**NESTED, stages=3, pipelines=pipelines)
     ending, events = runs.run(job, [parse_kill(kill, job)] if kill else ())
     assert victims(events) == ([int(kill[2])] if kill else [])

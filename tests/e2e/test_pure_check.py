@@ -1,4 +1,4 @@
-"""The check before training in real runs: what it refuses, who finds it, and how to do without."""
+"""The purity check in real runs: the models that it refuses, the worker that finds it, and its switch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a pytest of its own: a scenario that holds is a test that passes, another one that fails."""
+"""The pytest plugin, in a pytest of its own: the test passes or fails with its scenario."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hundreds of real faults: whatever a worker is doing, and however it goes, nothing but its absence is to be seen.
+"""Hundreds of real faults, at every kind of action: only the absence of the victim may show.
 
-Rules: each run has its fault-free twin, and every committed step of it the same bits. Each fault is seen to have been
-carried out, at the action that was named. `python -m tests.e2e.kill_soak` goes on where this ends.
+Rules: every committed step of a run has the bits of its fault-free twin. The events prove each fault, at the named
+action. `python -m tests.e2e.kill_soak` makes further kills.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.kills import parse_kill
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-# With reroute and none the other pipeline is all that there is: whoever heals has nobody behind it. Inheriting goes as
-# with lazy and two pipelines, so every third sort will do.
+# With reroute and none the other pipeline has the only copy, so a worker that heals has no further replica. Heirs act
+# as with lazy and two pipelines, so every third sort is enough.
 _FEWER = tuple(
     sort
     for sort in SORTS
@@ -50,7 +50,7 @@ SPINNING: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:spinning", 
 
 @functools.cache
 def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
-    """Returns runs, as setting and kills, in which together every sort of kill is to be had with this redundancy."""
+    """Returns runs, as (setting, kills), that together have every sort of kill with this redundancy."""
     settings = [name for name in SETTINGS if job_of(name).redundancy == redundancy]
     left, runs = list(KINDS[redundancy]), []
     for seed in count():
@@ -66,12 +66,12 @@ def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
-    """Returns what runs jobs, and each twin once for this whole file."""
+    """Returns a runner of jobs; it runs each twin once for this file."""
     return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
 def fault(text: str, job: Job, do: str, **parameters: int | float | str) -> Fault:
-    """Returns a fault of another kind at the moment that ``--kill`` would spell."""
+    """Returns a fault of another kind at a moment in the syntax of ``--kill``."""
     return replace(parse_kill(text, job), do=do, parameters=parameters)
 
 
@@ -80,12 +80,12 @@ def exits_of(events: Sequence[Event]) -> dict[int, int]:
 
 
 def out_of(events: Sequence[Event]) -> list[int]:
-    """Returns whom verdicts name, in order."""
+    """Returns the excluded workers, in order."""
     return [worker for event in events if event["event"] == "epoch" for worker, *_ in event["verdict"]]
 
 
 def check(runs: Runs, job: Job, ending: Ending, events: Sequence[Event]) -> None:
-    """Checks that a run is as its twin, and that all its faults were seen to be carried out."""
+    """Checks that a run equals its twin, and that all its faults were confirmed."""
     assert list(differences(ending, runs.twin(job))) == []
     assert [event for event in events if event["event"] == "unconfirmed"] == []
 
@@ -141,7 +141,7 @@ def leaving_job(setting: str) -> Job:
 
 
 def leavings(setting: str) -> tuple[Kill, ...]:
-    """Returns the moments in a run at which workers are warned of their end; together of every sort."""
+    """Returns the moments of the notices in a run; together they are of every sort."""
     wanted = [sort for sort in SORTS if sort.op is not Op.HEAL]
     number = LEAVING.index(setting)
     return plan_kills(leaving_job(setting), wanted[number :: len(LEAVING)], number, between=STEPS_TO_LEAVE)
@@ -166,7 +166,7 @@ def test_who_is_warned_in_time_hands_over_and_nothing_is_redone(runs: Runs, sett
 
 
 def redone(events: Sequence[Event], job: Job) -> list[str]:
-    """Returns the forwards and backwards that a step has more often than once, redundant forwards aside."""
+    """Returns the forwards and backwards that a step has more than once, without redundant forwards."""
     ran: Counter[tuple[int, str]] = Counter()
     for event in events:
         if event["event"] == "action" and (match := re.fullmatch(r"\d+([FfBIW])\d+(@\d+)?", event["action"])):
@@ -213,7 +213,7 @@ def test_short_pauses_put_nobody_out(runs: Runs) -> None:
 
 
 def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs: Runs) -> None:
-    # The first call is the probe that learns the shapes. The heir has fewer than so many to make.
+    # The first call is the probe that learns the shapes. The heir makes fewer calls than this.
     call = 1 + 5 * SMALL["microbatches"] + 2
     job = Job(**SPINNING, model_args={"call": call})
     twin = replace(job, model_args={})

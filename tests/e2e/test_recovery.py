@@ -1,4 +1,4 @@
-"""Whoever dies, at whatever moment, the run ends as if nobody had: same weights, same losses, exit code 0."""
+"""A run with deaths ends as one without: same weights, same losses, exit code 0."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 Recover = Callable[..., "Recovered"]
 
-# Sleeps beside its little arithmetic, so that there are moments to strike at: a step takes some 40 ms.
+# Stages that sleep, so that strikes fall into a step: it takes some 40 ms.
 SLOW: dict[str, Any] = {
     "model": "timed",
     "model_args": {"forward_ms": 2, "backward_ms": 3},
     "microbatches": 4,
-    "steps": 12,  # room for a strike that comes late, where the machine is busy
+    "steps": 12,  # room for a late strike on a busy machine
     "validate_every": 3,
 }
 TWO_PIPELINES = {"stages": 2, "pipelines": 2}
-# A step takes some 300 ms: whatever is begun with it is done before its end.
+# A step takes some 300 ms: a task that begins with it ends before it.
 LONG: dict[str, Any] = {"model_args": {"forward_ms": 20, "backward_ms": 20}, "validate_every": 0, "steps": 8}
 
 
 class Recovered:
-    """A run with strikes, and what it left."""
+    """A run with strikes, with its leftovers."""
 
     def __init__(self, ending: Ending, folder: Path):
         self.ending = ending
@@ -52,18 +52,18 @@ class Recovered:
 
     @property
     def verdicts(self) -> list[list[int]]:
-        """Who is out with each epoch after the first."""
+        """The workers excluded with each epoch after the first."""
         return [[out.worker for out in each.verdict] for each in self.run_state.epochs[1:]]
 
 
 def outcome_of(run_state: RunState) -> tuple[object, ...]:
-    """Returns all that a death may not change."""
+    """Returns the values that a death must not change."""
     return run_state.rows, run_state.losses, run_state.validations
 
 
 @pytest.fixture(name="recover")
 def _recover(tmp_path: Path, server: ForkServer) -> Recover:
-    """Returns a function that runs a job and strikes its workers; a strike that was not carried out fails the test."""
+    """Returns a function that runs a job and strikes its workers; a strike that was not made fails the test."""
 
     def recover(*strikes: Strike, options: dict[str, Any] | None = None, **fields: Any) -> Recovered:
         events = tmp_path / "events.jsonl"
@@ -77,7 +77,7 @@ def _recover(tmp_path: Path, server: ForkServer) -> Recover:
 
 @pytest.fixture(name="faultless", scope="module")
 def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Callable[..., tuple[object, ...]]:
-    """Returns a function that says how a job ends when nobody dies."""
+    """Returns a function that gives the outcome of a job without deaths."""
     known: dict[str, tuple[object, ...]] = {}
 
     def faultless(**fields: Any) -> tuple[object, ...]:
@@ -93,11 +93,11 @@ def _faultless(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> 
 
 
 def check(recovered: Recovered, expected: tuple[object, ...], *verdicts: list[int]) -> None:
-    """Checks that a run went on through these verdicts, and that nothing came of them."""
+    """Checks that a run had these verdicts, and the outcome of a run without them."""
     ending = recovered.ending
     assert (ending.outcome, ending.exit_code, ending.error) == ("finished", ExitCode.OK, None)
     assert outcome_of(recovered.run_state) == expected
-    # On a busy machine an exit may be seen after a failed transfer was looked into: then a verdict is empty first.
+    # On a busy machine a failed transfer may be judged before the exit is seen: then the first verdict is empty.
     is_exact = [] in verdicts
     assert [each for each in recovered.verdicts if each or is_exact] == list(verdicts)
 
@@ -153,7 +153,7 @@ def test_neighbours_may_die_at_once_where_there_are_two_shadows(recover: Recover
 
 
 def test_the_last_step_survives_a_death_too(recover: Recover, faultless: Faultless) -> None:
-    lasting = {"steps": 4, "model_args": {"forward_ms": 20}, "validation_microbatches": 8}  # there is time to strike
+    lasting = {"steps": 4, "model_args": {"forward_ms": 20}, "validation_microbatches": 8}  # long enough to strike
     check(recover(Strike(committed(3), 3), **lasting), faultless(**lasting), [3])
 
 
@@ -218,20 +218,20 @@ def test_after_the_death_of_the_store_a_group_forms_at_another(recover: Recover,
 
 def test_a_worker_and_the_store_may_die_at_once(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(2), 1), Strike(committed(2), STORE))
-    # The epoch may have named the dead one still: then the group could not be formed, for which nobody is to blame.
+    # The epoch may still have the dead worker as a member: then its group fails to form, which excludes no worker.
     check(recovered, faultless(), [1], *recovered.verdicts[1:2])
     assert recovered.verdicts[1:] in ([], [[]])
     assert num_stores(recovered) == 2
 
 
 def test_a_store_that_dies_while_a_group_forms_there_delays_it(recover: Recover, faultless: Faultless) -> None:
-    stopped = Strike(committed(1), STORE, signal.SIGSTOP)  # so that nobody gets further than to wait for it
+    stopped = Strike(committed(1), STORE, signal.SIGSTOP)  # so that all workers wait for it
     recovered = recover(stopped, Strike(committed(2), 1), Strike(told("go", 2), STORE))
     check(recovered, faultless(), [1], [])
     assert recovered.run_state.epochs[-1].reason.endswith("but no worker has died")
 
 
-@pytest.mark.timeout(45)  # by itself, a wait for what a stopped store never says lasts a minute
+@pytest.mark.timeout(45)  # without our limit, a wait for a stopped store lasts a minute
 def test_a_group_does_not_wait_long_for_a_store_that_was_stopped(recover: Recover, faultless: Faultless) -> None:
     recovered = recover(Strike(committed(1), STORE, signal.SIGSTOP), Strike(committed(2), 1))
     check(recovered, faultless(), [1], [])
@@ -243,7 +243,7 @@ def test_a_group_does_not_wait_long_for_a_store_that_was_stopped(recover: Recove
 
 @pytest.mark.timeout(45)
 def test_a_second_group_does_not_wait_long_either(recover: Recover, faultless: Faultless) -> None:
-    """Those who know the store wait on a connection that they have kept; here, nobody has one to the second."""
+    """Workers keep their connection to the first store, and wait on it; none has one to the second."""
     second = Strike(lambda event: event["event"] == "rendezvous", STORE, signal.SIGSTOP)
     recovered = recover(Strike(committed(1), STORE), second, Strike(lambda event: event["event"] == "commit", 1))
     check(recovered, faultless(), [1], [])

@@ -1,4 +1,4 @@
-"""What a recovery is said to have cost, held against the commits of the same run; and where the state came from."""
+"""The reported cost of a recovery against the commits of the same run; and the source of the state."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def run(server: ForkServer, folder: Path, kills: list[str], **fields: Any) -> Ru
 
 
 def disagreement_ns(found: Recovery, commits_ns: dict[int, int]) -> int:
-    """Returns how far the two measures lie apart, beyond what the usual steps before lie apart among themselves."""
+    """Returns the difference of the two measures, minus the spread of the usual steps before."""
     assert found.extra_ns is not None and found.gap_ns is not None
     between = [commits_ns[step] - commits_ns[step - 1] for step in range(found.step - 3, found.step)]
     return abs(found.extra_ns - found.gap_ns) - (max(between) - min(between))
 
 
 def test_phases_and_commits_agree_on_what_a_recovery_cost(tmp_path: Path, server: ForkServer) -> None:
-    """Within 5 ms, and as much more as other processes made the usual steps uneven.
+    """They agree within 5 ms plus the spread of the usual steps, which other processes cause.
 
-    The kills come early in their steps: what slows a step before its kill is in the gap between commits only.
+    The kills come early in their steps, because a delay before a kill is only in the gap between commits.
     """
     history = run(server, tmp_path, ["5:1:F:1", "10:2:F:1", "15:3:F:1"], stages=5, steps=17)
     found = recoveries(history.records)
@@ -70,5 +70,5 @@ def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, s
     run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields).records)
     (row,) = run_of.recovery.to_dict("records")
     assert row["rung"] == "other pipeline"
-    assert row["verdict"].startswith("worker 1 was ended by SIGKILL")  # and where it was last seen, if it was
+    assert row["verdict"].startswith("worker 1 was ended by SIGKILL")  # and its last action, if known
     assert row["heal_bytes"] > 0

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "2", "--microbatches", "3", "--steps", "4", "--validate-every", "2")
-# Stages that sleep: there is something to see for seconds, and little to compute.
+# Stages that sleep: the run lasts for seconds and computes little.
 TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "40")
-# Loaded by Python before anything else: whatever starts a process or loads torch or pandas is stopped.
+# Loaded by Python first: it refuses new processes, and imports of torch and pandas.
 TRIPWIRE = """
 import sys
 
@@ -42,7 +42,7 @@ sys.addaudithook(wire)
 
 @pytest.fixture(name="wired")
 def _wired(tmp_path: Path) -> dict[str, str]:
-    """Returns the environment in which nothing may start a process or load torch or pandas."""
+    """Returns an environment that refuses new processes, and imports of torch and pandas."""
     (tmp_path / "wire").mkdir()
     (tmp_path / "wire" / "sitecustomize.py").write_text(TRIPWIRE)
     return {"PYTHONPATH": f"{tmp_path / 'wire'}{os.pathsep}{ROOT}"}
@@ -148,7 +148,7 @@ def test_a_job_file_is_run_and_its_mistakes_are_all_named_at_their_place(launch:
 
 
 def test_each_layer_of_settings_beats_the_one_before(launch: Launch, tmp_path: Path) -> None:
-    """Adds one layer at a time; what `--explain` names as the origin is always the newest."""
+    """Adds one layer at a time; `--explain` names the newest as the origin."""
     job = tmp_path / "job.yaml"
     job.write_text("steps: 3\n")
     layers: list[tuple[str, tuple[str, ...], dict[str, str]]] = [

@@ -1,4 +1,4 @@
-"""Where a model is cut, in which order it runs and who runs it changes no bit: against a loop without the engine."""
+"""The cut of a model, its schedule and its workers change no bit, compared with a loop without the engine."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ SMALL: dict[str, Any] = {
 ALL_KINDS: dict[str, Any] = {"model": "tests.e2e.state_models:all_kinds", "model_args": {}}
 WORKERS = 4
 SPLIT = tuple(Sort(op, when, place) for op in (Op.I, Op.W) for when in WHENS for place in PLACES)
-OF_PARTS = 5  # of the kills of a schedule
-KILLS = 8  # of each schedule, each in a run of its own: after the first, it is no longer the schedule that runs
+OF_PARTS = 5  # kills of a schedule that strike parts of split backwards
+KILLS = 8  # of each schedule, each in its own run: after the first kill a run has another program
 
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
-    """Returns what runs jobs, and each twin once."""
+    """Returns a runner of jobs; it runs each twin once."""
     return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
@@ -50,7 +50,7 @@ def job_of(schedule: str, number: int, model: dict[str, Any] = SMALL) -> Job:
 
 
 def kill_of(schedule: str, number: int) -> Kill:
-    """Returns the one kill of a run; where backwards are split, most are of another sort of their parts each."""
+    """Returns the kill of a run; with split backwards most kills strike their parts, each another sort."""
     first = (list(SCHEDULES).index(schedule) * OF_PARTS + number) % len(SPLIT)
     others = (Sort(Op.F, "during", "middle"),) if number == OF_PARTS else ()
     wanted = SPLIT[first:] + SPLIT[:first] if number < OF_PARTS else others

@@ -1,8 +1,8 @@
-"""Real kills in what a worker does for others, or beside its steps; and the count of all that kills strike.
+"""Real kills of shadows, and of workers beside their steps; and the count of all targets of kills.
 
-Rules: a fault at an action strikes its owner. Whoever shadows is struck right before or after what it does as a shadow,
-by a fault at its own action next to it; in the middle of it by a layer of the model, or while it waits for an owner
-that stands still. Every run of kills is held against its forecast, action by action: so what is planned has fired.
+Rules: a fault at an action strikes the action's owner. A shadow is struck right before or after its own work as a
+shadow, by a fault at its next own action. It is struck within that work by a layer of the model, or while it waits for
+a stopped owner. Every run is compared with its forecast, action by action, so each planned kill has struck.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ DEADLY: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:deadly"}
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
-    """Returns what runs jobs, and each twin once."""
+    """Returns a runner of jobs; it runs each twin once."""
     return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
 def planned_kills() -> Iterator[Kill]:
-    """Yields every kill of the suites, each of which is seen to fire at its action."""
+    """Yields every kill of the suites; each is proved to strike at its action."""
     for redundancy in test_real_kills.KINDS:
         for _, kills in test_real_kills.suite(redundancy):
             yield from kills
@@ -48,8 +48,8 @@ def planned_kills() -> Iterator[Kill]:
         yield from test_streams.plan_of(setting)[1]
 
 
-# Shards leave nobody who could take over: see test_fsdp.py. A forward that has counted is run again only after a second
-# death, at a moment that no step names: the soak strikes there.
+# With shards no worker can take over: see test_fsdp.py. A counted forward runs again only after a second death, at a
+# moment that no step names: the soak strikes there.
 NEVER_NAMED = {*SHARD_OPS, Op.REDO_F}
 AT_ONE_END = {"first": {Op.RECV_F, Op.SEND_B}, "middle": set[Op](), "last": {Op.SEND_F, Op.RECV_B}}
 
@@ -70,7 +70,7 @@ def test_every_kind_of_action_is_struck_before_in_and_after_it() -> None:
 
 
 def check(runs: Runs, job: Job, ran: tuple[Ending, list[Event]], *victims: int) -> None:
-    """Checks that nothing came of these deaths but their absence."""
+    """Checks that the victims are gone and that all else equals the twin."""
     ending, events = ran
     if job.model == DEADLY["model"]:
         job = replace(job, model_args={})
@@ -100,9 +100,9 @@ def test_whoever_dies_in_a_validation(runs: Runs, stage: int) -> None:
 
 
 def in_wait_for_a_log(job: Job, step: int, stage: int, shadow: int) -> list[Fault]:
-    """Returns faults by which an owner stands still before it logs, and a shadow dies that waits for it.
+    """Returns faults that hold an owner before it logs, and kill a shadow that waits for the log.
 
-    Its process goes on: what it has sent before would else arrive only if the other was early enough to take it.
+    The owner's process still runs: otherwise its earlier transfers would arrive only at workers that were early.
     """
     at = parse_kill(f"{step}:{stage}:LOG:before", job)
     stands = replace(at, do="hang", parameters={"for_ns": 2 * 10**9, "gil": "released"})
@@ -122,7 +122,7 @@ def test_a_shadow_that_dies_while_it_waits_for_a_log(runs: Runs, owner: int) -> 
 
 @pytest.mark.parametrize(("beside", "when"), [(-1, "after"), (1, "before")], ids=["before it", "after it"])
 def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, beside: int, when: str) -> None:
-    """It takes it behind its last SEND: so it dies right after that, or right before what comes next."""
+    """It takes the replica after its last SEND: so it dies right after that SEND, or right before the next action."""
     job = Job(**{**SMALL, "stages": 6}, model="mlp", model_args={"depth": 5})
     forecast, (kill,) = Forecast(job), plan_kills(job, (Sort(Op.F, "after", "middle"),), 0, most=1)
     forecast.dies(kill.worker)
@@ -146,7 +146,7 @@ def test_a_new_shadow_that_dies_as_it_takes_its_replica(runs: Runs, beside: int,
 def test_a_replica_that_was_healed_in_the_open_step_is_a_live_copy(runs: Runs, fields: dict[str, Any]) -> None:
     """Worker 1 dies in step 2. In step 3 worker 0 gets a replica of stage 2, whose owner dies before the commit.
 
-    Step 3 lacks votes, so the replica is in no committed set of shadows; but it is whole, and the only one.
+    Step 3 lacks votes, so the replica is in no committed set of shadows; but it is complete, and the only one.
     """
     job = Job(**{**SMALL, "stages": 3}, model="mlp", **fields)
     ran = runs.run(job, [parse_kill(text, job) for text in ("2:1:F:1", "3:2:COMMIT:before")])

@@ -1,7 +1,7 @@
-"""Real kills of models whose forwards read what earlier ones left: three models, schedules and kills, each with each.
+"""Kills of models whose forwards read state of earlier forwards: all combinations of three models, schedules and kills.
 
-Rule: the kills are the same for every model and schedule, and were chosen without a look at what a recovery does: one
-when all is logged, one at the vote, one in the last backward of a middle stage. Each run is held against its twin.
+Rule: all models and schedules have the same kills: one after the last log, one at the vote, one in the last backward of
+a middle stage. Each run is compared with its twin.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ KILLS = ("3:2:LOG", "2:1:COMMIT:before", f"4:2:{{backward}}:{LAST}:after")
 
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
-    """Returns what runs jobs, and each twin once."""
+    """Returns a runner of jobs; it runs each twin once."""
     return Runs(tmp_path_factory.mktemp("kills"), server)
 
 
 def strike(runs: Runs, job: Job, *faults: Fault) -> None:
-    """Carries out faults that kill one worker, and checks that nothing comes of it but its absence."""
+    """Runs faults that kill one worker, and checks that all else equals the twin."""
     ending, events = runs.run(job, faults, silence_s=30)
     (*_, dies) = faults
     victims = [event["of"] for event in events if event["event"] == "fault" and event["fault"] == dies.id]
@@ -74,14 +74,14 @@ def test_nothing_comes_of_a_kill(runs: Runs, model: str, schedule: str, kill: st
 
 
 def test_a_forward_that_its_heir_has_not_counted_finds_the_buffers_of_before(runs: Runs) -> None:
-    """The regression: an heir held what a slot had logged, but had run none of its forwards.
+    """A regression: an heir had the log of a slot, but had run none of its forwards.
 
-    A worker owns stages 1 and 2, and dies when stage 1 is logged and stage 2 is being logged. Its heir has the log of
-    stage 1, so nothing of that counts again; but stage 2 is trained anew, from activations of stage 1, whose forwards
-    must be run again for them. They were redone as forwards that have counted, with the buffers of then, which that
-    replica had never had: it used those that it had for every microbatch. With BatchNorm nobody sees it: in training
-    it does not read its averages; a spectral norm reads the vectors that the forward before has left. So a forward that
-    its owner has not counted runs as one that has not, and they make the right buffers one after the other.
+    A worker owns stages 1 and 2. It dies after stage 1 is logged, during the log of stage 2. Its heir has the log of
+    stage 1, so those gradients are not computed again. Stage 2 is, and needs activations of stage 1, so the forwards of
+    stage 1 run again. They ran as redone forwards, which read the buffers retained at the first run; this replica had
+    none, and used its current buffers for every microbatch. BatchNorm hides the error, because in training it does not
+    read its averages; a spectral norm reads the vectors of the forward before. So a forward that the heir has not
+    counted now runs as a first forward, and they make the right buffers one after the other.
     """
     job = Job(**SMALL | MODELS["spectral"] | PLACED["zbv"])
     stands = replace(parse_kill("3:2:LOG:before", job), do="hang", parameters={"for_ns": 10**10, "gil": "released"})

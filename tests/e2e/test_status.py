@@ -1,4 +1,4 @@
-"""`bamboo status` beside a run that lives: from its store, until the run ends."""
+"""`bamboo status` beside a running job: it reads the store until the run ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def status(launcher: Launcher, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -> None:
     launcher = launch(*SLOW)
-    # The workers' heartbeats are written down once a second.
+    # The agent writes the workers' heartbeats to the store once a second.
     launcher.wait_until(lambda: len(launcher.events("commit")) >= 80)
     with status(launcher, "--watch", "--json") as watching, status(launcher) as once:
         text = once.communicate()[0].splitlines()

@@ -1,4 +1,4 @@
-"""Real kills of jobs that stream: no bit changes, and what has been streamed is not redone."""
+"""Real kills of jobs that stream: no bit changes, and streamed work is not redone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
 
 
 def plan_of(setting: str) -> tuple[Job, tuple[Kill, ...]]:
-    """Returns a job that streams, and its kills; those of all settings are of every sort, some next to receipts."""
+    """Returns a job that streams, and its kills; all settings together have every sort, some next to receipts."""
     job, number = replace(job_of(setting), log_every=1), SETTINGS.index(setting)
     wanted = [*SORTS[number :: len(SETTINGS)], Sort(Op.B, "after", "first")]
     return job, plan_kills(job, wanted, seed=31, most=4)
@@ -43,7 +43,7 @@ def test_a_death_changes_no_bit(runs: Runs, setting: str) -> None:
 
 
 def test_what_has_been_streamed_is_not_redone(runs: Runs) -> None:
-    """The forward that comes before the third backward needs one that the shadow runs after it has taken a stream."""
+    """The forward before the third backward needs a forward that the shadow runs after it has received a stream."""
     job = Job(model="mlp", stages=2, microbatches=4, steps=5, validate_every=0, log_every=1)
     ending, events = runs.run(job, parse_kills(["3:1:B:2:after"], job))
     assert list(differences(ending, runs.twin(job))) == []

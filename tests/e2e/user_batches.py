@@ -1,4 +1,4 @@
-"""The same data twice, as users write them: as whole batches of nested arguments, and cut into microbatches by hand."""
+"""The same data twice, as users write them: whole batches of nested arguments, and microbatches cut by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as users write them, for the tests: some train, some misbehave on purpose in one way each.
+"""Models as users write them: some train, the others each have one deliberate fault.
 
 A layer's first call is the probe that learns its shapes; call 1 + m of the first step is its forward of microbatch m.
 """
@@ -20,7 +20,7 @@ FEATURES = 32  # of the synthetic vectors
 
 
 class Split(nn.Module):
-    """Makes a tuple: hidden values, the place of each sample's largest feature, the input again; one bias is frozen."""
+    """Returns a tuple: hidden values, index of each sample's largest feature, the input; one bias is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Middle(nn.Module):
 
 
 class Join(nn.Module):
-    """Needs all three: the integers look up an embedding."""
+    """Reads all three; the integers are indices of an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def tuples() -> list[nn.Module]:
 
 
 def transposing() -> list[nn.Module | Callable[[Tensor], Tensor]]:
-    """Hands on tensors that are not contiguous, to layers whose order of adding depends on strides."""
+    """Returns layers that output non-contiguous tensors, and layers whose order of addition depends on strides."""
     return [
         nn.Linear(FEATURES, FEATURES * 16),
         lambda x: x.view(-1, FEATURES, 16).transpose(1, 2),
@@ -74,7 +74,7 @@ def transposing() -> list[nn.Module | Callable[[Tensor], Tensor]]:
 
 
 class OnCall(nn.Module):
-    """A linear map that does something else when it is called for the n-th time, counted from 0."""
+    """A linear map that calls a function at its n-th call, counted from 0."""
 
     def __init__(self, call: int, action: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def mixed_dtypes() -> list[nn.Module]:
 
 
 def in_place() -> list[nn.Module]:
-    """Has layers that overwrite what they are handed."""
+    """Returns layers that overwrite their inputs."""
     return [
         nn.ReLU(inplace=True),
         nn.Linear(FEATURES, FEATURES),
@@ -118,7 +118,7 @@ def in_place() -> list[nn.Module]:
 
 
 class Down(nn.Module):
-    """Halves the features, and hands what it was called with, scaled, to the layer that doubles them again."""
+    """Halves the features, and hands its scaled input to the layer that doubles them again."""
 
     def __init__(self, features: int, name: str = "") -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Doubles the features, and joins them with what was handed."""
+    """Doubles the features, and joins them with the handed input."""
 
     def __init__(self, features: int, name: str = "") -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Up(nn.Module):
 
 
 class DownByHand(Down):
-    """Passes on what came with its input."""
+    """Passes on all values beside its input."""
 
     def forward(self, x: Tensor, *handed: Tensor) -> tuple[Tensor, ...]:
         own, mine = super().forward(x)
@@ -151,14 +151,14 @@ class DownByHand(Down):
 
 
 class UpByHand(Up):
-    """Passes on what came with its input, but for the last."""
+    """Passes on all values beside its input, but the last."""
 
     def forward(self, x: Tensor, *handed: Tensor) -> tuple[Tensor, ...]:
         return *super().forward(x, handed[-1]), *handed[:-1]
 
 
 class TurnByHand(nn.Linear):
-    """Passes on what came with its input."""
+    """Passes on all values beside its input."""
 
     def forward(self, x: Tensor, *handed: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return super().forward(x), *handed
@@ -178,7 +178,7 @@ def u_shape() -> list[nn.Module]:
 
 
 def u_shape_by_hand() -> list[nn.Module]:
-    """Is the same without skip connections: each layer is called with everything that comes after it."""
+    """Returns the same without skip connections: each layer gets all values for the layers after it."""
     half, quarter = FEATURES // 2, FEATURES // 4
     turns = [TurnByHand(quarter, quarter), TurnByHand(quarter, quarter)]
     down = [DownByHand(FEATURES), DownByHand(half)]
