@@ -86,7 +86,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.runtime.transport",
     }
 )
-TESTS_IN_PLAIN_ENGLISH = ("tests/cli", "tests/e2e", "tests/files", "tests/report")
+TESTS_IN_PLAIN_ENGLISH = ("tests/cli", "tests/e2e", "tests/files", "tests/report", "tests/simulation")
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")
 BLOCKED_FOR_CLI = ("torch", "numpy", "pandas", "plotly", "sklearn")
 

@@ -1,4 +1,4 @@
-"""``python -m tests.simulation``: replays a case, or tries very many.
+"""``python -m tests.simulation``: replays a case, or tries many.
 
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
 pair of kills of some, then random ones; ``--random N`` random ones only, from ``--first`` on. The first case that
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def enumerated() -> Iterator[Case]:
-    """Yields every single kill of every shape, and every pair of kills of some."""
+    """Yields every single kill of every shape, and every pair of kills of some shapes."""
     for case in grid_cases():
         yield from single_kills(case)
     for case in PAIRED:
@@ -51,7 +51,7 @@ def enumerated() -> Iterator[Case]:
 
 
 def soak(cases: Iterator[Case]) -> int:
-    """Tries cases, and says every few seconds how far it is; returns 1 at the first that fails."""
+    """Tries cases and prints progress; returns 1 at the first failure, else 0."""
     begun = told = monotonic()
     tried = struck = recoveries = 0
     for case in cases:

@@ -1,6 +1,6 @@
-"""What a simulated worker does for each action of its program: one function each, True when it is done.
+"""Runs the actions of a simulated worker: one function for each op, which returns whether the action is done.
 
-Rules: whoever lacks what an action needs, and cannot be waiting for it, has been given a wrong program.
+Rules: a worker that lacks an input which no transfer will bring has a wrong program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Action = tuple[Any, ...]
 
 
 def perform(worker: Process, action: Action) -> bool:
-    """Returns whether the action is done; if not, the worker waits for a transfer."""
+    """Runs an action; returns whether it is done. If not, the worker waits for a transfer."""
     return _DO[action[0]](worker, action)
 
 
@@ -43,7 +43,7 @@ def _replica(worker: Process, slot: tuple[int, int]) -> Replica:
 
 
 def _use(worker: Process, key: int) -> int:
-    """Returns a value that an action reads; what others have made is dropped with its use."""
+    """Returns a value that an action reads; a received value is dropped with its use."""
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(key)}")
     kept = worker.retains and key in worker.made
@@ -95,7 +95,7 @@ def _backward(worker: Process, action: Action) -> bool:
 
 
 def _weights(worker: Process, action: Action) -> bool:
-    """The part of a backward for the weights: it adds what the whole one would."""
+    """The part of a backward for the weights: it adds the same gradient as the whole backward."""
     _, slot, microbatch, _, _, pending = action
     if pending not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(pending)}")
@@ -137,7 +137,7 @@ def _give(worker: Process, action: Action) -> bool:
 
 
 def healing(replica: Replica) -> tuple[Any, ...]:
-    """Returns what a heal sends."""
+    """Returns the payload of a heal."""
     return replica.version, replica.state()
 
 
@@ -153,7 +153,7 @@ def _heal(worker: Process, action: Action) -> bool:
 
 
 def _reduce(worker: Process, action: Action) -> bool:
-    """Everybody sends everybody else its share, and adds up in the order of pipelines."""
+    """Each owner sends its part to all others, and adds all parts in the order of pipelines."""
     _, stage, mine, owners, sends = action
     if worker.parted != worker.cursor:
         worker.parted = worker.cursor
@@ -176,7 +176,7 @@ def _reduce(worker: Process, action: Action) -> bool:
 
 
 def reduction(parts: list[Any], owners: tuple[int, ...]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Returns the sum in the order of pipelines, whoever owns them, with everybody's buffers and losses."""
+    """Returns the sum in the order of pipelines, and the buffers and the losses of all of them."""
     sums, buffers, losses = zip(*parts, strict=True)
     return provenance.summed(sums), buffers, losses
 
@@ -247,7 +247,7 @@ def _take_stream(worker: Process, action: Action) -> bool:
 
 
 def take_arrived(worker: Process) -> None:
-    """Takes what has been streamed and has arrived whole when the fence comes, of each slot up to the first gap."""
+    """Takes the streams that have arrived completely at the fence, for each slot up to the first gap."""
     missing = set()
     for action in worker.actions[worker.cursor :]:
         if action[0] == TAKE_STREAM and action[1] not in missing:

@@ -1,7 +1,7 @@
-"""The simulated agent, which is also the coordinator: it runs the shipped protocol, and tells the workers its orders.
+"""The simulated agent and coordinator: it runs the shipped protocol, and sends its orders to the workers.
 
-Rules: it hears events one by one; what the protocol orders becomes a message to each worker, in order. It holds the
-ballot of the open step. It knows nothing of what was done to whom.
+Rules: it takes events one by one; each order of the protocol becomes a message to each worker, in order. It holds the
+ballot of the open step. It does not know the faults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def shadows_in(ownership: Ownership) -> tuple[tuple[int, ...], ...]:
-    """Returns the shadows of each slot, also where nobody has any."""
+    """Returns the shadows of each slot; a slot may have none."""
     return ownership.shadows or ((),) * len(ownership.owners)
 
 
@@ -67,7 +67,7 @@ class Agent:
         self.prepared_epoch: PreparedEpoch | None = None  # before the last commit
 
     def hear(self, event: events.Event) -> None:
-        """Takes an event, and carries out what the protocol orders."""
+        """Takes an event, and executes the orders of the protocol."""
         before = self.state
         self.state, found = step(before, event)
         if self.state is not before:
@@ -99,12 +99,12 @@ class Agent:
     # Orders
 
     def publish(self, effect: effects.PublishEpoch) -> None:
-        """Everybody learns of the epoch, whoever is out too."""
+        """Sends the epoch to all workers, also to the excluded."""
         for worker in self.world.workers:
             self.world.tell(worker, "epoch", effect.epoch, effect.members)
 
     def plan(self, effect: effects.PublishPlanInput) -> None:
-        """Tells every member what the plan is made from."""
+        """Sends the inputs of the plan to every member."""
         clip = self.last.clip_factor if self.last else 1.0
         self.leaving = effect.leaving
         self.ownership = Ownership(self.ownership.grid, effect.owners, effect.shadows)
@@ -116,7 +116,7 @@ class Agent:
             self.world.tell(self.world.workers[number], "plan", document)
 
     def compare(self, effect: effects.PublishPlanInput, document: Document) -> None:
-        """An epoch that a commit has made was foreseen before it: the same plan would have been made."""
+        """Checks that an epoch made at a commit was prepared before it, with the same plan."""
         if self.state.phase is not Phase.RECONFIGURING:
             return
         assert self.prepared_epoch is not None
@@ -128,7 +128,7 @@ class Agent:
         self.world.turns.add("epoch is foreseen")
 
     def start(self, effect: effects.StartTraining) -> None:
-        """A new ballot, and everybody runs the plan; while the job drains there is nothing to run."""
+        """Opens a new ballot and lets all members run the plan; while the job drains there is no plan to run."""
         if self.state.phase is not Phase.RUNNING:
             return
         if self.ballot.epoch != effect.epoch:
@@ -137,7 +137,7 @@ class Agent:
             self.world.tell(self.world.workers[number], "go", effect.epoch)
 
     def commit(self, effect: effects.AnnounceCommit) -> None:
-        """Everybody learns of the commit; the ballot of the next step is opened under the healed ownership."""
+        """Sends the commit to all members; opens the ballot of the next step under the healed ownership."""
         assert self.last is not None and self.last.step == effect.step
         if effect.then == "step" and self.ballot.step == effect.step:
             case, ownership = self.case, self.ballot.ownership
@@ -152,20 +152,20 @@ class Agent:
             self.world.tell(worker, "commit", effect.epoch, effect.step, self.last.clip_factor, effect.then)
 
     def look(self, effect: effects.Look) -> None:
-        """Exits are seen as they happen; the clock ends the look."""
+        """Ends a look by the clock; exits are seen as they happen."""
         self.world.tick_after(self.state.options.look_ns + 1)
 
     def evict(self, effect: effects.Evict) -> None:
-        """Whoever is out is killed, which may take a while."""
+        """Kills an excluded worker, which may take a while."""
         self.world.evict(self.world.workers[effect.worker])
 
     def end(self, effect: effects.Effect) -> None:
-        """Everybody may leave."""
+        """Lets all workers leave."""
         for worker in self.world.workers:
             self.world.tell(worker, "end")
 
     def nothing(self, effect: effects.Effect) -> None:
-        """It goes without saying: an epoch is an order to say what one holds."""
+        """Does nothing: an epoch itself asks the workers for their inventories."""
 
 
 _OBEY = {

@@ -1,7 +1,7 @@
 """Cases of the simulation: a small job, and the faults that strike it; as JSON, so that every case can be replayed.
 
-Rules: a case says all; the same case gives the same history. A fault strikes a worker at a moment of its own: the
-`at`-th time that it comes to `point`. `moment` counts everything that a worker does: before and after each action,
+Rules: the same case gives the same history. A fault strikes a worker at one of the worker's own moments: the `at`-th
+time that it reaches `point`. `moment` counts all points of a worker: before and after each action,
 and each phase of a recovery.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.core.ownership import Redundancy
 
-# What a worker comes to. Of the last line each stands before the action that is named; `replayed` before any of a plan.
+# Points of a worker. Each in the last line is before the named action; `replayed` is before any action of a plan.
 POINTS = (
     *("moment", "fence", "inventory", "inventoried", "plan", "planned", "go", "replayed"),
     *("commit", "stepped", "decided"),
@@ -24,7 +24,7 @@ KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to `worker` when it comes to `point` for the `at`-th time, counted from 1.
+    """A fault of `worker` at the `at`-th time that it reaches `point`, counted from 1.
 
     `length` is in microseconds: how long a zombie goes on, how long a pause or a broken link lasts.
     """
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One job and its faults. `spread` 0 gives all that takes time its usual time, more draws it from the seed."""
+    """One job and its faults. With `spread` 0 all delays are usual; above 0 they are drawn from the seed."""
 
     stages: int = 4
     microbatches: int = 4
@@ -55,13 +55,13 @@ class Case:
     faults: tuple[Fault, ...] = ()
 
     def text(self) -> str:
-        """Returns the case as one line of JSON; what is as usual is left out."""
+        """Returns the case as one line of JSON, without default values."""
         usual = asdict(Case())
         return json.dumps({name: value for name, value in asdict(self).items() if value != usual[name]})
 
 
 def from_text(text: str) -> Case:
-    """Returns the case that `text` holds."""
+    """Returns the case in a text."""
     fields: dict[str, Any] = json.loads(text)
     fields["faults"] = tuple(Fault(**each) for each in fields.get("faults", ()))
     fields["ties"] = tuple(tuple(group) for group in fields.get("ties", ()))

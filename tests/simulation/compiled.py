@@ -1,7 +1,7 @@
 """Programs in the form in which the simulated workers run them: small tuples of numbers, with peers filled in.
 
-Who sends what to whom is read off the program here once for all workers, by what actions do and not by the engine's
-rule; `tests/simulation/test_simulation.py` compares it with the engine's routes, so that the two can disagree.
+The routes of values are found here once for all workers, from the effects of actions and not by the engine's rule.
+`tests/simulation/test_simulation.py` compares them with the engine's routes, so an error in one of them shows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = {
     Kind.PENDING: PENDING,
 }
 NOTHING = -1
-# What a worker does for an action; compute first, because that takes time.
+# Codes of actions; computations first, because they take time.
 FORWARD, REDO, BACKWARD, INPUT, WEIGHTS, SEND, RECEIVE, GIVE, HEAL, REDUCE = range(10)
 MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM = range(10, 15)
 COMPUTE = WEIGHTS
@@ -106,7 +106,7 @@ def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
 
 
 def carried_key(action: Action) -> int:
-    """Returns the number of what a transfer carries."""
+    """Returns the number of the value in a transfer."""
     stage, op, microbatch, pipeline = action
     if op is Op.SEND_F or op is Op.RECV_F:
         return key_of(ACTIVATION, pipeline, stage - (op is Op.RECV_F), microbatch)
@@ -114,7 +114,7 @@ def carried_key(action: Action) -> int:
 
 
 def routed(program: Program, ownership: Ownership) -> _Routes:
-    """Returns who sends and who takes each value."""
+    """Returns the sender and the receivers of each value."""
     routes = _Routes()
     for worker, actions in program.items():
         for action in actions:
@@ -143,7 +143,7 @@ _FROM_OWNER = {Op.HEAL: STATE, Op.LOG: LOGGED, Op.STREAM: STREAMED}
 
 
 def _key_from_owner(action: Action) -> int:
-    """Returns the number of what an owner sends to its shadows."""
+    """Returns the number of the value that an owner sends to its shadows."""
     return key_of(_FROM_OWNER[action.op], action.pipeline, action.stage, max(0, action.microbatch))
 
 
@@ -202,9 +202,9 @@ def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Rout
 
 
 def _uses(slot: Slot, worker: int, ownership: Ownership, routes: _Routes) -> tuple[tuple[int, int, int], ...]:
-    """Returns (stage, key, sender) of every use of what a stage shares; nothing where it shares nothing.
+    """Returns (stage, key, sender) of every use of a stage's shared parameters; empty if it shares none.
 
-    The sender of what is at hand is nobody. A log that is only sent again takes nothing, so here nobody need send.
+    A local value has no sender. A log that is only sent again reads no values, so there may be no sender either.
     """
     pipeline, stage = slot
     others = ownership.grid.tied_to(stage)

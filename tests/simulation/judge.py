@@ -1,8 +1,11 @@
-"""The judge: what may never happen, known from what the world did and from the run without faults.
+"""The judge: checks the promises of the engine against the faults of the world and the run without faults.
 
-Rules: every replica of every slot has the state of the fault-free run after every step that it takes; the loss of each
-step is known once; state is lost exactly when no member has a whole replica of a stage, whoever sent it and however it
-came; nobody healthy is declared dead; a job of which every step is committed has finished, whoever is lost then.
+Rules:
+- After every step each replica of each slot has the state of the fault-free run.
+- The loss of each step is known once.
+- State is lost exactly when no member has a complete replica of a stage, from any source.
+- No healthy worker is excluded.
+- A job with every step committed has finished, whichever workers are lost then.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from tests.simulation.replica import Replica
     from tests.simulation.world import World
 
-_SILENCE_US = 4_000_000  # whoever stands still for less is not declared dead
+_SILENCE_US = 4_000_000  # a shorter stop must not exclude a worker
 _OF_THE_CLOCK = frozenset({"zombie", "pause", "link", "suspect"})
 
 
@@ -44,7 +47,7 @@ class Judge:
         self.made: dict[int, tuple[int, set[int]]] = {}
 
     def guilty(self, worker: Process, fault: Fault) -> None:
-        """Something was done to a worker, for which it may be out."""
+        """Notes a fault of a worker, for which it may be excluded."""
         if fault.kind == "stop":
             self.stopped = True
         elif fault.kind == "notice":
@@ -55,7 +58,7 @@ class Judge:
             self.clock_may_rule = True
 
     def stepped(self, worker: Process, replica: Replica) -> None:
-        """A replica has taken the step that is open at its worker."""
+        """Checks a replica after it has taken the open step of its worker."""
         if replica.version != worker.step + 1:
             raise Violation(f"worker {worker.number}: {replica.slot} has version {replica.version} after {worker.step}")
         if replica.version > len(self.outcomes):
@@ -63,7 +66,7 @@ class Judge:
         self._compare(worker, replica)
 
     def _compare(self, worker: Process, replica: Replica) -> None:
-        """Raises Violation where a replica is not what it is in the run without faults."""
+        """Raises Violation if a replica differs from the run without faults."""
         expected = self.reference.states[replica.version][replica.slot[1]]
         if replica.state() != expected:
             names = ("weights", "optimizer state", "buffers")
@@ -72,14 +75,14 @@ class Judge:
             raise Violation(f"worker {worker.number}: {what} at the beginning of step {replica.version}")
 
     def computed(self, worker: Process, action: tuple[Any, ...]) -> None:
-        """A worker has run a forward or a backward, and so has made what others may need."""
+        """Notes a forward or backward of a worker, whose values others may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
             self.made[worker.number] = (worker.step, set())
         if action[4] != NOTHING:
             self.made[worker.number][1].add(action[4])
 
     def inventoried(self, worker: Process, text: str) -> None:
-        """A worker has said what it holds: whole replicas, and at least all that it has made in this step."""
+        """Checks an inventory: complete replicas, and at least all values that the worker has made in this step."""
         for slot in read(text).whole:
             self._compare(worker, worker.replicas[slot])
         step, made = self.made.get(worker.number, (-1, set()))
@@ -90,7 +93,7 @@ class Judge:
                 raise Violation(f"worker {worker.number} no longer holds {gone}, which it has made in step {step}")
 
     def committed(self, outcome: Outcome, ownership: Ownership) -> None:
-        """A ballot is full."""
+        """Checks the outcome of a full ballot."""
         number = outcome.step
         if number != len(self.outcomes):
             raise Violation(f"step {number} is committed after {len(self.outcomes)} steps")
@@ -100,7 +103,7 @@ class Judge:
         self.holders = self._holders(ownership)
 
     def _holders(self, ownership: Ownership) -> list[set[int]]:
-        """Returns by stage who holds a replica of it as of the last commit, and may not let go of it."""
+        """Returns for each stage the workers that hold a replica of the last commit, and must keep it."""
         pipelines = range(ownership.grid.pipelines)
         return [
             {worker for pipeline in pipelines for worker in ownership.replicas(pipeline, stage)}
@@ -108,7 +111,7 @@ class Judge:
         ]
 
     def state_changed(self, old: State, new: State, event: Event) -> None:
-        """The protocol has decided something."""
+        """Checks a decision of the protocol."""
         if new.epoch != old.epoch:
             for out in new.verdict:
                 known = self.struck | (self.noticed if out.cause is Cause.LEFT else set())
@@ -131,9 +134,9 @@ class Judge:
             raise Violation(f"nobody holds {lost} any more, and the job goes on")
 
     def _is_held(self, stage: int, state: State) -> bool:
-        """Says whether a member has a whole replica of a stage: as of the last commit, or with the log to get there.
+        """Whether a member has a complete replica of a stage: of the last commit, or with the log that leads to it.
 
-        Whoever had one at the commit must have it still.
+        A worker with a replica at the commit must still have it.
         """
         committed = len(self.outcomes)
         return not self.holders[stage].isdisjoint(state.members) or any(
@@ -144,7 +147,7 @@ class Judge:
         )
 
     def end(self) -> None:
-        """The history is over: the job has finished with every step, or was lost."""
+        """Checks the end of the history: the job has finished with every step, or was lost."""
         state = self.world.agent.state
         if state.phase is Phase.FINISHED:
             steps = state.last_step + 1

@@ -1,7 +1,7 @@
-"""The oracle of plans: what the least work is that brings every gradient back, found without the planner.
+"""The oracle of plans: finds the least work that restores every gradient, without the planner.
 
-What a survivor holds is not made again; what nobody holds is. It knows neither order nor transfers, only which
-microbatches of which slots must be run, and so what a plan may compute: nothing more, and nothing less.
+Values that a survivor holds are not computed again; all others are. The oracle ignores order and transfers. It gives
+the forwards and backwards that a plan must compute; a plan with more or fewer is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Task = tuple[Op, int, int, int]  # op, pipeline, stage, microbatch
 
 
 def check_plan(given: PlanInput, plan: Plan) -> None:
-    """Raises Violation if a plan is of another step, loses values, computes more or less than it must, or is wrong."""
+    """Raises Violation if a plan has the wrong step, loses values, computes too much or too little, or is invalid."""
     if plan.step != given.committed + 1:
         raise Violation(f"a plan of step {plan.step} after step {given.committed}")
     if plan.lost_stages != lost_stages(given):
@@ -42,7 +42,7 @@ def check_plan(given: PlanInput, plan: Plan) -> None:
 
 
 def lost_stages(given: PlanInput) -> tuple[int, ...]:
-    """Returns the stages of which the owner of some slot has no replica."""
+    """Returns the stages with a slot whose owner has no replica."""
     ownership = given.ownership
     held = {each.worker: {stage for _, stage in each.whole} for each in given.inventories}
     return tuple(
@@ -56,7 +56,7 @@ def least_tasks(given: PlanInput) -> list[Task]:
 
 
 class _Need:
-    """Walks backwards from the gradients that are missing."""
+    """Walks backwards from the missing gradients."""
 
     def __init__(self, given: PlanInput):
         self.ownership = given.ownership
@@ -94,18 +94,18 @@ class _Need:
         return sorted(self.found)
 
     def _is_pending(self, slot: Slot, microbatch: int) -> bool:
-        """Says whether a backward for the input has been run, and that for the weights has not."""
+        """Whether the backward for the input has run, and the backward for the weights has not."""
         held = self.held.get(self.ownership.owner(*slot))
         return held is not None and Value(Kind.PENDING, *slot, microbatch) in held.values
 
     def _counters(self, slot: Slot) -> tuple[int, int]:
-        """Returns how many forwards the owner's buffers have seen, and how many backwards need not be added again."""
+        """Returns the number of forwards in the owner's buffers, and of backwards that need not be added again."""
         held = self.held.get(self.ownership.owner(*slot))
         counted, added = (held.counted.get(slot, 0), held.added.get(slot, 0)) if held else (0, 0)
         return counted, self.grid.microbatches if slot in self.done else added
 
     def _forward(self, slot: Slot, microbatch: int) -> None:
-        """It reads the buffers that the one before it has left, so all that have not counted come before it."""
+        """Adds a forward; it reads the buffers of the forward before, so all uncounted forwards come before it."""
         pipeline, stage = slot
         counted, _ = self._counters(slot)
         task = (Op.REDO_F if microbatch < counted else Op.F, *slot, microbatch)

@@ -1,7 +1,7 @@
-"""What the simulated workers run: the programs and plans of the shipped code, made once for the same question.
+"""The programs and plans of the shipped code for the simulated workers, made once for equal inputs.
 
-The answers are pure, so a million schedules share them. A plan is checked by the oracle and verified when it is made,
-and every now and then made again from inventories written in another order, which may change nothing.
+They are pure functions, so a million schedules share the results. The oracle checks each new plan, and the engine's
+verification too. Some plans are made again from inventories in another order, which must not change them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.simulation.oracle import check_plan
 
 
 class Document(NamedTuple):
-    """What every member is told to make its plan from; `clip` and `loss` are of the last commit."""
+    """The inputs of a plan, for every member; `clip` and `loss` are of the last commit."""
 
     epoch: int
     committed: int
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A plan, in the form in which workers run it."""
+    """A plan in the form for the simulated workers."""
 
     plan: Plan
     shares: dict[int, Compiled]
@@ -48,7 +48,7 @@ def next_program(
     members: tuple[int, ...],
     leaving: tuple[int, ...],
 ) -> tuple[Ownership, dict[int, Compiled]]:
-    """Returns the ownership after a commit, healed, and everybody's share of its program."""
+    """Returns the healed ownership after a commit, and each worker's share of its program."""
     healed = with_shadows(ownership, redundancy, level, members, leaving)
     new = [
         (worker, slot)
@@ -63,18 +63,18 @@ def next_program(
 def shares_of(
     schedule: str, ownership: Ownership, redundancy: Redundancy, healing: frozenset[tuple[int, Slot]], log_every: int
 ) -> dict[int, Compiled]:
-    """Returns everybody's share of the program of a whole step."""
+    """Returns each worker's share of the program of a whole step."""
     return compiled(build_program(schedule, ownership, redundancy, healing, log_every), ownership)
 
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Inventory:
-    """Returns the inventory that a text holds."""
+    """Returns the inventory in a text."""
     return from_json(text)
 
 
 def given_by(document: Document) -> PlanInput:
-    """Returns what the planner is asked."""
+    """Returns the input of the planner."""
     inventories = tuple(read(text) for _, text in document.inventories)
     return PlanInput(document.epoch, document.committed, document.ownership, inventories)
 
@@ -95,7 +95,7 @@ def planned(document: Document) -> Planned:
 
 
 def forget() -> None:
-    """Makes every answer afresh; whoever changes the engine under test calls this."""
+    """Drops all kept results; call it after a change of the engine under test."""
     for each in (next_program, shares_of, planned, read):
         each.cache_clear()
 

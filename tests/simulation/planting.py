@@ -1,4 +1,4 @@
-"""How the tests of planted bugs look for them: small cases that need a rule, and what it means that one is caught."""
+"""Searches for planted bugs: small cases that need a certain rule, and the check that a bug is caught."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kills(case: Case, step: int = 1) -> Iterator[Case]:
 
 
 def redone() -> Iterator[Case]:
-    """Yields cases in which nobody dies and nothing is retained: what was sent must be made again without a trace."""
+    """Yields cases without deaths and retained values: sent values are computed again, and must not change a state."""
     case = Case(stages=3, microbatches=3, redundancy="none", steps=2)
     for worker in range(3):
         for at in range(2, 40, 3):
@@ -33,14 +33,14 @@ def redone() -> Iterator[Case]:
 
 
 def troubled(count: int, kinds: tuple[str, ...] = ()) -> Iterator[Case]:
-    """Yields random cases with slow messages, those with some kinds of faults only."""
+    """Yields random cases with slow messages; with `kinds`, only those kinds of faults."""
     found = (replace(random_case(number), spread=10) for number in range(100_000))
     wanted = (case for case in found if not kinds or any(fault.kind in kinds for fault in case.faults))
     return islice((case for case in wanted if case.stages > 1), count)
 
 
 def caught(cases: Iterable[Case], words: str) -> None:
-    """Asserts that some case fails, and that the first one does so for the reason that `words` match."""
+    """Asserts that a case fails, and that the first failure has a reason that `words` match."""
     problems = (history.problem for history in map(run, cases))
     first = next((problem for problem in problems if problem), None)
     assert first is not None, "nobody noticed"

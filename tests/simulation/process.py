@@ -1,7 +1,7 @@
-"""A simulated process: its main thread runs actions and waits, others hand it transfers and messages.
+"""A simulated process: its main thread runs actions and waits; other threads bring transfers and messages.
 
-Rules: an action is atomic to the fence; what comes from a lower epoch is dropped, and nothing comes from a higher one,
-because nobody is sent to work before all have come. Whoever is stopped does nothing until it goes on.
+Rules: a fence does not interrupt an action. Transfers of a lower epoch are dropped. Transfers of a higher epoch do not
+occur, because no worker trains before all members have joined. A stopped process does nothing until it resumes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FENCED, FROZEN, PLANNED, RUNNING, SUSPECTING, BOUNDARY, DONE = range(7)
 
 
 class Process:
-    """One process. `moments` counts all that it comes to; while it is `watched`, the world looks at each of them."""
+    """One process. `moments` counts its moments; while it is `watched`, the world checks each of them."""
 
     def __init__(self, world: World, number: int):
         self.world = world
@@ -33,7 +33,7 @@ class Process:
         self.alive = True
         self.paused = False
         self.watched = False
-        self.trap = 0  # the next of its moments at which something happens to it
+        self.trap = 0  # its next moment with a fault
         self.moments = 0
         self.epoch = 1
         self.mode = RUNNING
@@ -44,7 +44,7 @@ class Process:
         self.reduced: dict[int, Any] = {}
         self.queue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.inbox: dict[int, tuple[int, int, Any]] = {}
-        self.ahead: dict[int, tuple[int, int, Any]] = {}  # of the step after
+        self.ahead: dict[int, tuple[int, int, Any]] = {}  # transfers of the next step
         self.broken: set[int] = set()
         self.overdue: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.busy = False
@@ -54,10 +54,10 @@ class Process:
         self.document: Document | None = None
         self.share: Compiled | None = None
 
-    # What it runs
+    # Actions
 
     def enter(self, ownership: Ownership, share: Compiled) -> None:
-        """Takes its share of a program."""
+        """Begins its share of a program."""
         self.ownership = ownership
         self.actions, self.steps = share
         self.cursor, self.begun, self.parted = 0, -1, -1
@@ -66,7 +66,7 @@ class Process:
             del self.replicas[slot]
 
     def come_to(self, point: str) -> bool:
-        """Counts a moment; returns whether the worker is there still after it."""
+        """Counts a moment; returns whether the worker still lives after it."""
         self.moments += 1
         if self.watched or self.moments == self.trap:
             self.world.strike(self, point)
@@ -74,7 +74,7 @@ class Process:
         return True
 
     def wake(self) -> None:
-        """Does what there is to do, until it must wait or an action takes its time."""
+        """Runs until it must wait, or an action takes time."""
         while self.alive and not self.busy and not self.paused:
             if self.queue:
                 self.attend()
@@ -98,7 +98,7 @@ class Process:
             self.come_to("")
 
     def finish(self, action: tuple[Any, ...]) -> None:
-        """An action that takes its time has come to its end."""
+        """Ends an action that takes time."""
         if self.puts_off(self.finish, action):
             return
         self.busy = False
@@ -110,13 +110,13 @@ class Process:
             self.wake()
 
     def puts_off(self, what: Callable[..., None], *words: Any) -> bool:
-        """Returns whether it is dead, or stopped, and does this when it wakes."""
+        """Returns whether it is dead or stopped; a stopped process makes the call when it wakes."""
         if self.alive and self.paused:
             self.overdue.append((what, words))
         return not self.alive or self.paused
 
     def resume(self) -> None:
-        """It is no longer stopped, and does all that has come up meanwhile."""
+        """Ends a stop, and makes all calls that came meanwhile."""
         if not self.alive:
             return
         self.paused = False
@@ -125,10 +125,10 @@ class Process:
             what(*words)
         self.wake()
 
-    # What it receives
+    # Transfers
 
     def receive(self, epoch: int, step: int, source: int, key: int, payload: Any) -> None:
-        """A transfer has arrived."""
+        """Takes a transfer that has arrived."""
         if self.puts_off(self.receive, epoch, step, source, key, payload):
             return
         if epoch > self.epoch:
@@ -141,11 +141,11 @@ class Process:
             self.world.turns.add("transfer of an old epoch is dropped")
 
     def accepts(self, epoch: int) -> bool:
-        """Nothing of a lower epoch is accepted."""
+        """Whether transfers of an epoch are accepted; of a lower one they are not."""
         return epoch == self.epoch
 
     def take(self, key: int, source: int) -> Any:
-        """Returns what has come, or None: then it waits, or the link is broken."""
+        """Returns a transferred value; None if it must wait, or the link is broken."""
         found = self.inbox.pop(key, None)
         if found is None:
             if source in self.broken:
@@ -159,7 +159,7 @@ class Process:
         return payload
 
     def lose_link(self, epoch: int, peer: int) -> None:
-        """The connection to a peer has broken."""
+        """Handles a broken connection to a peer."""
         if self.puts_off(self.lose_link, epoch, peer):
             return
         if epoch == self.epoch:
@@ -167,16 +167,16 @@ class Process:
             self.wake()
 
     def suspect(self, peer: int | None) -> None:
-        """A transfer failed: it waits for a verdict, and accepts nothing in this epoch."""
+        """Reports a failed transfer, waits for a verdict, and accepts nothing more in this epoch."""
         if self.mode == RUNNING:
             self.mode = SUSPECTING
             self.world.turns.add("transfer fails")
             self.world.say("suspicion", self.epoch, self.number, peer)
 
-    # What it is told
+    # Messages of the control plane
 
     def told(self, what: str, *words: Any) -> None:
-        """A message of the control plane is there; the main thread takes it when it is free."""
+        """Queues a message of the control plane; the main thread takes it when it is free."""
         self.queue.append((getattr(self, f"on_{what}"), words))
         if not self.busy and not self.paused and self.alive:
             lag = self.world.lag()
@@ -186,7 +186,7 @@ class Process:
                 self.wake()
 
     def attend(self) -> None:
-        """Takes the next message; an epoch goes before all others."""
+        """Takes the next message; an epoch has priority."""
         place = next((at for at, (what, _) in enumerate(self.queue) if what.__name__ == "on_epoch"), 0)
         what, words = self.queue.pop(place)
         what(*words)

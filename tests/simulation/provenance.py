@@ -3,7 +3,7 @@
 Equal hashes mean the same operations on the same values in the same order, which is stronger than equal bits. Python's
 hash of a tuple of numbers is the same in every process.
 
-`fault_free` computes, with plain loops and nothing of the engine, what every state of a run without faults is.
+`fault_free` computes every state of a run without faults, with plain loops and without the engine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ State = tuple[int, int, tuple[int, ...]]  # weights, optimizer state, buffers of
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run without faults comes to: the state of each stage at the beginning of each step, the loss of each."""
+    """A run without faults: the state of each stage at the beginning of each step, and the loss of each step."""
 
     states: tuple[tuple[State, ...], ...]
     losses: tuple[float, ...]
@@ -122,7 +122,7 @@ def fault_free(grid: Grid, steps: int) -> Reference:
 
 
 def _final(grid: Grid, stage: int, reduced: list[int]) -> int:
-    """Returns the gradient of a stage: of all uses of what it shares, in the order of the stages."""
+    """Returns the gradient of a stage: the sum over all uses of its shared parameters, in the order of stages."""
     uses = sorted({stage, *(other for group in grid.ties if stage in group for other in group)})
     return reduced[stage] if uses == [stage] else summed(tuple(reduced[use] for use in uses))
 

@@ -1,4 +1,4 @@
-"""A simulated replica of a slot, and what a worker says it holds."""
+"""A simulated replica of a slot, and the inventory of a worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 _KINDS = {number: kind for kind, number in KINDS.items()}
 
 
-Stream = tuple[int, int, tuple[tuple[int, int], ...]]  # how many are added, their sum, buffers and losses before each
+Stream = tuple[
+    int, int, tuple[tuple[int, int], ...]
+]  # number of added gradients, their sum, buffers and losses before each
 
 
 class Replica:
-    """Weights, optimizer state and every pipeline's buffers as of the boundary, and how far it is in the open step."""
+    """Weights, optimizer state and every pipeline's buffers as of the boundary, and the progress in the open step."""
 
     __slots__ = (
         *("slot", "version", "weights", "optimizer", "buffers"),
@@ -47,11 +49,11 @@ class Replica:
         self.befores: list[tuple[int, int]] = []  # buffers and losses before each forward
 
     def state(self) -> tuple[int, int, tuple[int, ...]]:
-        """Returns all that a heal carries."""
+        """Returns the state that a heal carries."""
         return self.weights, self.optimizer, self.buffers
 
     def take_step(self, clip: float) -> None:
-        """Applies the optimizer step to what is logged."""
+        """Applies the optimizer step to the logged gradient."""
         if self.logged is None:
             raise Violation(f"a step of slot {self.slot} without its log")
         final, self.buffers, _ = self.logged
@@ -60,13 +62,13 @@ class Replica:
         self.begin()
 
     def buffers_before(self, microbatch: int) -> int:
-        """Returns the buffers that a forward reads: those of the forwards before it, whatever has counted since."""
+        """Returns the buffers that a forward reads, also after later forwards have counted."""
         if microbatch > self.counted:
             raise Violation(f"forward {microbatch} of slot {self.slot} where {self.counted} have been counted")
         return self.running if microbatch == self.counted else self.befores[microbatch][0]
 
     def count_forward(self, microbatch: int, given: int) -> None:
-        """Counts a forward in the buffers, where the counter fits."""
+        """Counts a forward in the buffers; raises Violation if it is not the next."""
         if microbatch != self.counted:
             raise Violation(f"forward {microbatch} of slot {self.slot} after {self.counted} have been counted")
         self.counted += 1
@@ -75,7 +77,7 @@ class Replica:
         self.running = provenance.counted(self.running, given)
 
     def add_backward(self, microbatch: int, kept: int, given: int) -> None:
-        """Adds a gradient to the accumulator, where the counter fits."""
+        """Adds a gradient to the accumulator; raises Violation if it is not the next."""
         if microbatch != self.added:
             raise Violation(f"backward {microbatch} of slot {self.slot} after {self.added} have been added")
         self.added += 1
@@ -83,14 +85,14 @@ class Replica:
         self.sums = provenance.added(self.sums, kept, given)
 
     def stream(self, microbatch: int) -> Stream:
-        """Returns what it has added up after the backward of a microbatch, and all that was before the next forward."""
+        """Returns the accumulator after the backward of a microbatch, and the state before the next forward."""
         if self.added != microbatch + 1:
             raise Violation(f"slot {self.slot} streams {microbatch}, and {self.added} have been added")
         befores = (*self.befores, (self.running, self.losses))
         return self.added, self.sums, befores[: self.added + 1]
 
     def take_stream(self, stream: Stream) -> None:
-        """Brings it to where its owner was, but never back."""
+        """Advances the replica to the state of its owner; never moves it back."""
         added, sums, befores = stream
         if added <= self.added:
             raise Violation(f"slot {self.slot} has added {self.added} and takes a stream of {added}")
@@ -107,7 +109,7 @@ class Replica:
 
 
 def adopted(worker: Worker, slots: tuple[Slot, ...], ownership: Ownership) -> None:
-    """Builds the replicas that a worker is to own from those of the same stage of other pipelines."""
+    """Builds the replicas that a worker adopts from replicas of the same stage in other pipelines."""
     for slot in slots:
         if ownership.owner(*slot) == worker.number and slot not in worker.replicas:
             pipelines = [pipeline for pipeline, stage in sorted(worker.replicas) if stage == slot[1]]
@@ -119,7 +121,7 @@ def adopted(worker: Worker, slots: tuple[Slot, ...], ownership: Ownership) -> No
 
 
 def inventory_of(worker: Worker) -> str:
-    """Returns what a worker holds, as the text that it sends."""
+    """Returns the inventory of a worker as the text that it sends."""
     replicas = sorted(worker.replicas.items())
     return _text(
         worker.number,
@@ -152,7 +154,7 @@ def _value(key: int) -> Value:
 
 
 def first_replica(slot: Slot, pipelines: int) -> Replica:
-    """Returns a replica as a job begins."""
+    """Returns a replica at the beginning of a job."""
     stage = slot[1]
     buffers = tuple(provenance.first_buffers(each, stage) for each in range(pipelines))
     return Replica(slot, 0, provenance.first_weights(stage), provenance.first_optimizer(stage), buffers)

@@ -13,7 +13,7 @@ from tests.simulation.world import World
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What came of a case; `problem` is empty if every promise was kept. `moments` are counted by worker."""
+    """The history of a case; `problem` is empty if every promise was kept. `moments` has a count for each worker."""
 
     case: Case
     problem: str

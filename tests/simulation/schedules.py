@@ -1,7 +1,7 @@
-"""Which cases are tried: every single moment, pairs of moments, and random ones that prefer where it hurts.
+"""The cases to try: every single moment, pairs of moments, and random cases at the most fragile moments.
 
-Rules: an enumeration first asks the run without faults how many moments each worker has. Random cases are a function of
-their number; uniform kills miss holes that are one in ten thousand, so most faults fall on fence, inventory, replay,
+Rules: an enumeration first counts the moments of each worker in the run without faults. Random cases are a function of
+their number. Uniform kills miss errors at one moment in ten thousand, so most faults fall on fence, inventory, replay,
 heal and the time between a commit and its receipt.
 """
 
@@ -33,11 +33,11 @@ PAIRED = (
     Case(3, 4, log_every=1),
     Case(3, 5, redundancy="eager", level=2, log_every=2),
 )
-_TIMING = (0, 3)  # seeds without a spread: exit seen late and all in flight arrives; seen early and all is lost
+_TIMING = (0, 3)  # seeds without spread: the exit is seen late and transfers arrive; it is seen early and they are lost
 
 
 def single_kills(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
-    """Yields a case for every `stride`-th moment of every worker in the middle step, and for both ways to time it."""
+    """Yields a case for every `stride`-th moment of every worker in the middle step, with both timings."""
     for worker, moments in enumerate(run(case).moments):
         start, end = moments // case.steps, moments // case.steps * 2
         for moment in range(start + 1 + first % stride, end + 1, stride):
@@ -46,7 +46,7 @@ def single_kills(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
 
 
 def grid_cases() -> Iterator[Case]:
-    """Yields the fault-free case of every shape that is enumerated, the small ones first."""
+    """Yields the fault-free case of every enumerated shape, small ones first."""
     shapes = sorted(product((1, 2), (2, 3, 4, 6), (2, 4, 8)), key=lambda shape: shape[0] * shape[1] * shape[2])
     for (pipelines, stages, microbatches), redundancy, schedule in product(shapes, _REDUNDANCIES, ("1f1b", "gpipe")):
         if pipelines > 1 or redundancy != "reroute":
@@ -111,7 +111,7 @@ def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:
     count = len(workers) - 1 if until_the_last else min(len(workers), rng.choice((1, 2, 2, 3)))
     faults = [_kill(case, rng, worker, nth) for nth, worker in enumerate(workers[:count])]
     if case.redundancy == "none" and case.pipelines == 1 and rng.random() < 0.8:
-        # A death would end it; where nobody has died, what was sent and is not retained must be made again.
+        # A death would end the job; without one, sent values that are not retained must be computed again.
         faults = [replace(fault, kind="suspect") for fault in faults]
     if rng.random() < 0.25:
         faults[-1:] = [_other(case, rng, rng.choice(workers))]
@@ -122,7 +122,7 @@ def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:
 
 def _kill(case: Case, rng: Random, worker: int, nth: int) -> Fault:
     drawn = rng.random()
-    if nth and drawn < 0.55:  # in the recovery from one before
+    if nth and drawn < 0.55:  # in the recovery from an earlier fault
         point = rng.choice(_AFTER_A_VERDICT)
         return Fault(worker, point, rng.randint(1, 8) if point == "replayed" else rng.choice((1, 1, 1, 2, 3)))
     if drawn < 0.75:

@@ -1,4 +1,4 @@
-"""Shrinking: from a case that fails to a smaller one that fails too."""
+"""Shrinks a failing case to a smaller failing case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIMPLEST: dict[str, Any] = {"log_every": 0, "ties": (), "schedule": "gpipe", "r
 
 
 def shrunk(case: Case) -> Case:
-    """Returns the smallest case that is found to fail; `case` fails."""
+    """Returns the smallest failing case that it finds; `case` fails."""
     runs = 0
     smaller = True
     while smaller and runs < _MOST_RUNS:

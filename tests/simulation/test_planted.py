@@ -84,7 +84,7 @@ def test_redone_forward_reads_the_buffers_of_now(monkeypatch: pytest.MonkeyPatch
 
 
 def test_planner_redoes_forwards_that_an_heir_has_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heir of a stage that is logged has not run its forwards: it has the buffers of the boundary alone."""
+    """The heir of a logged stage has not run its forwards: it has only the buffers of the boundary."""
     left = lineage.tasks_left
 
     def tasks_left(ownership: Ownership, held: Any, done: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Planted bugs in the protocol and in what workers say: the simulation must notice each, for its reason."""
+"""Planted bugs in the protocol and in messages of workers: the simulation must notice each, for its reason."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_heir_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_healed_replica_counts_for_nothing_before_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The protocol knows the shadows of the last commit alone, and calls a stage lost of which there is a live copy."""
+    """The protocol knows only the shadows of the last commit, and calls a stage with a live copy lost."""
     monkeypatch.setattr(
         membership_rules,
         "all_inventoried",

@@ -24,8 +24,8 @@ def _fresh_answers() -> Iterator[None]:
 # A worker gives notice and hands over, so that it shadows what it owned. At the next boundary `with_shadows` put
 # another shadow in its place at once, and the leaver dropped its replica while the new shadow was still being healed.
 # When the owner died in that step, the protocol made the leaver, which had held the slot as of the last commit, its
-# heir; it had nothing to show, and the job halted with the state lost although it need not have been. Now whoever is
-# leaving keeps what it holds until it has left: a hand-over is made before it breaks.
+# heir. The leaver had no replica any more, so the job halted with the state lost, although a replica could have been
+# kept. Now a leaver keeps its replicas until it has left.
 LEAVER_DROPS_ITS_REPLICA = Case(
     stages=4,
     microbatches=1,

@@ -1,6 +1,6 @@
-"""Recovery, simulated with the shipped planner, protocol, programs and ballot: nothing may ever go wrong.
+"""Simulates recovery with the shipped planner, protocol, programs and ballot: no promise may be broken.
 
-Every test asserts that no promise was broken in any of its schedules; a schedule that fails is shrunk and named.
+Every test asserts that its schedules keep all promises; a failing schedule is shrunk and printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)  # some 10 s of the processor each, at mos
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = sorted({(case.pipelines, case.stages, case.microbatches) for case in grid_cases()})
-# Whole where that takes a few seconds; of the others every so many moments. The soak takes all of all.
+# All moments where that takes a few seconds, else every n-th. The soak takes all.
 WHOLE = [shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] <= 24 and shape != (1, 6, 4)] + [
     (2, 2, 2),
     (2, 3, 2),
@@ -48,7 +48,7 @@ CHUNK = 1000
 
 
 def all_well(cases: Iterable[Case]) -> list[History]:
-    """Returns what came of cases, none of which may fail."""
+    """Returns the histories of cases, none of which may fail."""
     histories = []
     for case in cases:
         history = run(case)
@@ -103,7 +103,7 @@ def test_every_single_kill_of_a_job_that_streams(redundancy: Redundancy, schedul
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_every_single_kill_where_a_worker_has_two_stages(schedule: str) -> None:
-    """It dies between two logs: its heir has what is logged of one stage, and makes that one's activations anew."""
+    """The worker dies between two logs: its heir has the log of one stage, and computes its activations again."""
     small = Case(4, 2, stages_per_worker=2, schedule=schedule)
     for case in (small, replace(small, redundancy="eager"), replace(small, log_every=1, microbatches=3)):
         assert {history.phase for history in all_well(single_kills(case))} == {Phase.FINISHED}
@@ -122,7 +122,7 @@ def test_pairs_of_kills(case: Case) -> None:
 
 @pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
 def test_random_faults(first: int) -> None:
-    """Nothing comes of them; they reach every point, are of every kind, and all that is rare comes about."""
+    """They break no promise, reach every point, are of every kind, and cause every rare event."""
     histories = all_well(random_case(number) for number in range(first, first + CHUNK))
     assert sum(bool(history.struck) for history in histories) > CHUNK * 0.8
     assert sum(history.epoch > 2 for history in histories) > CHUNK * 0.3

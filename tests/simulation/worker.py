@@ -1,7 +1,7 @@
-"""A simulated worker: it obeys as the runtime's does, with hashes instead of tensors.
+"""A simulated worker: it handles messages as the runtime's worker does, with hashes instead of tensors.
 
-Rules: an inventory freezes; a plan is of the worker's own epoch; all replicas of a worker step in one action to the
-fence. Each rule is a method of its own, so that a test can take it out and see that the simulation notices.
+Rules: after its inventory a worker changes nothing until the plan; a plan is of the worker's own epoch; a fence comes
+before or after the step of all replicas of a worker. Each rule has its own method, so a test can remove it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tests.simulation.replica import adopted, inventory_of
 
 
 class Worker(Process):
-    """One worker: what it does when it is told something."""
+    """One worker, with a method for each message."""
 
     def on_epoch(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Leaves the old epoch for good, freezes, and says what it holds."""
+        """Leaves the old epoch, freezes, and sends its inventory."""
         if epoch <= self.epoch:
             return
         if self.number not in members:
@@ -35,7 +35,7 @@ class Worker(Process):
         self.tell_inventory(epoch)
 
     def tell_inventory(self, epoch: int) -> None:
-        """Says what it holds."""
+        """Sends its inventory."""
         self.come_to("inventory")
         if self.alive:
             self.holds = self.inventory()
@@ -45,7 +45,7 @@ class Worker(Process):
             self.come_to("inventoried")
 
     def inventory(self) -> str:
-        """Returns what it holds, as text."""
+        """Returns its inventory as text."""
         return inventory_of(self)
 
     def on_plan(self, document: Document) -> None:
@@ -58,11 +58,11 @@ class Worker(Process):
             self.world.push(self.world.planning(), self.make_plan, document)
 
     def fits(self, epoch: int) -> bool:
-        """Returns whether words of the control plane are of this epoch."""
+        """Whether a message of the control plane is of this epoch."""
         return epoch == self.epoch
 
     def make_plan(self, document: Document) -> None:
-        """Catches up, adopts, and says what plan it has made."""
+        """Catches up, adopts, and makes and reports the plan."""
         if self.puts_off(self.make_plan, document):
             return
         self.busy = False
@@ -87,7 +87,7 @@ class Worker(Process):
         return planned(document)
 
     def catch_up(self, document: Document) -> None:
-        """Applies the committed step if this worker has not heard of the commit."""
+        """Applies the committed step if the commit has not reached this worker."""
         if document.committed == self.step:
             self.world.turns.add("worker catches up")
             self.take_step(document.clip)
@@ -104,7 +104,7 @@ class Worker(Process):
         self.come_to("go")
 
     def on_commit(self, epoch: int, step: int, clip: float, then: str) -> None:
-        """Steps, and goes on as it is told; frozen, or in another epoch, it accepts no commit."""
+        """Takes the step and goes on with `then`; a frozen worker, or one in another epoch, accepts no commit."""
         if not self.obeys_commit(epoch):
             self.world.turns.add("commit comes too late")
             return
@@ -129,7 +129,7 @@ class Worker(Process):
             self.mode = BOUNDARY
 
     def obeys_commit(self, epoch: int) -> bool:
-        """An inventory freezes, and so does a suspicion."""
+        """Whether it accepts commits: not after an inventory or a suspicion."""
         return self.fits(epoch) and self.mode in (RUNNING, PLANNED, DONE)
 
     def open_step(self) -> None:
@@ -141,7 +141,7 @@ class Worker(Process):
         self.enter(ownership, shares.get(self.number, Compiled((), ())))
 
     def take_step(self, clip: float) -> None:
-        """Applies the optimizer step to every replica, and drops what was of the step; one action to the fence."""
+        """Applies the optimizer step to every replica and drops the step's values; a fence cannot interrupt it."""
         for slot in self.steps_now():
             replica = self.replicas[slot]
             replica.take_step(clip)
@@ -157,5 +157,5 @@ class Worker(Process):
         return self.steps
 
     def on_end(self) -> None:
-        """Lets go."""
+        """Ends the process."""
         self.world.end(self, 0)

@@ -1,8 +1,8 @@
-"""The world of one history: virtual time, channels with delays, faults, and who is hit by them.
+"""The world of one history: virtual time, channels with delays, and faults.
 
-Rules: everything is drawn from the case's seed, so that a case is a history. The control plane keeps the order of what
-is said; the data plane does not. What a dying worker has sent may arrive or not. The clock ticks only where somebody
-waits for it: after a failed transfer, while a worker stands still, and when nothing else happens.
+Rules: all random choices come from the case's seed, so a case has one history. The control plane keeps the order of
+messages; the data plane does not. The last transfers of a dying worker may arrive or not. The clock ticks only when a
+process waits for it: after a failed transfer, while a worker is stopped, and when nothing else happens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.simulation.worker import Worker
 MS = 1_000_000
 _COSTS = (MS, MS, 2 * MS, 2 * MS, MS)
 _TICK = 500 * MS
-_LONGEST = 400_000 * MS  # of virtual time: past every deadline of the protocol, several times
+_LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
 _MOST_EVENTS = 400_000
 
 
@@ -43,7 +43,7 @@ class World:
         self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.serial = 0
         self.trace = 0
-        self.turns: set[str] = set()  # what is rare and has come about
+        self.turns: set[str] = set()  # the rare events that have happened
         self.next_tick = 0
         grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties)
         self.retains = case.redundancy != "none" or case.pipelines > 1
@@ -77,7 +77,7 @@ class World:
     # Time
 
     def run(self) -> None:
-        """Lives through the history; raises Violation where a promise is broken."""
+        """Runs the history; raises Violation if a promise is broken."""
         heap = self.heap
         for _ in range(_MOST_EVENTS):
             if not heap:
@@ -91,7 +91,7 @@ class World:
         raise Violation(f"stuck while {self.agent.state.phase} in epoch {self.agent.state.epoch}")
 
     def is_over(self) -> bool:
-        """Whether the job has come to an end."""
+        """Whether the job has ended."""
         return self.agent.state.phase in (Phase.FINISHED, Phase.HALTED)
 
     def _wait_for_clock(self) -> bool:
@@ -99,38 +99,38 @@ class World:
         return True
 
     def push(self, delay: int, what: Callable[..., None], *words: Any) -> None:
-        """Something happens after a while."""
+        """Schedules a call after a delay."""
         self.serial += 1
         heappush(self.heap, (self.now + delay, self.serial, what, words))
 
     def delay(self) -> int:
-        """Returns how long a message takes."""
+        """Returns the delay of a message."""
         if not self.spread:
             return MS // 10
         drawn = self.pick()
         return int(MS // 20 + drawn**4 * self.spread * MS)
 
     def cost(self, code: int) -> int:
-        """Returns how long an action takes."""
+        """Returns the time of an action."""
         return _COSTS[code] if not self.spread else int(_COSTS[code] * (0.5 + self.pick()))
 
     def planning(self) -> int:
-        """Returns how long making a plan takes."""
+        """Returns the time to make a plan."""
         return MS if not self.spread else int(self.pick() * 3 * MS)
 
     def lag(self) -> int:
-        """Returns how long a waiting worker takes to notice that it was told something."""
+        """Returns the time until a waiting worker notices a message."""
         return 0 if not self.spread or self.pick() < 0.5 else self.delay()
 
     def tick_after(self, delay: int) -> None:
-        """The clock ticks after a while, if it does not tick before."""
+        """Schedules a tick of the clock after a delay, unless an earlier one is scheduled."""
         at = self.now + delay
         if not self.now < self.next_tick <= at:
             self.next_tick = at
             self.push(delay, self._tick)
 
     def _tick(self) -> None:
-        """Hearts beat, and the coordinator looks at the clock; it goes on ticking while somebody stands still."""
+        """Sends heartbeats and a tick to the coordinator; schedules the next tick while a worker is stopped."""
         if self.is_over():
             return
         for worker in self.workers:
@@ -141,15 +141,15 @@ class World:
         if self.agent.state.look or any(worker.alive and worker.paused for worker in self.workers):
             self.tick_after(_TICK)
 
-    # What is said
+    # Messages
 
     def tell(self, worker: Process, what: str, *words: Any) -> None:
-        """The agent tells a worker something, after all that it has told it before."""
+        """Sends a message of the agent to a worker, after all earlier ones."""
         at = self.heard_at[worker.number] = max(self.heard_at[worker.number], self.now + self.delay())
         self.push(at - self.now, worker.told, what, *words)
 
     def say(self, what: str, *words: Any) -> None:
-        """A worker tells the agent something, after all that it has told it before."""
+        """Sends a message of a worker to the agent, after all earlier ones."""
         number = words[1]
         at = self.said_at[number] = max(self.said_at[number], self.now + self.delay())
         self.push(at - self.now, self._hear, what, words)
@@ -169,7 +169,7 @@ class World:
             self.tell_all(f"{self.now / MS:10.3f} ms  {_in_words(numbers)}")
 
     def send(self, worker: Process, target: int, key: int, payload: Any) -> None:
-        """A transfer is on its way."""
+        """Sends a transfer."""
         words = (worker, target, worker.epoch, worker.step, key, payload)
         self.push(self.delay(), self._arrive, *words)
 
@@ -185,7 +185,7 @@ class World:
     # Faults
 
     def strike(self, worker: Process, point: str) -> None:
-        """A worker has come to a moment; what is due there is done to it."""
+        """Applies the faults that are due at a moment of a worker."""
         number, faults = worker.number, self.faults[worker.number]
         for fault in [each for each in faults if each.point == "moment" and each.at == worker.moments]:
             faults.remove(fault)
@@ -198,19 +198,19 @@ class World:
         self._watch(worker)
 
     def _watch(self, worker: Process) -> None:
-        """Notes when this world must look at a worker: at each of its moments, unless it can tell at which."""
+        """Notes the next moment of a worker to check; if the moment is not known before, all of them."""
         faults = self.faults[worker.number]
         worker.watched = any(fault.point != "moment" for fault in faults)
         worker.trap = min((fault.at for fault in faults if fault.at > worker.moments), default=0)
 
     def decided(self, step: int) -> None:
-        """The coordinator has decided a commit, and nobody knows it yet."""
+        """Handles a decided commit that no worker knows yet."""
         for worker in self.workers:
             if worker.watched and worker.alive and not worker.paused:
                 self.strike(worker, "decided")
 
     def hit(self, worker: Process, fault: Fault) -> None:
-        """Does to a worker what a fault says."""
+        """Applies a fault to a worker."""
         if not worker.alive:
             return
         self.struck.append(fault)
@@ -238,12 +238,12 @@ class World:
             self.agent.hear(events.Notice(self.now, worker.number, length))
 
     def evict(self, worker: Process) -> None:
-        """The agent kills a worker that is out; one whose lease has expired is out of its reach."""
+        """Kills an excluded worker for the agent; it cannot reach a worker whose lease has expired."""
         if worker.alive:
             self.push(self.delay(), self.end, worker, -9)
 
     def end(self, worker: Process, code: int) -> None:
-        """A process ends: its agent sees it, and sooner or later so do its peers."""
+        """Ends a process: its agent sees it, and its peers later."""
         if not worker.alive:
             return
         worker.alive = False
@@ -260,7 +260,7 @@ class World:
 
 
 def _in_words(numbers: tuple[int, ...]) -> str:
-    """Returns what was noted, for whoever replays a case."""
+    """Returns noted numbers in words, for the replay of a case."""
     first, second, *third = numbers
     said = {code: what for what, code in _WORDS.items()}
     if first in said:
