@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from engine.core.config.job import FIELD_HELP, Job
+from engine.core.config.field_help import FIELD_HELP
+from engine.core.config.job import Job
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 

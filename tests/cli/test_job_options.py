@@ -12,7 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from bamboo_cli.options.job import FLAG_FIELDS, takes_job
-from engine.core.config.job import FIELD_HELP, Job
+from engine.core.config.field_help import FIELD_HELP
+from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.files.jobs.resolved_job import Resolved
 

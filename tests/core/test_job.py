@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import FIELD_HELP, PARTITION_FORMS, Job
+from engine.core.config.field_help import FIELD_HELP
+from engine.core.config.job import PARTITION_FORMS, Job
 from engine.core.config.job_rules import check_job
 from engine.core.config.lr_schedule import LR_SCHEDULES
 from engine.core.ownership import Redundancy

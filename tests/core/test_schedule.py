@@ -6,15 +6,10 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.program.dry_run import peak_stash
-from engine.core.schedules.names import SCHEDULE_NAMES
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn, plain
 
 SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in (*range(1, 34), 63, 64)]
-
-
-def test_every_name_has_a_generator() -> None:
-    assert list(SCHEDULE_NAMES) == sorted(SCHEDULES)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.core.ownership import Redundancy
 from engine.core.placement import PlacementChoice
 from engine.core.scalar import Args, Scalar
-from engine.core.schedules.names import SCHEDULE_NAMES
 
 Backend = Literal["auto", "gloo", "nccl"]
 Dtype = Literal["float32", "bfloat16"]
@@ -48,8 +47,7 @@ class Job:
     steps: int = _field(80, "optimizer steps")
     schedule: str = _field(
         "1f1b",
-        f"pipeline schedule: {', '.join(SCHEDULE_NAMES)}, FILE.csv with compute lists, "
-        "or package.module:generator (trusted code)",
+        "pipeline schedule: {schedules}, FILE.csv with compute lists, or package.module:generator (trusted code)",
     )
     stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
     placement: PlacementChoice = _field(
@@ -91,6 +89,3 @@ class Job:
     def retains(self) -> bool:
         """Whether another worker can take over a slot; each worker then keeps its outputs until the commit."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
-
-
-FIELD_HELP = {each.name: str(each.metadata["help"]) for each in fields(Job)}

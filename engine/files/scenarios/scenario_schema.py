@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from engine.core.action import Op
 from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
-from engine.core.config.job import FIELD_HELP
+from engine.core.config.field_help import FIELD_HELP
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
 from engine.core.faults.fault_kind import FaultKind, Parameter
