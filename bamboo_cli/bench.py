@@ -9,8 +9,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,87 +28,52 @@ Results = Annotated[Path, typer.Option(help="Folder that receives bench/NAME-TIM
 Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this.")]
 
 
-def _benchmark(cases: Callable[[bool], Cases]) -> None:
-    """Makes a command from a function that returns the cases; its docstring is the help."""
+# Name of a benchmark -> the function in engine/bench that returns its cases, the help.
+_BENCHMARKS = {
+    "pipeline": (
+        "session.pipeline_cases",
+        "Time of a step's forwards and backwards under each schedule, against torch.distributed.pipelining.",
+    ),
+    "launch": (
+        "runs.launch_cases",
+        "Time from the command to the end of the first optimizer step with 4 workers, against torchrun.",
+    ),
+    "audit": ("runs.audit_cases", "Time of a step with an audit of each, against steps without any."),
+    "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),
+    "coordination": (
+        "relay.coordination_cases",
+        "Time to tell all workers of an exit, to form a group, and to start a private etcd: against limits.",
+    ),
+    "recovery": (
+        "restart.recovery_cases",
+        "Pause after a SIGKILL, in phases, against the work to redo; torchrun's restart; torchft, where installed.",
+    ),
+    "redundancy": (
+        "redundancy.redundancy_cases",
+        "Time of a step and peak memory with lazy and eager redundancy, against none and theory.",
+    ),
+    "buffers": (
+        "buffers.buffer_cases",
+        "Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer.",
+    ),
+    "handover": (
+        "handover.handover_cases",
+        "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",
+    ),
+}
+
+
+def _register(name: str, function: str, help_text: str) -> None:
+    """Adds the command of a benchmark; its module is imported when the command is called."""
 
     def command(
         quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = Path("results")
     ) -> None:
-        _run(cases.__name__, _chosen(case, cases(quick)), as_json, results)
+        module, _, cases_of = function.partition(".")
+        cases: Cases = getattr(import_module(f"engine.bench.{module}"), cases_of)(quick)
+        _run(name, _chosen(case, cases), as_json, results)
 
-    bench.command(cases.__name__, help=cases.__doc__)(command)
-
-
-@_benchmark
-def pipeline(quick: bool) -> Cases:
-    """Time of a step's forwards and backwards under each schedule, against torch.distributed.pipelining."""
-    from engine.bench.session import pipeline_cases
-
-    return pipeline_cases(quick)
-
-
-@_benchmark
-def launch(quick: bool) -> Cases:
-    """Time from the command to the end of the first optimizer step with 4 workers, against torchrun."""
-    from engine.bench.runs import launch_cases
-
-    return launch_cases(quick)
-
-
-@_benchmark
-def audit(quick: bool) -> Cases:
-    """Time of a step with an audit of each, against steps without any."""
-    from engine.bench.runs import audit_cases
-
-    return audit_cases(quick)
-
-
-@_benchmark
-def kv(quick: bool) -> Cases:
-    """Time of a call to the coordinator's store, against the bare etcd3 client."""
-    from engine.bench.kv import kv_cases
-
-    return kv_cases(quick)
-
-
-@_benchmark
-def coordination(quick: bool) -> Cases:
-    """Time to tell all workers of an exit, to form a group, and to start a private etcd: against limits."""
-    from engine.bench.relay import coordination_cases
-
-    return coordination_cases(quick)
-
-
-@_benchmark
-def recovery(quick: bool) -> Cases:
-    """Pause after a SIGKILL, in phases, against the work to redo; torchrun's restart; torchft, where installed."""
-    from engine.bench.restart import recovery_cases
-
-    return recovery_cases(quick)
-
-
-@_benchmark
-def redundancy(quick: bool) -> Cases:
-    """Time of a step and peak memory with lazy and eager redundancy, against none and theory."""
-    from engine.bench.redundancy import redundancy_cases
-
-    return redundancy_cases(quick)
-
-
-@_benchmark
-def buffers(quick: bool) -> Cases:
-    """Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer."""
-    from engine.bench.buffers import buffer_cases
-
-    return buffer_cases(quick)
-
-
-@_benchmark
-def handover(quick: bool) -> Cases:
-    """Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory."""
-    from engine.bench.handover import handover_cases
-
-    return handover_cases(quick)
+    bench.command(name, help=help_text)(command)
 
 
 def _chosen(case: str, cases: Cases) -> Cases:
@@ -160,3 +126,7 @@ def _print_table(rows: Sequence[BenchRow]) -> None:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         cells[6] = typer.style(cells[6], fg=colours.get(line[6]))
         typer.echo("  ".join(cells).rstrip())
+
+
+for _name, (_function, _help) in _BENCHMARKS.items():
+    _register(_name, _function, _help)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bamboo_cli.report import DEFAULT_RESULTS, Results
+
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
     from engine.core.history.run_history import RunHistory
@@ -27,9 +29,7 @@ def status(
         str | None, typer.Argument(metavar="RUN", help="A run's folder name, or its beginning; the latest by default.")
     ] = None,
     *,
-    results: Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")] = Path(
-        "results"
-    ),
+    results: Results = DEFAULT_RESULTS,
     watch: Annotated[bool, typer.Option("--watch", help="Print it again every second until the run ends.")] = False,
     plain_http: Annotated[
         bool, typer.Option("--etcd-plain-http", help="Allow clear text to an etcd that is not on this host.")
@@ -38,7 +38,7 @@ def status(
         bool, typer.Option("--json", help="Print one JSON object (with --watch, one per line).")
     ] = False,
 ) -> None:
-    """Show the owners of the stages of a run, its step, heartbeats and verdicts: from etcd, or from events at the end.
+    """Show the owners of the stages of a run, its step, heartbeats and verdicts, from etcd or else from its events.
 
     Exit with 69 if the launcher of the run is gone and did not record its end.
     """

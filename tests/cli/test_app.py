@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.__main__ import main
 from bamboo_cli.app import COMMANDS, app, load
+from bamboo_cli.bench import _BENCHMARKS
 
 STRUCK_AT = """
 import os, signal, sys
@@ -133,3 +134,10 @@ def test_whoever_asks_for_json_gets_one_object_whatever_is_wrong(arguments: tupl
     assert said["error"].startswith(error)
     assert (done.returncode, said["exit_code"], said["outcome"]) == (2, 2, "refused")
     assert error.split(maxsplit=1)[0] in done.stderr
+
+
+def test_every_benchmark_names_a_function_of_the_engine() -> None:
+    for function, _ in _BENCHMARKS.values():
+        module, _, cases = function.partition(".")
+        source = (ROOT / "engine" / "bench" / f"{module}.py").read_text(encoding="utf-8")
+        assert f"def {cases}(quick: bool) -> Cases:" in source
