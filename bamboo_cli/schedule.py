@@ -104,12 +104,13 @@ def export(
     resolved: Resolved,
     *,
     compute_only: Annotated[
-        bool, typer.Option("--compute-only", help="Forwards and backwards alone: torch and --schedule read no others.")
+        bool,
+        typer.Option("--compute-only", help="Only forwards and backwards: torch and --schedule read no other actions."),
     ] = False,
 ) -> None:
-    """Print the program as CSV, one row per worker; compute actions are spelled as torch's pipelining does.
+    """Print the program as CSV, one row per worker; compute actions have the syntax of torch's pipelining.
 
-    A whole program is for `schedule check --program`. What torch's `_load_csv` and `--schedule FILE.csv` read are the
+    `schedule check --program` reads a whole program. Torch's `_load_csv` and `--schedule FILE.csv` read only the
     compute actions of one pipeline: `--compute-only`.
     """
     from engine.core.action import COMPUTE_OPS

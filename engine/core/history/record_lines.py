@@ -58,7 +58,7 @@ def decoded(line: str) -> Record:
         raise InvariantError(_other_version(plain.get("version")))
     if plain.keys() != _NEEDED[record]:
         _refuse_other_fields(kind, record, plain)
-    if record is ActionRecord:  # most records are, and have neither lists nor objects
+    if record is ActionRecord:  # the most frequent kind has no lists or objects
         return record(**plain)
     for name, value in plain.items():
         if type(value) is list:

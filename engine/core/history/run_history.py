@@ -44,7 +44,7 @@ class RunHistory:
         self._of.setdefault(type(record), []).append(record)
         match record:
             case ActionRecord():
-                return  # most records are
+                return  # the most frequent kind changes nothing else
             case JobRecord():
                 self.job = record.job
             case StartedRecord():
