@@ -159,6 +159,21 @@ def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Con
     os.close(events_fd)
 
 
+@pytest.mark.parametrize(
+    "data", [b"{", b"[" * 100_000, b'{"kind":"gossip"}', b'{"kind":"go","end":1,"validate":false}', b'{"kind":"go"}']
+)
+def test_a_malformed_message_ends_the_worker(
+    pair: tuple[Control, Link], data: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fixture checks the exit code."""
+    _, agent = pair
+    (thread,) = (each for each in threading.enumerate() if each.name == "control")
+    agent.send_packet(data)
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert "Error" in capsys.readouterr().err
+
+
 def test_stop_is_heard_while_an_epoch_is_awaited(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     later(lambda: agent.send(StopMessage()))

@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -71,14 +72,16 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def _listen(self) -> None:
-        message = self.link.receive()
-        self._on_first()
-        while True:
-            if message is None:
-                # Without the agent there is no source of orders for this worker.
-                os._exit(ExitCode.INTERNAL)
-            self._take_in(message)
+        """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
+        try:
             message = self.link.receive()
+            self._on_first()
+            while message is not None:
+                self._take_in(message)
+                message = self.link.receive()
+        except Exception:
+            traceback.print_exc()  # to the worker's log
+        os._exit(ExitCode.INTERNAL)
 
     def _take_in(self, message: Message) -> None:
         match message:
