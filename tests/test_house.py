@@ -76,6 +76,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.models.networks",
         "engine.report",
         "engine.report.pages",
+        "engine.runtime.agent",
         "engine.runtime.doctor",
         "engine.runtime.faults",
         "engine.runtime.ipc",

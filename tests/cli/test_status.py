@@ -65,7 +65,7 @@ def test_an_ended_run_is_told_from_its_events(tmp_path: Path) -> None:
 
 
 def test_who_cannot_leave_is_told(tmp_path: Path) -> None:
-    text = "is to leave within 120 s, but nobody can take over stage 1"
+    text = "is to leave within 120 s, but no other worker can take over stage 1"
     stays = {"event": "stays", "of": 1, "text": text}
     make_run(tmp_path, "mlp", [*STARTED, stays, {"event": "ended", "outcome": "finished", "exit_code": 0}])
     lines = say("--results", tmp_path).splitlines()

@@ -148,7 +148,10 @@ def test_a_long_outage_ends_the_run_in_time(launch: Launch, keep_etcd: Callable[
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("state", "another has written the key 'state'"), ("coordinator", "the key 'coordinator' now names 'somebody'")],
+    [
+        ("state", "another client has written the key 'state'"),
+        ("coordinator", "the key 'coordinator' now names 'somebody'"),
+    ],
 )
 def test_who_has_been_replaced_writes_no_more(launch: Launch, kept: Kept, key: str, message: str) -> None:
     launcher = after_commits(launch(*ENDLESS, kept.option), 3)
@@ -175,7 +178,7 @@ def test_the_loss_of_all_keys_ends_the_run(launch: Launch, kept: Kept) -> None:
 def test_garbage_where_a_run_begins_is_named_and_left_alone(kept: Kept, tmp_path: Path) -> None:
     garbage = b"/bamboo/mine/state"
     kept.bare.put(garbage, b"\xff\x00")
-    with pytest.raises(InvariantError, match="the key 'state' of this run holds something else"):
+    with pytest.raises(InvariantError, match="the key 'state' of this run is not of a coordinator"):
         run_session(SMALL, tmp_path / "events.jsonl", tmp_path, run_id="mine", etcd=kept.settings)
     assert {**BESIDE, garbage: b"\xff\x00"}.items() <= kept.keys().items()
 

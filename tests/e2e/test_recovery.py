@@ -168,7 +168,7 @@ def test_a_notice_that_nobody_can_honour_is_told(recover: Recover, faultless: Fa
     recovered = recover(Strike(committed(1), 2, signal.SIGTERM), redundancy="none")
     check(recovered, faultless())
     (stays,) = (event for event in recovered.events if event["event"] == "stays")
-    text = "is to leave within 120 s, but nobody can take over stage 2"
+    text = "is to leave within 120 s, but no other worker can take over stage 2"
     assert (stays["of"], stays["text"]) == (2, text)
     assert recovered.run_state.notes == [f"worker 2 {text}"]
 

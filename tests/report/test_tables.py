@@ -235,7 +235,7 @@ def test_a_run_of_which_next_to_nothing_is_known() -> None:
 
 
 def test_the_history_names_who_could_not_leave() -> None:
-    text = "is to leave within 120 s, but nobody can take over stage 2"
+    text = "is to leave within 120 s, but no other worker can take over stage 2"
     events = [*MadeUpRun().events(), agent("stays", 1001, of=2, text=text)]
     (row,) = load(events).history.query("what == 'stays'").to_dict("records")
     assert (row["worker"], row["text"]) == (2, text)

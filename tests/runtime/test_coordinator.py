@@ -155,7 +155,7 @@ def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backe
     assert second.state.sightings.keys() == {0, 2}
     # The first has been asleep. Nothing that it decides is written, or done.
     with pytest.raises(
-        CoordinatorUnavailableError, match=r"^this coordinator is out.*'coordinator' now names 'second'"
+        CoordinatorUnavailableError, match=r"^this coordinator was replaced.*'coordinator' now names 'second'"
     ):
         first.handle(InventoryReceived(5, 2, 2, "held by 2"))
     assert keys_of(later)[STATE] == to_json(second.state).encode()
@@ -181,7 +181,7 @@ def test_a_state_that_another_has_written_is_left_alone(backend: Backend) -> Non
     client, other = backend.client(), backend.client()
     coordinator = start(client, first_state())
     other.put(STATE, b"theirs")
-    with pytest.raises(CoordinatorUnavailableError, match="another has written the key 'state'"):
+    with pytest.raises(CoordinatorUnavailableError, match="another client has written the key 'state'"):
         tell(coordinator, *JOINED)
     assert keys_of(other)[STATE] == b"theirs"
     assert "epoch" not in keys_of(other)
@@ -203,7 +203,7 @@ def test_a_decision_whose_reply_was_lost_is_made_once(backend: Backend) -> None:
 def test_garbage_is_named_and_left_alone(backend: Backend, key: str, value: bytes) -> None:
     client = backend.client()
     client.put(key, value)
-    with pytest.raises(InvariantError, match=f"^the key '{key}' of this run holds something else"):
+    with pytest.raises(InvariantError, match=f"^the key '{key}' of this run is not of a coordinator"):
         start(client, first_state())
     assert keys_of(client)[key] == value
 

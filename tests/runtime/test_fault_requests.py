@@ -77,7 +77,7 @@ def test_a_request_with_anything_wrong_is_refused(text: str) -> None:
 
 
 def test_an_id_that_is_taken_is_refused() -> None:
-    with pytest.raises(ValueError, match="an id of its own"):
+    with pytest.raises(ValueError, match="a unique id"):
         read_request(written(GOOD[0]), JOB, WORKERS, ("a",))
 
 
@@ -120,7 +120,7 @@ def test_a_request_is_taken_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "reason"),
     [
-        ("[{}]", 0o600, "this is no fault"),
+        ("[{}]", 0o600, "expected a fault"),
         (written(*GOOD), 0o620, "mode 0600"),
         (written(*GOOD), 0o604, "mode 0600"),
         (" " * 70_000, 0o600, "longer than 65536 bytes"),

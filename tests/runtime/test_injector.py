@@ -155,7 +155,7 @@ def test_another_end_than_the_one_asked_for_confirms_nothing(crew: Crew) -> None
     crew.ended(injector, 1)
     injector.close()
     (event,) = crew.events("unconfirmed")
-    assert event["how"] == "no sign of it was seen of worker 1"
+    assert event["how"] == "no sign of it was seen at worker 1"
 
 
 def test_all_victims_are_struck_and_each_must_show_it(crew: Crew) -> None:
@@ -209,7 +209,7 @@ def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
     injector.strike("first")
     injector.close()
     assert crew.events("fault") == []
-    assert [each["how"] for each in crew.events("unconfirmed")] == ["nobody was there to be struck"]
+    assert [each["how"] for each in crew.events("unconfirmed")] == ["there was no victim"]
     assert crew.told(1)[-1] == FiredMessage("first")  # whoever stands at the moment goes on
 
 

@@ -1,10 +1,21 @@
-"""The agent: sees what becomes of the workers of this host, has the coordinator decide, and tells what was decided.
+"""The agent: watches the workers of this host, lets the coordinator decide, and carries out its decisions.
 
-A worker that ends before it may is dead by its pidfd's word; what another worker says of it is only a suspicion. A
-failure that the others cannot make good is the run's: its first cause is kept, then everyone is told to stop, and
-killed if they do not in time. The end of a run that has finished has the same deadlines; a process that not even
-SIGKILL ends is named and left behind. `message_handlers.py` takes in what workers say, `event_loop.py` is the loop
-that calls both.
+    dead worker      agent                                  other workers
+    exits ---------> ExitMessage ------------------------>  record it; nothing is decided yet
+                     verdict, written to the store
+                     EpochMessage ----------------------->  leave every wait and freeze
+                     <------------------- InventoryMessage  report their replicas; begin to form a new group
+                     plan document, written to the store
+                     PlanMessage ------------------------>  make the plan
+                     <--------------------- PlannedMessage  report its digest
+                     GoMessage -------------------------->  run the rest of the step
+                     <------------------------ VoteMessage  every replica is ready for the optimizer
+                     CommitMessage ---------------------->  run the optimizer
+
+Rules: the pidfd of a worker proves that the worker has ended; the message of another worker is only a suspicion. If the
+other workers cannot replace a failed worker, the run fails: the agent keeps the first cause, tells every worker to
+stop, and kills the remaining workers after a deadline. A finished run has the same deadlines. A process that survives
+SIGKILL is recorded and left behind. `message_handlers.py` handles the messages of workers, `event_loop.py` calls both.
 """
 
 from __future__ import annotations
@@ -49,19 +60,19 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
 _STOP_GRACE_S = 3.0
-_LEAVE_GRACE_S = 2.0  # after everybody was let go
-_LAST_WORDS_S = 1.0  # where somebody is missing after the last commit: for what the others still know of that step
-_KILL_GRACE_S = 5.0  # until a process that was killed is left behind
+_LEAVE_GRACE_S = 2.0  # from the permission to leave to the end of all workers
+_LAST_WORDS_S = 1.0  # the same, for the last messages if a worker is missing after the last commit
+_KILL_GRACE_S = 5.0  # from SIGKILL until a process is left behind
 _START_GRACE_S = 0.3
 _INTERRUPT_GRACE_S = 10.0
 
-AGENT = -1  # stands for the agent where events name a worker
+AGENT = -1  # the number of the agent in records that name a worker
 
 _NOT_RECOVERED = "training did not recover: "
 
 
 class Agent:
-    """Runs one job to its end, over members that have been started."""
+    """Runs one job to its end on workers that have been started."""
 
     def __init__(
         self,
@@ -101,10 +112,7 @@ class Agent:
         return self.node.state.phase is Phase.FINISHED
 
     def sees_end(self, member: WorkerHandle) -> None:
-        """Notes when a worker was seen to have ended, and tells the others that much before anything else is done.
-
-        What comes of it the coordinator decides.
-        """
+        """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""
         if member.worker not in self._seen_ns:
             self._seen_ns[member.worker] = now_ns()
             if not self._may_end(member):
@@ -115,7 +123,7 @@ class Agent:
         return is_out or member.state in ("finished", "failed") or self.is_stopping or self._has_finished
 
     def exited(self, member: WorkerHandle, code: int) -> None:
-        """Takes in how a worker's process has ended."""
+        """Handles the end of a worker's process."""
         self.sees_end(member)
         member.exit_code = code
         is_out, expected = member.worker in self.node.state.out, self._may_end(member)
@@ -127,17 +135,16 @@ class Agent:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
         self.decide(ExitSeen(now_ns(), member.worker, code))
-        self._to_strike_off.append(member.worker)  # with the next tick: everybody waits for the epoch now
+        self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
 
     def replaces_store(self) -> bool:
-        """Has another rendezvous store follow one that has ended, and says whether there is one.
+        """Replaces the rendezvous store, which has ended; returns whether another one was started.
 
-        The next epoch names it; a group that cannot be formed for want of it is a suspicion, and so makes an epoch.
+        The next epoch names it. If a group cannot be formed without it, a worker reports a suspicion, and that makes
+        an epoch.
         """
         with self.failing():
-            if (
-                not self.run_state.going_at_ns
-            ):  # the first group may be half formed, and nobody has anything to lose yet
+            if not self.run_state.going_at_ns:  # the first group may be half formed, and no training can be lost
                 raise EnvironmentLacksError(
                     f"the rendezvous store (pid {self.store.child.pid}) was ended before training began: start the run "
                     f"again; if that happens twice, see {self.store.log} and `bamboo doctor`"
@@ -148,9 +155,9 @@ class Agent:
         return False
 
     def decide(self, *events: Event) -> None:
-        """Has the coordinator decide on events, as one, and does what it says; a run that is ending needs nothing.
+        """Lets the coordinator decide on events as one transaction, and carries out its effects.
 
-        Then whoever has to prepare for the coming commit is told so.
+        Then lets the workers prepare the epoch of the coming commit. A run that is ending ignores events.
         """
         with self.failing():
             if not self.is_stopping:
@@ -164,14 +171,14 @@ class Agent:
         elif isinstance(effect, Finish):
             self._finish(effect)
         elif isinstance(effect, PublishEpoch) and effect.verdict and not self.run_state.going_at_ns:
-            self.fail(self._ended_by(_NOT_RECOVERED + in_words(effect.verdict)))  # nobody can take over yet
+            self.fail(self._ended_by(_NOT_RECOVERED + in_words(effect.verdict)))  # before training there are no heirs
         elif not self.is_stopping:
             self.injector.begins(effect)
             self.effects.execute(effect, self.node.state)
             self.injector.has_begun(effect)
 
     def _finish(self, effect: Finish) -> None:
-        """Lets everybody go at once, or, where somebody is missing, when the others have said what they know."""
+        """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
         if not effect.cut_short:
             self.effects.broadcast(ByeMessage())
         if self._is_let_go:
@@ -179,7 +186,7 @@ class Agent:
         self._is_let_go = True
         if effect.cut_short:
             self.recorder.write(CutShortRecord(reason=effect.cut_short))
-            self.run_state.note(f"every step is committed; what follows the last one ends early: {effect.cut_short}")
+            self.run_state.note(f"every step is committed; the work after the last one ends early: {effect.cut_short}")
         grace_s = _LAST_WORDS_S if effect.cut_short else _LEAVE_GRACE_S
         self.deadline_s = min(self.deadline_s, time.monotonic() + grace_s)
 
@@ -192,11 +199,11 @@ class Agent:
             self.fail(error)
 
     def look_at_clock(self) -> None:
-        """Does what is due: pictures, leases, deadlines, signs of life."""
+        """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
         self.tick(self)
         if self.store.look():
             self.recorder.write(StoreSilentRecord(child=self.store.child.pid))
-        if not self._has_finished:  # there is nothing left that anybody need know, or the store could spoil
+        if not self._has_finished:  # then the store is no longer needed
             with self.failing():
                 while self._to_strike_off:
                     self.node.strike_off(self._to_strike_off.pop())
@@ -206,13 +213,13 @@ class Agent:
         self.effects.broadcast(PingMessage())
 
     def close(self) -> None:
-        """Closes the run state when every worker has ended."""
+        """Completes the records and the run state after every worker has ended."""
         self.injector.close()
         with self.failing():
             self.run_state.close_book()
 
     def fail(self, cause: BambooError) -> None:
-        """Keeps the first cause and stops everyone."""
+        """Keeps the first cause and stops every worker."""
         if self.cause is None:
             if isinstance(cause, CoordinatorUnavailableError):
                 cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
@@ -224,11 +231,11 @@ class Agent:
         if not self.is_stopping:
             self.is_stopping = True
             self.effects.broadcast(StopMessage())
-            # Before training begins, workers may be forming a group that cannot be left; there is nothing to lose yet.
+            # Before training, workers may be blocked in forming a group; killing them early loses no work.
             self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.run_state.going_at_ns else _START_GRACE_S)
 
     def overdue(self) -> None:
-        """The grace has passed: to end a step that was interrupted, or to leave; to stop; or to be gone."""
+        """Handles a deadline that has passed: stops the run, then kills its workers, then leaves them behind."""
         if not self.is_stopping:
             self._stop()
             return
@@ -236,7 +243,7 @@ class Agent:
             if member.exit_code is None and self._has_killed:
                 self._leaves_behind(member)
             elif member.exit_code is None:
-                self.recorder.write(KilledRecord(of=member.worker, why="it did not end when it was to"))
+                self.recorder.write(KilledRecord(of=member.worker, why="it did not end before its deadline"))
                 member.child.signal(signal.SIGKILL)
         self.deadline_s = float("inf") if self._has_killed else time.monotonic() + _KILL_GRACE_S
         self._has_killed = True
@@ -249,7 +256,7 @@ class Agent:
         )
 
     def interrupt(self, number: signal.Signals) -> None:
-        """The first signal lets the step end; a second one, or one before the first step, stops at once."""
+        """Ends the run after the open step; ends it at once at a second signal or before the first step."""
         again = self.interrupted is not None
         self.interrupted = self.interrupted or number
         self.recorder.write(InterruptRecord(signal=number.name))
@@ -260,13 +267,13 @@ class Agent:
             self.deadline_s = min(self.deadline_s, time.monotonic() + _INTERRUPT_GRACE_S)
 
     def _ended_by(self, text: str) -> WorkerFailedError:
-        """Returns the error that ends the run, with where to read on about everyone who is out."""
+        """Returns the error that ends the run, with the log of every worker that is out."""
         out = [self.members[worker] for worker in self.node.state.out]
         logs = [f"worker {each.worker} (pid {each.child.pid}) wrote {each.log}" for each in out]
         return WorkerFailedError("; ".join([text, *logs]))
 
     def _halt(self, effect: Halt) -> None:
-        if not self.run_state.going_at_ns:  # whatever else it says, nobody had anything to lose yet
+        if not self.run_state.going_at_ns:  # no training is lost, so only the verdict counts
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out.values())))
             return
         error = self._ended_by(effect.reason)

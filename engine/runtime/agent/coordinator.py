@@ -1,13 +1,17 @@
-"""The coordinator's role: runs the membership protocol of one job, with all that it knows in the store.
+"""The coordinator: runs the membership protocol of one job and keeps its state in the store.
 
-Rules: the new state is in the store, by compare-and-swap on the old one, before any effect is carried out; whoever
-finds another state there than it wrote has been replaced, and does nothing more. An answer that orders nothing is not
-written: the next coordinator asks again. Keys, under the run's own root:
+Rules: the coordinator writes the new state by compare-and-swap on the old one, and then carries out the effects. If it
+finds a state that it did not write, another coordinator has replaced it, and it stops. An answer without an effect is
+not written: the next coordinator asks again. Keys under the root of the run; their number does not grow with the steps:
 
-``coordinator`` who holds the role, on a lease; ``state`` the protocol's state; ``epoch``, ``commit``, ``status`` and
-``reconfigured`` what of it others want to read, ``verdicts`` the latest epochs and why they were made; ``plan`` the
-input of the latest plan; ``members/N`` worker N, on its node's lease, with its slots now and before; ``heartbeats``
-when each was last heard of. Their number depends on the workers only, not on the steps.
+    coordinator                       holder of the role; on a lease
+    state                             state of the protocol
+    epoch, commit, status             parts of the state, for readers
+    reconfigured                      the last epoch that began at a step boundary, and its reason
+    verdicts                          the latest epochs and their reasons
+    plan                              input of the latest plan
+    members/N                         worker N with its slots now and before; on the lease of its host
+    heartbeats                        seconds since the last message of each worker
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ _MAX_VERDICTS = 64
 
 
 class Coordinator:
-    """Whoever holds the role, once `election` is won: goes on with the state in the store, or begins with `first`.
+    """The coordinator of a run after it has won `election`; continues with the state in the store, else with `first`.
 
-    Raises InvariantError when what stands in the store was not written by a coordinator, CoordinatorUnavailableError
-    when it was too slow.
+    Raises InvariantError if the store holds no state of a coordinator, CoordinatorUnavailableError if another
+    coordinator was faster.
     """
 
     def __init__(self, kv: KV, election: Election, first: State, now_ns: int):
@@ -46,9 +50,9 @@ class Coordinator:
         self._transact(Txn((election.fence, unchanged), tuple(changes)))
 
     def handle(self, *events: Event) -> tuple[Effect, ...]:
-        """Takes events in, all or none of them, and returns what is to be done.
+        """Applies events as one transaction and returns their effects.
 
-        Raises CoordinatorUnavailableError when the store cannot be reached, or when another coordinator has written.
+        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written.
         """
         new, effects, changes = self.state, list[Effect](), dict[str, Change]()
         for event in events:
@@ -72,33 +76,35 @@ class Coordinator:
         outcome = self._kv.transact(txn)
         if not outcome.succeeded:
             holder, _ = outcome.found
-            raise CoordinatorUnavailableError(f"this coordinator is out, nothing was written: {self._rival(holder)}")
+            raise CoordinatorUnavailableError(
+                f"this coordinator was replaced and has written nothing: {self._rival(holder)}"
+            )
 
     def _rival(self, holder: KeyValue | None) -> str:
-        """Returns who has come between, in words."""
+        """Returns in words the reason for the failed transaction."""
         if holder is None:
-            return f"the key {ROLE!r} is gone, with its lease or by another's hand"
+            return f"the key {ROLE!r} is gone: its lease has expired, or another client has deleted it"
         if not self._election.fence.holds(holder):
             return f"the key {ROLE!r} now names {holder.value.decode(errors='replace')[:80]!r}"
-        return f"another has written the key {STATE!r}"
+        return f"another client has written the key {STATE!r}"
 
 
 def _resume(found: KeyValue, now_ns: int) -> State:
     try:
         return resume(found.value.decode(errors="replace"), now_ns)
     except InvariantError as error:
-        raise InvariantError(f"the key {STATE!r} of this run holds something else: {error}") from error
+        raise InvariantError(f"the key {STATE!r} of this run is not of a coordinator: {error}") from error
 
 
 def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
     try:
         return [(int(epoch), str(reason)) for epoch, reason in json.loads(found.value)] if found is not None else []
     except (TypeError, ValueError) as error:
-        raise InvariantError(f"the key 'verdicts' of this run holds something else: {error!r}") from error
+        raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error!r}") from error
 
 
 def _changes(old: State, new: State, verdicts: list[tuple[int, str]]) -> list[Change]:
-    """Returns what of the state has changed for readers; nothing if only its clocks have."""
+    """Returns the changes of the keys for readers; none if only clocks have changed."""
     if new.decided() == old.decided():
         return []
     changes: list[Change] = [Put("status", new.phase.encode())]

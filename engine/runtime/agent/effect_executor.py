@@ -53,42 +53,41 @@ class EffectExecutor:
         self.recorder = recorder
         self.run_state = run_state
         self.grid = Grid(job.stages, job.microbatches, job.pipelines)
-        self._decided: Committed | None = None  # by the ballot, and not yet told
+        self._decided: Committed | None = None  # by the ballot; not announced yet
         self._epoch: messages.EpochMessage | None = None
-        self._planned, self._started = 0, 0  # the epochs in which plan and go were told
-        self._leaving: tuple[int, ...] = ()  # as the workers know them
-        self._told: messages.CommitMessage | None = None  # the last one
-        self._owners: tuple[int, ...] = ()  # as recorded
+        self._planned, self._started = 0, 0  # the last epochs whose plan and go were sent
+        self._leaving: tuple[int, ...] = ()  # in the last plan
+        self._told: messages.CommitMessage | None = None  # the last one that was sent
+        self._owners: tuple[int, ...] = ()  # as last recorded
 
     def execute(self, effect: Effect, state: State) -> None:
-        """Does what an order says; `state` is the one that it was read off."""
+        """Carries out one effect of `state`."""
         _EXECUTE[type(effect)](self, effect, state)
 
     def decided(self, commit: Committed) -> None:
-        """Takes in the commit that the ballot has decided; the coordinator's order tells the workers."""
+        """Keeps the commit that the ballot has decided until the coordinator announces it."""
         self._decided = commit
 
     def broadcast(self, message: ToWorker) -> None:
-        """Tells every worker that has not ended: the owner of the first stage first, for the others wait for it."""
+        """Sends a message to every live worker, to owners of the first stage first: the others wait for them."""
         tell_all(sorted(self.members.values(), key=_first_stage), message)
 
     def _publish_epoch(self, effect: PublishEpoch, state: State) -> None:
         if self._epoch is not None and effect.epoch <= self._epoch.epoch:
             return
-        # The workers first: each of them is waiting for it.
         self._epoch = messages.EpochMessage(
             epoch=effect.epoch,
             members=effect.members,
             gather=state.phase in GATHERING,
             regroup=state.phase is Phase.FAILING_OVER,
-            store_port=self.store.port,  # the group of this epoch is formed at the store that there is now
-            commit=self._told,  # a worker that was taken out of waiting for it has it from here
+            store_port=self.store.port,  # of the present rendezvous store
+            commit=self._told,  # for a worker whose wait for it ends with the epoch
             digest=None if state.phase in GATHERING else next(iter(state.digests.values()), None),
-            go=self._go(state) if state.phase in _TRAINING else None,  # nothing is left to wait for
+            go=self._go(state) if state.phase in _TRAINING else None,  # then no answer is awaited
         )
         at_ns = now_ns()
         self._note_owners(state)
-        self.broadcast(self._epoch)
+        self.broadcast(self._epoch)  # before the records, because the workers wait for it
         self.run_state.freeze()
         self.recorder.write(
             EpochRecord(
@@ -124,7 +123,7 @@ class EffectExecutor:
         self._planned = effect.epoch
         self._leaving = effect.leaving
         at_ns = now_ns()
-        if effect.owners != self._owners:  # an heir that was not known of before it said what it holds
+        if effect.owners != self._owners:  # an heir became known by its inventory
             self._note_owners(state)
             heirs = HeirsRecord(at_ns=at_ns, epoch=effect.epoch, owners=effect.owners, shadows=effect.shadows)
             self.recorder.write(heirs)
@@ -135,7 +134,7 @@ class EffectExecutor:
         self.recorder.write(plan)
 
     def prepare(self, number: int, document: PublishPlanInput) -> None:
-        """Has every worker make a plan before its epoch begins; it answers under the same number."""
+        """Lets every worker make the plan of a coming epoch; its answer has the same number."""
         self.broadcast(messages.PrepareMessage(number, _document(document)))
 
     def _start_training(self, effect: StartTraining, state: State) -> None:
@@ -154,7 +153,7 @@ class EffectExecutor:
             self.members[worker].state = "running"
 
     def _go(self, state: State) -> messages.GoMessage:
-        """Returns the message that lets a worker go on, once it has its plan."""
+        """Returns the message that lets workers run their plan."""
         return messages.GoMessage(
             end=state.phase is Phase.DRAINING,
             validate=self.run_state.owes_validation(state.committed >= state.last_step),
@@ -163,11 +162,11 @@ class EffectExecutor:
     def _send_commit(self, effect: AnnounceCommit, state: State) -> None:
         commit, self._decided = self._decided, None
         if commit is None:
-            return  # the order is repeated, and everybody has it, or it was in the plan
+            return  # a repeated effect: the commit was sent before, or with the epoch
         assert commit.step == effect.step
         self.run_state.settle(commit)
         self._told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then)
-        at_ns = now_ns()  # before anybody can do anything after it
+        at_ns = now_ns()  # before a worker can act on the commit
         self.broadcast(self._told)
         self.recorder.write(CommitRecord(at_ns=at_ns, **asdict(commit), last=effect.then == "end"))
         if effect.then == "step":
@@ -179,7 +178,7 @@ class EffectExecutor:
             member.child.signal(signal.SIGKILL)
 
     def _ignore(self, effect: Effect, state: State) -> None:
-        """What it orders is done anyway: who is told of an epoch says what it holds; the loop watches every process."""
+        """Does nothing: an epoch asks for inventories already, and the event loop watches every process."""
 
 
 def _first_stage(member: WorkerHandle) -> float:

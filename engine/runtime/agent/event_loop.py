@@ -1,4 +1,4 @@
-"""The launcher's loop: waits on the workers' links, their pidfds, the store's, signals and the clock at once."""
+"""The event loop of the agent: waits for workers' messages and exits, the store's exit, signals and the clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Hear = Callable[[Agent, WorkerHandle, Message], None]
 
 
 def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrupts) -> None:
-    """Serves until every worker has ended, or is left behind; `hear` takes in each message of a worker."""
+    """Runs until every worker has ended or is left behind; calls `hear` with each message of a worker."""
     members = list(agent.members.values())
     server_pid = _look_at(server, agent, 0)
     with selectors.DefaultSelector() as selector:
@@ -32,7 +32,7 @@ def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrup
             due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
             wait_s = min(_TICK_S, due_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
-                # What was ready may have been dealt with by what came before it in this round.
+                # An earlier handler of this round may have unregistered this source, or have emptied it.
                 if selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()
@@ -71,9 +71,9 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: W
 
 
 def _hear_last_words(agent: Agent, hear: Hear, member: WorkerHandle) -> None:
-    """Takes in what a worker said before it ended, which comes before its end, whoever told of that first.
+    """Handles the remaining messages of a worker that has ended, before its exit is handled.
 
-    Something that it started itself may still hold its link open: then nothing is left to receive, which is no end.
+    A process that the worker has started may hold the link open; the link is then empty, but not at its end.
     """
     with contextlib.suppress(BlockingIOError):
         while (message := member.link.receive()) is not None:
@@ -81,7 +81,7 @@ def _hear_last_words(agent: Agent, hear: Hear, member: WorkerHandle) -> None:
 
 
 def _look_at(server: ForkServer, agent: Agent, known: int) -> int:
-    """Records another fork server than was known, and the end of that one; returns which is there now, 0 for none."""
+    """Records the end of the `known` fork server and the start of another; returns the present pid, 0 for none."""
     now = 0 if server.has_ended() else server.pid
     if known not in (0, now):
         agent.recorder.write(ForkServerEndedRecord(child=known))

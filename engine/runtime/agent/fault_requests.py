@@ -1,8 +1,7 @@
-"""Faults that are asked for while a job runs: files in its run folder, ``request-<hex>.json``.
+"""Faults that are requested while a job runs, by files ``request-<hex>.json`` in its run folder.
 
-Rules: a request is read once and removed. Only a plain file of the user's own counts, that nobody else may touch. What
-it says is checked field by field; a request with anything wrong in it is refused as a whole, in the events. It can do
-no more than strike the workers of this run.
+Rules: a request is read once and removed. It must be a regular file of this user without access for others. Every field
+is checked; a request with a wrong field is refused as a whole and recorded. It can only strike workers of this run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,99}")
 
 
 class FaultRequests:
-    """The requests to one run, whose folder is `folder`."""
+    """The requests in the folder of one run."""
 
     def __init__(self, folder: Path, job: Job, workers: Collection[int], recorder: Recorder):
         self._folder = folder
@@ -52,7 +51,7 @@ class FaultRequests:
         self._recorder = recorder
 
     def look(self, injector: Injector) -> None:
-        """Takes in what has been asked for since the last look."""
+        """Handles the requests since the last call."""
         for path in sorted(self._folder.glob(PATTERN)):
             try:
                 faults = read_request(_text(path), self._job, self._workers, injector.known)
@@ -66,12 +65,12 @@ class FaultRequests:
 
 
 def _text(path: Path) -> str:
-    """Returns what a request says; raises ValueError when somebody else might have written it, OSError."""
+    """Returns the text of a request; raises ValueError if another user may have written it, or OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise ValueError("it must be a file of the user's own, with mode 0600")
+            raise ValueError("expected a regular file of this user with mode 0600")
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
@@ -79,7 +78,7 @@ def _text(path: Path) -> str:
 
 
 def read_request(text: str, job: Job, workers: Collection[int], known: Collection[str]) -> tuple[Fault, ...]:
-    """Returns the faults that a request spells; raises ValueError, or ScheduleError for an action, if one is wrong."""
+    """Returns the faults of a request; raises ValueError, or ScheduleError for a wrong action."""
     plain = json.loads(text)
     if not isinstance(plain, list):
         raise ValueError("expected a list of faults")
@@ -88,11 +87,10 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
     for each in plain:
         try:
             fault = from_plain(each)
-            well_formed = to_plain(fault) == each
+            if to_plain(fault) != each:
+                raise TypeError("a field is unknown")
         except (AttributeError, KeyError, TypeError, StopIteration) as error:
-            raise ValueError(f"this is no fault: {json.dumps(each)[:200]}") from error
-        if not well_formed:
-            raise ValueError(f"this is no fault: {json.dumps(each)[:200]}")
+            raise ValueError(f"expected a fault, found {json.dumps(each)[:200]}") from error
         problem = _problem(fault, job, workers, [*known, *names])
         if problem:
             raise ValueError(f"{fault.id}: {problem}"[:200])
@@ -101,9 +99,9 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
 
 
 def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str]) -> str:
-    """Returns what is wrong with a fault, or nothing."""
+    """Returns the first problem of a fault, empty for none."""
     if not isinstance(fault.id, str) or not _ID.fullmatch(fault.id) or ids.count(fault.id) > 1:
-        return "expected an id of its own, of letters, digits and . _ : @ -"
+        return "expected a unique id of letters, digits and . _ : @ -"
     if not isinstance(fault.do, str) or fault.do not in registered():
         return f"expected one of {', '.join(registered())}, found {fault.do!r}"
     parameters = {each.key: each for each in registered()[fault.do].kind.parameters}
@@ -141,7 +139,7 @@ def _is_count(value: Any, below: float = float("inf")) -> bool:
 
 
 def _fits(parameter: Parameter, value: Any) -> bool:
-    """Says whether a value is one that a parameter can have, in the program's units."""
+    """Returns whether a parameter can have this value, in the units of the program."""
     match parameter.form:
         case "duration" | "count":
             return _is_count(value)

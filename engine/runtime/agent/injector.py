@@ -1,8 +1,10 @@
-"""The injector: the agent's part in faults. It knows when each is due and to whom, records it, and strikes.
+"""The injector: the agent's part in fault injection. It finds moment and victims of each fault, and strikes them.
 
-Rules: a fault is recorded, in the kernel's hands, before anybody feels it. It strikes once; who its victims are is
-decided at the strike. It is confirmed when a sign of its kind has been seen of every victim; of what is not confirmed
-by the end of the run it is said so, because a case with such a fault proves nothing.
+    cause strikes --> moment of the fault --> records --> signal, or InflictMessage --> sign of every victim: confirmed
+
+Rules: a fault is recorded before it strikes. It strikes once, and its victims are chosen at the strike. It is confirmed
+by a sign of its kind from every victim. A fault without this confirmation is recorded at the end of the run as
+unconfirmed, because its case proves nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _BEGIN_WITH: dict[type[Effect], RecoveryPhase] = {
     StartTraining: "replay",
     AnnounceCommit: "heal",
 }
-_LOOK_EVERY_NS = 5_000_000  # at a process whose state shall show what was done to it
+_LOOK_EVERY_NS = 5_000_000  # between two looks at the state of a stopped process
 
 
 @dataclass(slots=True)
 class _Struck:
-    """A fault that has struck: in which epoch, whom and for which slot, who owned what, and whose sign is missing."""
+    """A fault that has struck: its epoch, its victims and their slots, the ownership before, victims without a sign."""
 
     fault: Fault
     kind: Registered
@@ -50,7 +52,7 @@ class _Struck:
 
 
 class Injector:
-    """Strikes the workers of one run; `state` returns what the coordinator knows."""
+    """Strikes the workers of one run; `state` returns the state of the coordinator."""
 
     def __init__(
         self,
@@ -69,13 +71,13 @@ class Injector:
         self._board = board
         self._state = state
         self._due: list[tuple[int, Callable[[], None]]] = []
-        self._committed = -1  # the last step of which the workers have been told
-        self._scheduled: set[str] = set()  # of those that wait: whose moment has come, and only a delay is left
+        self._committed = -1  # the last step that was announced to the workers
+        self._scheduled: set[str] = set()  # waiting faults whose moment has come, but not the end of their delay
         self._struck: dict[str, _Struck] = {}
 
     @property
     def due_ns(self) -> float:
-        """When `look_at_clock` is to be called at the latest."""
+        """The time of the next delayed work, for `look_at_clock`."""
         return min((due_ns for due_ns, _ in self._due), default=float("inf"))
 
     @property
@@ -84,12 +86,12 @@ class Injector:
         return frozenset((*self._waiting, *self._struck))
 
     def grace_ns(self, worker: int) -> int | None:
-        """Returns the grace that the fault gives which had a worker warned; None where none did."""
+        """Returns the grace that the latest fault with one gives to a worker; None without such a fault."""
         found = [each.parameters.get("grace_ns") for each in self._struck.values() if worker in each.victims]
         return next((int(each) for each in reversed(found) if each is not None), None)
 
     def look_at_clock(self) -> None:
-        """Does what is due."""
+        """Runs the delayed work that is due."""
         time_ns = now_ns()
         due, self._due = (
             [do for due_ns, do in self._due if due_ns <= time_ns],
@@ -102,27 +104,27 @@ class Injector:
         self._due.append((now_ns() + delay_ns, do))
 
     def add(self, faults: Sequence[Fault]) -> None:
-        """Takes in more faults while the job runs; their ids must be new."""
+        """Adds faults while the job runs; their ids must be new."""
         self._waiting.update((fault.id, fault) for fault in faults)
         tell_all(self._members.values(), ArmMessage(tuple(to_plain(fault) for fault in faults)))
 
     def reached(self, phase: RecoveryPhase, epoch: int) -> None:
-        """Takes in that a phase of the recovery that leads to an epoch has begun."""
+        """Handles the begin of a phase of the recovery that leads to `epoch`."""
         for fault, cause in self._after(phase):
             if epoch > cause.epoch:
                 self._schedule(fault)
         if phase == "agree":
-            self.reached("detect", epoch)  # of whoever is given up while its process lives
+            self.reached("detect", epoch)  # for a worker that is out while its process lives
 
     def exit_seen(self, worker: int, code: int) -> None:
-        """Takes in that a worker has ended, before the coordinator is told."""
+        """Handles the end of a worker, before the coordinator does."""
         self.sees(worker, "exit", code)
         for fault, cause in self._after("detect"):
             if worker in cause.victims:
                 self._schedule(fault)
 
     def _after(self, phase: RecoveryPhase | None) -> list[tuple[Fault, _Struck]]:
-        """Returns the faults that wait for a phase of the recovery from one that has struck, and that one."""
+        """Returns (fault, cause) of the faults that wait for a phase of the recovery from a fault that has struck."""
         return [
             (fault, self._struck[fault.moment.fault])
             for fault in self._waiting.values()
@@ -141,24 +143,24 @@ class Injector:
             self.strike(fault.id)
 
     def begins(self, effect: Effect) -> None:
-        """Takes in what the agent is about to do."""
+        """Handles an effect that the agent is about to carry out."""
         if isinstance(effect, StartTraining):
             self._arm_merged()
 
     def has_begun(self, effect: Effect) -> None:
-        """Takes in what the agent has done, which may be that a phase of a recovery begins."""
+        """Handles an effect that was carried out; a phase of a recovery may begin with it."""
         phase = _BEGIN_WITH.get(type(effect))
         if isinstance(effect, PublishPlanInput):
-            self.reached("inventory", effect.epoch)  # whoever has prepared does not say again what it holds
+            self.reached("inventory", effect.epoch)  # in a prepared epoch, no worker sends an inventory
         if isinstance(effect, AnnounceCommit):
-            # Every epoch tells the last commit again before it goes on: no step begins with that.
+            # Every epoch announces the last commit again; no step begins with this announcement.
             is_new, self._committed = effect.step > self._committed, max(effect.step, self._committed)
             phase = phase if is_new and effect.then == "step" else None
         if phase is not None:
             self.reached(phase, effect.epoch)
 
     def _arm_merged(self) -> None:
-        """Has the heirs, before they begin, say when they have made again what was lost with a fault's victim."""
+        """Tells the heirs to report the moment at which they have redone the lost work of a fault's victim."""
         state = self._state()
         for fault, cause in self._after("merged"):
             slot = next(iter(cause.victims.values()))
@@ -173,7 +175,7 @@ class Injector:
                 self._schedule(fault)
 
     def strike(self, fault_id: str) -> None:
-        """Records a fault and strikes all its victims, unless it has struck before."""
+        """Records a fault and strikes all its victims; does nothing if it has struck before."""
         fault = self._waiting.pop(fault_id, None)
         if fault is None:
             return
@@ -195,7 +197,7 @@ class Injector:
     def _strike(self, struck: _Struck, worker: int, slot: Slot | None) -> None:
         member = self._members[worker]
         if member.exit_code is not None:
-            return  # no sign of it will ever be seen
+            return  # a worker that has ended gives no sign
 
         def later(delay_ns: int, do: Callable[[], None]) -> None:
             self._later(delay_ns, lambda: do() if member.exit_code is None else None)
@@ -208,14 +210,14 @@ class Injector:
             member.link.send(InflictMessage(fault.id, fault.do, dict(struck.parameters), slot))
 
     def _look(self, struck: _Struck, worker: int) -> None:
-        """Looks at a process until it shows what was done to it, or ends."""
+        """Reads the state of a process again and again until it shows the fault or the process has ended."""
         state = process_state(self._members[worker].child) if self._members[worker].exit_code is None else None
         if state is not None and worker in struck.missing:
             self.sees(worker, "state", state)
             self._later(_LOOK_EVERY_NS, lambda: self._look(struck, worker))
 
     def _victims(self, fault: Fault, state: State) -> dict[int, Slot | None]:
-        """Returns the workers that a fault strikes now, each with the slot that it is struck for."""
+        """Returns the victims of a fault that strikes now, each with its slot."""
         if isinstance(fault.moment, At):
             slot: Slot | None = (fault.moment.action.pipeline, fault.moment.action.stage)
             dead: tuple[int, ...] = ()
@@ -239,7 +241,7 @@ class Injector:
             return None
         place = self._grid.place(slot)
         match victim.role:
-            case "recoverer":  # before the verdict, whoever it is going to be
+            case "recoverer":  # before the verdict: the worker that it would name
                 owner = state.owners[place]
                 return (heirs(state, dead).owners[place] if owner in dead else owner), slot
             case "shadow":
@@ -249,7 +251,7 @@ class Injector:
                 return state.owners[self._grid.place(following)], following
 
     def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
-        """Takes in a sign of what was done to a worker, by a certain fault if the worker says so."""
+        """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
         for struck in self._struck.values():
             if worker not in struck.missing or fault_id not in (None, struck.fault.id):
                 continue
@@ -259,13 +261,13 @@ class Injector:
                     self._recorder.write(ConfirmedRecord(fault=struck.fault.id, how=f"{sign}: {value}"))
 
     def close(self) -> None:
-        """Says of every fault what is missing."""
+        """Records the unconfirmed faults, each with the missing sign."""
         for fault in self._waiting.values():
             self._recorder.write(UnconfirmedRecord(fault=fault.id, how="it did not strike"))
         for struck in self._struck.values():
             if struck.missing or not struck.victims:
                 who = ", ".join(f"worker {worker}" for worker in sorted(struck.missing))
-                how = f"no sign of it was seen of {who}" if who else "nobody was there to be struck"
+                how = f"no sign of it was seen at {who}" if who else "there was no victim"
                 self._recorder.write(UnconfirmedRecord(fault=struck.fault.id, how=how))
 
 

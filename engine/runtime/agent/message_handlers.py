@@ -1,6 +1,6 @@
-"""The agent's answer to each kind of message: an event to decide on, an entry in the run state, a message to all.
+"""The agent's handlers of worker messages: each makes an event, an entry in the run state, or a message to all workers.
 
-Rule: a message of a worker that is out counts for nothing.
+Rule: messages of a worker that is out are ignored; the worker may not know yet that it is out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HANDLERS: dict[type[Message], Handle[Any]] = {}
 
 
 def dispatch(agent: Agent, member: WorkerHandle, message: Message) -> None:
-    """Takes in a message of a worker; one of a worker that is out counts for nothing: it may not know yet."""
+    """Handles a message of a worker; an error of the run ends the run."""
     if member.worker in agent.node.state.out:
         return
     with agent.failing():
@@ -51,7 +51,7 @@ def dispatch(agent: Agent, member: WorkerHandle, message: Message) -> None:
 
 
 def _handles(kind: type[Heard]) -> Callable[[Handle[Heard]], Handle[Heard]]:
-    """Registers the function below for a kind of message."""
+    """Registers the function below as the handler of a kind of message."""
 
     def register(handle: Handle[Heard]) -> Handle[Heard]:
         _HANDLERS[kind] = handle
@@ -101,7 +101,7 @@ def _on_vote(agent: Agent, member: WorkerHandle, vote: messages.VoteMessage) -> 
 @_handles(messages.AuditMessage)
 def _on_audit(agent: Agent, member: WorkerHandle, audit: messages.AuditMessage) -> None:
     agent.run_state.audit(member.worker, audit)
-    rows = tuple(row[:3] for row in audit.rows)  # marks are for replicas that disagree
+    rows = tuple(row[:3] for row in audit.rows)  # the marks only explain a difference between replicas
     agent.recorder.write(AuditRecord(of=member.worker, step=audit.step, pipeline=audit.pipeline, rows=rows))
 
 
@@ -134,7 +134,7 @@ def _on_raised(agent: Agent, member: WorkerHandle, raised: messages.RaisedMessag
     if going and agent.raised.is_survivable(member.worker, raised, agent.node.state):
         agent.recorder.write(RaisedRecord(of=member.worker, step=raised.step, error=raised.error))
         agent.injector.sees(member.worker, "raised", raised.error)
-        return  # its end is the sign that counts
+        return  # the end of its process makes the verdict
     _on_failed(agent, member, raised)
 
 
@@ -174,7 +174,7 @@ def _on_notice(agent: Agent, member: WorkerHandle, notice: messages.NoticeMessag
     agent.decide(Notice(now_ns(), member.worker, grace_ns))
     for worker, stages in unable_to_leave(agent.node.state).items():
         grace_s = (agent.injector.grace_ns(worker) or agent.grace_ns) / 1e9
-        text = f"is to leave within {grace_s:g} s, but nobody can take over {stages_in_words(stages)}"
+        text = f"is to leave within {grace_s:g} s, but no other worker can take over {stages_in_words(stages)}"
         if agent.run_state.note(f"worker {worker} {text}"):
             agent.recorder.write(StaysRecord(of=worker, text=text))
 

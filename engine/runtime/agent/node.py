@@ -1,9 +1,9 @@
-"""This host's hold on the store: one client, the node's lease, and the coordinator's role if it has won it.
+"""This host in the store: one client, the lease of the host, and the role of the coordinator.
 
-Rules: there is one client per host, here and nowhere else. Whoever cannot renew its lease for longer than it lasts is
-out, whatever it believes, and stops; after that it asks the store for nothing more, and deletes nothing that may be
-another's by now. A lease outlasts the deadline of a call, so that an outage which ends in time costs nobody his lease.
-The members' keys hang on the node's lease; one that has ended is deleted at once.
+Rules: a host has one client, this one. If a lease has expired, the host is out and stops: it makes no more calls, and
+deletes no key, because the key may belong to another host by now. A lease lasts longer than the deadline of a call, so
+that a short outage of the store costs no lease. The keys of the workers are on the lease of the host; the key of a
+worker that has ended is deleted at once.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Node:
 
     @property
     def state(self) -> State:
-        """What the coordinator knows."""
+        """The state of the coordinator."""
         return self._coordinator.state
 
     def handle(self, *events: Event) -> tuple[Effect, ...]:
-        """Takes events in, as one, and returns what is to be done; raises CoordinatorUnavailableError."""
+        """Applies events as one transaction and returns their effects; raises CoordinatorUnavailableError."""
         with self._in_or_out():
             return self._coordinator.handle(*events)
 
     def enrol(self, members: Iterable[WorkerHandle]) -> None:
-        """Writes down where each worker runs, with its slots now and before."""
+        """Writes the key of each worker: its pid, its host and its slots."""
         for member in members:
             self._enrol(member.worker, member.child.pid, member.slots, ())
 
     def report(self, now_ns: int) -> None:
-        """Writes down who owns other slots than before and when each was last heard of, at most once a second."""
+        """Writes changed slots and the age of each worker's last message, at most once a second."""
         if self._is_out or now_ns - self._reported_ns < _REPORT_EVERY_NS:
             return
         self._reported_ns = now_ns
@@ -77,14 +77,14 @@ class Node:
             self._kv.put("heartbeats", json.dumps(ages).encode(), self._lease)
 
     def strike_off(self, worker: int) -> None:
-        """Deletes the key of a worker that has ended; nobody waits for a lease."""
+        """Deletes the key of a worker that has ended, before its lease expires."""
         self._enrolled.pop(worker, None)
         if not self._is_out:
             with self._in_or_out():
                 self._kv.transact(Txn((), (Delete(_key(worker)),)))
 
     def renew(self, now_ns: int) -> None:
-        """Renews what this host holds, when it is time; raises CoordinatorUnavailableError if it has lost it."""
+        """Renews the leases of this host when they are due; raises CoordinatorUnavailableError if one has expired."""
         if self._is_out or now_ns - self._renewed_ns < _RENEW_EVERY_NS:
             return
         self._renewed_ns = now_ns
@@ -93,7 +93,7 @@ class Node:
                 raise LeaseLostError
 
     def leave(self) -> None:
-        """Deletes every key of the run, if it still is this host's; raises CoordinatorUnavailableError."""
+        """Deletes every key of the run unless this host is out; raises CoordinatorUnavailableError."""
         if not self._is_out:
             self._kv.delete_prefix("")
             self._election.resign()
@@ -107,12 +107,14 @@ class Node:
 
     @contextlib.contextmanager
     def _in_or_out(self) -> Iterator[None]:
-        """Whatever ends with CoordinatorUnavailableError is the last thing that is asked for."""
+        """Makes CoordinatorUnavailableError of a lost lease; after this error, the host makes no more calls."""
         try:
             yield
         except LeaseLostError:
             self._is_out = True
-            raise CoordinatorUnavailableError("the lease of this host has expired: for the others it is out") from None
+            raise CoordinatorUnavailableError(
+                "the lease of this host has expired: the other hosts count it as out"
+            ) from None
         except CoordinatorUnavailableError:
             self._is_out = True
             raise

@@ -1,9 +1,12 @@
-"""The agent's part in preparing an epoch that begins with a commit: a hand-over, or the end of one who has handed over.
+"""The agent's part in the preparation of an epoch that begins with a commit: a hand-over, or the exit after one.
 
-Rules: the workers make the plan while they train, and answer with its digest. When everybody has answered for just
-what the commit then brings, the commit, the epoch and its start are decided as one; else they go the usual way.
-Nobody waits for an answer: where one is missing, whoever is leaving stays for one more step, if its grace is long
-enough, and no longer.
+    agent                               workers
+    PrepareMessage(plan) ------------>  make the plan while they train
+    <---------- PreparedMessage(digest)
+    commit: with all answers, commit + epoch + start are one decision; else the usual messages of a recovery
+
+Rules: an answer counts only for the plan that the commit then needs. No worker waits for an answer: if one is missing,
+the leaving worker stays for one more step, provided that its grace is long enough, and for one step only.
 """
 
 from __future__ import annotations
@@ -19,40 +22,40 @@ from engine.core.membership.state import State
 from engine.core.ownership import Ownership
 from engine.runtime.ipc.recorder import now_ns
 
-_STEPS_TO_LEAVE = 5  # as long as the one that ends: in three more a worker has left, and later ones take longer
+_STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
 
 
 class HandOverPreparation:
-    """What the coming commit will bring, as far as it is known, and who has prepared; `order` tells the workers."""
+    """The epoch that the coming commit will begin, and the answers of the workers; `order` sends the plan to them."""
 
     def __init__(self, order: Callable[[int, PublishPlanInput], None]):
         self._order = order
         self._numbers = count()
-        self._number = -1  # of the latest order
-        self._document: PublishPlanInput | None = None  # what it was about
-        self._digests: dict[int, str] = {}  # the answers to it
-        self._deadlines_ns: dict[int, int] = {}  # when the grace of each that has given notice ends
+        self._number = -1  # of the latest plan
+        self._document: PublishPlanInput | None = None  # the latest plan
+        self._digests: dict[int, str] = {}  # the answers, by worker
+        self._deadlines_ns: dict[int, int] = {}  # the end of the grace of each worker that has given notice
         self._begun_ns = now_ns()  # when the open step began
-        self._waited_in = 0  # the latest epoch in which somebody stayed for one more step
+        self._waited_in = 0  # the latest epoch in which a worker stayed for one more step
 
     def noticed(self, worker: int, grace_ns: int) -> None:
-        """Takes in that a worker is going to leave."""
+        """Handles the notice of a worker."""
         self._deadlines_ns.setdefault(worker, now_ns() + grace_ns)
 
     def look(self, state: State, ownership: Ownership | None) -> None:
-        """Has the workers prepare for what the commit of the open step will bring, when that is news."""
+        """Lets the workers prepare the epoch that the commit of the open step will begin, if its plan has changed."""
         prepared = prepare_epoch(state, ownership, now_ns()) if ownership is not None else None
         if prepared is not None and prepared.document != self._document:
             self._number, self._document, self._digests = next(self._numbers), prepared.document, {}
             self._order(self._number, prepared.document)
 
     def answered(self, worker: int, number: int, digest: str) -> None:
-        """Takes in that a worker has prepared; what it says of an order before the latest counts for nothing."""
+        """Handles the answer of a worker; an answer to an older plan is ignored."""
         if number == self._number:
             self._digests[worker] = digest
 
     def at_commit(self, commit: StepCommitted, state: State, ownership: Ownership) -> tuple[Event, ...]:
-        """Returns what there is to decide on with a commit: it alone, or with it the epoch that has been prepared."""
+        """Returns the events to decide on at a commit: the commit alone, or with the events of the prepared epoch."""
         begun_ns, self._begun_ns = self._begun_ns, commit.now_ns
         prepared = prepare_epoch(state, ownership, commit.now_ns)
         if prepared is None:

@@ -28,7 +28,7 @@ from engine.runtime.agent.worker_handles import WorkerHandle
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One epoch that a verdict made: who is out with it and why, and why it was made, in words."""
+    """One epoch: the workers that are out with it and their reasons, and the reason for the epoch in words."""
 
     epoch: int
     verdict: Verdict
@@ -37,7 +37,7 @@ class Epoch:
 
 @dataclass(slots=True)
 class RunState:
-    """What a run has come to so far. Times are monotonic nanoseconds, 0 for what has not come about."""
+    """The results of a run so far. Times are monotonic nanoseconds, 0 for an event that has not happened."""
 
     job: Job
     layers: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class RunState:
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     rows: list[TrajectoryRow] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what users are told at once
+    notes: list[str] = field(default_factory=list)  # for the user, shown at once
     purity: PurityBook = field(default_factory=PurityBook)
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
@@ -59,44 +59,44 @@ class RunState:
 
     @property
     def ownership(self) -> Ownership | None:
-        """Who votes in the open step; None while no votes are taken."""
+        """The ownership of the open step, whose replicas vote; None while no vote counts."""
         return self._ballot.ownership if self._ballot is not None else None
 
     def cut(self, cut: CutMessage) -> None:
-        """Takes in how the model was cut into stages."""
+        """Keeps the partition of the model."""
         self.layers, self.starts = cut.layers, cut.starts
         self._book = AuditBook(len(self.layers), self.job.pipelines)
 
     def note(self, text: str) -> bool:
-        """Takes in what users are told at once; says whether it is news."""
+        """Adds a note for the user; returns whether it is new."""
         is_news = text not in self.notes
         self.notes += [text] * is_news
         return is_news
 
     def open(self, epoch: int, ownership: Ownership) -> None:
-        """Begins to take the votes of an epoch for the step after the last committed one."""
+        """Opens the ballot of an epoch for the step after the last committed one."""
         self._ballot = Ballot(epoch, self.committed + 1, ownership, self.job.clip_norm)
 
     def freeze(self) -> None:
-        """Takes no more votes until the next epoch begins to train."""
+        """Ignores votes until the next epoch begins to train."""
         self._ballot = None
 
     def heal(self, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
-        """Begins the step after a committed one, with the shadows that are wanted: the workers do the same."""
+        """Opens the ballot of the next step with the wanted shadows; the workers compute the same ownership."""
         ballot = self._ballot
         assert ballot is not None
         self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
 
     def vote(self, worker: int, vote: VoteMessage) -> Commit | None:
-        """Takes in a vote; returns what everybody learns if it was the last one missing.
+        """Counts a vote; returns the commit if the vote was the last missing one.
 
-        Raises InvariantError when replicas disagree on the step before, DivergedError for a norm that is not finite.
+        Raises InvariantError if replicas disagree on the previous step, DivergedError for a norm that is not finite.
         """
         if self._ballot is None:
             return None
         commit = self._ballot.add(worker, vote)
         if commit is not None:
-            # Everyone who voted for this step has told the hashes of the one before.
+            # Every voter has sent its hashes of the previous step before its vote.
             self.close_book()
             if not math.isfinite(commit.grad_norm):
                 raise DivergedError(
@@ -105,7 +105,7 @@ class RunState:
         return commit
 
     def settle(self, commit: Commit) -> None:
-        """Takes in that a step is committed, which it is when the coordinator has written it down."""
+        """Counts a step as committed, after the coordinator has written the commit to the store."""
         self.losses.append(commit.loss)
 
     def progress(self) -> str:
@@ -113,36 +113,36 @@ class RunState:
         return f"last committed step {self.committed}" if self.losses else "no step was committed"
 
     def audit(self, worker: int, audit: AuditMessage) -> None:
-        """Takes in the hashes of some layers; raises InvariantError when replicas disagree."""
+        """Adds the hashes of some layers of a replica; raises InvariantError if replicas disagree."""
         if audit.step == self.committed:
             hashes = {layer: (state, buffers) for layer, state, buffers, _, _ in audit.rows}
             marks = {layer: (of_state, of_buffers) for layer, _, _, of_state, of_buffers in audit.rows}
             self._book.add(audit.step, worker, audit.pipeline, hashes, marks)
 
     def close_book(self) -> None:
-        """Makes rows of the hashes of the last committed step."""
+        """Adds the trajectory rows of the last committed step."""
         if self.losses:
             self.rows += self._book.close(self.committed, self.losses[-1])
 
     def validated(self, outcome: ValidationMessage) -> None:
-        """Takes in the outcome of a validation pass."""
+        """Keeps the result of a validation pass."""
         self.validations[outcome.step] = (outcome.loss, outcome.metric)
 
     def missing(self) -> tuple[str, ...]:
-        """Returns what nobody has told of the last step of a run that has finished, in words."""
+        """Returns in words the results of the last step that a finished run lacks."""
         step = self.committed
         audited = not is_due(self.job.audit, step, True) or any(row.step == step for row in self.rows[-1:])
         found = [] if audited else [f"the hashes of step {step}"]
         return (*found, *([f"the validation after step {step}"] if self.owes_validation(True) else []))
 
     def owes_validation(self, is_last: bool) -> bool:
-        """Says whether the last committed step is one to validate, and nobody has told the outcome."""
+        """Returns whether the result of a validation pass after the last committed step is due and missing."""
         every, step = self.job.validate_every, self.committed
         return step >= 0 and step not in self.validations and is_due(every, step, is_last)
 
 
 def error_of(member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage) -> BambooError:
-    """Returns the error that a worker's last message is about."""
+    """Returns the error that a worker's last message reports."""
     if isinstance(last, RefusedMessage):
         return UserError(last.problems)
     worker = f"worker {member.worker} (pid {member.child.pid})"

@@ -1,4 +1,4 @@
-"""A run as a picture shows it while it goes on, and its ending."""
+"""The view of a run for pictures while it runs, and the ending of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.runtime.ipc.progress_board import Progress
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as a picture shows it."""
+    """One worker in a picture."""
 
     worker: int
     pid: int
@@ -24,7 +24,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as a picture shows it, a few times a second; the run state is the agent's own and grows."""
+    """A run in a picture, a few times a second; the agent goes on to change the run state."""
 
     run_state: RunState
     workers: tuple[WorkerView, ...]
@@ -32,9 +32,9 @@ class RunView:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a session ended: outcome in a word, the error if there was one, and all that was learned until then.
+    """The ending of a session: its outcome in one word, the error if there was one, and the last view of the run.
 
-    `missing` is what a run that has finished lacks of its last step, in words: its last witness went after that commit.
+    `missing` names the results of the last step that a finished run lacks, because a worker ended before it sent them.
     """
 
     outcome: str

@@ -1,4 +1,4 @@
-"""A session: one job from start to end. Starts the processes, runs the agent, leaves nothing behind."""
+"""A session: one job from start to end. It starts the processes, runs the agent and releases all resources."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def run_session(
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
-    Without `etcd` a private one is started for this run. `ownership` gives slots to other workers than the usual
-    ones, `ranks` orders the workers in the process group: neither may change a bit of the result. A worker that gives
-    notice will be gone after `grace_s`; one whom others can replace is given up when it is silent for `silence_s`, or
-    inside one action for `hang_s` and ten times as long as in any of late. `faults` strike workers. A fork `server`
-    that runs already saves its start. Raises EnvironmentLacksError, or CoordinatorUnavailableError, before training.
+    Without `etcd`, starts a private one for this run. `ownership` assigns slots to other workers than by default, and
+    `ranks` orders the workers in the process group; neither changes a bit of the result. A worker is expected to be
+    killed `grace_s` after its notice. A worker that others can replace is out if it is silent for `silence_s`, or if it
+    is inside one action for `hang_s` and ten times as long as in any recent one. `faults` strike workers. A running
+    fork `server` saves its start. Raises EnvironmentLacksError or CoordinatorUnavailableError before training.
     """
     _refuse_backend(job)
     started_at_ns = now_ns()
@@ -101,7 +101,7 @@ def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
 def _ticking(
     watch: Callable[[RunView], None], board: ProgressBoard, requests: FaultRequests
 ) -> Callable[[Agent], None]:
-    """Returns what is done at every tick of an agent."""
+    """Returns the work of every tick of an agent."""
 
     def tick(agent: Agent) -> None:
         watch(_view(agent, board))
@@ -119,7 +119,7 @@ def _welcome(
     store_port: int,
     faults: Sequence[Fault],
 ) -> None:
-    """Tells a worker all that it needs to join."""
+    """Sends a worker its first message."""
     recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
     welcome = WelcomeMessage(
         worker=member.worker,
@@ -135,8 +135,8 @@ def _welcome(
 
 
 def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: float = 30.0) -> State:
-    """Returns the protocol's state before anybody has joined."""
-    # Building a model and opening its data may take their time, and nobody can take over before training begins.
+    """Returns the state of the protocol before a worker has joined."""
+    # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000
     options = Options(
         stages=job.stages,
@@ -146,8 +146,8 @@ def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: 
         hang_ns=round(hang_s * 1e9),
     )
     if job.redundancy == "none" and job.pipelines == 1:
-        # A single action of a slow layer may take its time too: giving up on the slow only ends the run. A broken pair
-        # that nobody died of cannot be mended.
+        # A verdict on a slow worker would only end the run. A transfer that breaks while both its workers live cannot
+        # be repaired.
         options = replace(
             options, hang_ns=patience_ns, stall_ns=patience_ns, silence_ns=patience_ns // 10, max_repeats=0
         )
@@ -158,9 +158,9 @@ def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: 
 def join_store(
     stack: contextlib.ExitStack, etcd: EtcdSettings | None, run_id: str, logs: Path, first: State, recorder: Recorder
 ) -> Node:
-    """Connects this host to the store, starting one where none is given; all of it is undone with `stack`."""
+    """Connects this host to the store, or to a private one that it starts; `stack` releases all of it."""
     private = EmbeddedEtcd(logs) if etcd is None else None
-    # It starts while this process imports gRPC, which takes a fifth of a second, and the fork server torch.
+    # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
     if private is not None:
         stack.callback(private.stop)
         private.start()
@@ -181,7 +181,7 @@ def join_store(
 
 
 def _leave(node: Node, recorder: Recorder) -> None:
-    """Takes the run out of a kept store; how the run ended stays as it is when the store is not there."""
+    """Deletes the keys of the run in a store of the user; an error is recorded and does not change the outcome."""
     try:
         node.leave()
     except CoordinatorUnavailableError as error:
@@ -200,7 +200,7 @@ def _refuse_backend(job: Job) -> None:
 
 
 def _gpus() -> Iterator[Path]:
-    """Yields the device files of NVIDIA GPUs; asking torch would start a context in this process."""
+    """Yields the device files of NVIDIA GPUs; torch would start a device context in this process."""
     return Path("/dev").glob("nvidia[0-9]*")
 
 

@@ -1,7 +1,7 @@
-"""Exceptions that workers raise: whether the others go on without the one that did.
+"""Exceptions that workers raise: whether the run goes on without the worker.
 
-Rules: a worker that raised is dead like any other when somebody can take over. The same error from a second worker in
-the same step is the model's own, and would end one heir after the other: it ends the run.
+Rules: a worker that has raised counts as dead if other workers can take over its slots. The same error from a second
+worker in the same step comes from the model: it would end one heir after the other, so it ends the run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from engine.core.messages import RaisedMessage
 
 
 class WorkerErrors:
-    """What has been raised so far."""
+    """The exceptions of a run so far."""
 
     def __init__(self) -> None:
         self._raised: set[tuple[int, str]] = set()  # step and error
 
     def is_survivable(self, worker: int, raised: RaisedMessage, state: State) -> bool:
-        """Says whether the run goes on after an exception of a worker."""
+        """Returns whether the run goes on after an exception of a worker."""
         error = (raised.step, raised.error)
         is_known = error in self._raised
         self._raised.add(error)

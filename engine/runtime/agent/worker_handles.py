@@ -1,4 +1,4 @@
-"""The workers of a run as the agent sees them: process, link, state and what they said of themselves at the end."""
+"""The agent's handles of the workers and of the rendezvous store: process, link and state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child, ForkServer
 
 _MAX_MUTE = 3
-_MAX_UNANSWERED = 12  # looks, one with each tick of the agent: whoever has slept itself judges nobody
+_MAX_UNANSWERED = (
+    12  # ticks without an answer; a count of ticks, not a time, because the agent itself may have been stopped
+)
 
 
 @dataclass(slots=True)
@@ -35,10 +37,10 @@ class WorkerHandle:
     exit_code: int | None = None
     peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
     peak_memory_kib: int = 0
-    is_left_behind: bool = False  # not even SIGKILL has ended it
+    is_left_behind: bool = False  # SIGKILL has not ended it
 
     def release(self) -> None:
-        """Gives back what this process holds of a worker; one that has not ended is ended."""
+        """Closes the descriptors of a worker, and kills it if it has not ended."""
         self.link.close()
         self.child.close()
 
@@ -66,12 +68,12 @@ def start_workers(
 
 
 class RendezvousStore:
-    """The run's store: a process that serves on a loopback port bound here. Groups that are formed do without it."""
+    """The rendezvous store of a run: a process on a loopback port. Groups need it only while they are formed."""
 
     def __init__(self, server: ForkServer, logs: Path):
         self._server = server
         self.log = logs / "store.log"
-        self._num_mute = 0  # how many in a row have ended before they served
+        self._num_mute = 0  # stores in a row that ended before they served
         self._start()
 
     def _start(self) -> None:
@@ -86,9 +88,9 @@ class RendezvousStore:
         far.close()
 
     def look(self) -> bool:
-        """Asks whether the store still serves, and says whether it was killed because it has not answered for long.
+        """Pings the store; kills it if it has not answered for many ticks, and returns whether it was killed.
 
-        It may have been stopped. Whoever waits for it would wait in vain; an end ends the wait.
+        A stopped process would block the workers that wait for it; its end ends their wait.
         """
         self._hear()
         self._num_unanswered += self.link.send(PingMessage())
@@ -104,15 +106,17 @@ class RendezvousStore:
                 self._has_served, self._num_unanswered = True, 0
 
     def start_again(self) -> None:
-        """Starts another one, on another port, in place of one that has ended.
+        """Replaces a store that has ended by another one on another port.
 
-        Raises InvariantError when one after the other ends before it serves, EnvironmentLacksError when no
-        process can be had.
+        Raises InvariantError if three stores in a row end before they serve, EnvironmentLacksError if no process can
+        be started.
         """
         self._hear()
         self._num_mute = 0 if self._has_served else self._num_mute + 1
         if self._num_mute == _MAX_MUTE:
-            raise InvariantError(f"no rendezvous store gets to serve; the last one wrote {self.log}")
+            raise InvariantError(
+                f"{_MAX_MUTE} rendezvous stores ended before they served; the last one wrote {self.log}"
+            )
         self.close()
         self._start()
 
@@ -131,6 +135,6 @@ def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:
 
 
 def close_workers(members: Sequence[WorkerHandle]) -> None:
-    """Releases what this process still holds of workers, and ends those that have not ended."""
+    """Releases every worker."""
     for member in members:
         member.release()
