@@ -84,7 +84,7 @@ class PlanMessage(ToWorker):
     epoch: int
     committed: int
     members: tuple[int, ...]
-    leaving: tuple[int, ...]  # the members that had given notice
+    leaving: tuple[int, ...]  # members that had given notice when the epoch was made; they become no shadows
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
     inventories: tuple[tuple[int, str], ...]  # worker and text

@@ -18,6 +18,7 @@ from engine.core.membership.effects import Effect
 from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Options, Phase, State, begin, resume, to_json
+from engine.core.messages import PlanMessage
 
 ROUND = 10  # time between two rounds of heartbeats
 FENCED, FROZEN, PLANNED, TRAINING, DONE = range(5)  # the state of a worker in its epoch; it only increases
@@ -128,7 +129,7 @@ class World:
         for effect in found:
             kind = type(effect)
             if isinstance(effect, effects.PublishPlanInput) and effect.epoch not in self.owners:
-                self.check_owners(effect)
+                self.check_owners(effect.document)
             if kind in _ONCE and self.published.setdefault((kind, effect.epoch), effect) != effect:
                 raise Violation(f"two different {kind.__name__} in epoch {effect.epoch}")
         chance = 1.0 if self.calm else self.pick()
@@ -198,7 +199,7 @@ class World:
             elif not self.has_ended() and (not self.redundant or self.holders_of(slot) & {*new.members}):
                 raise Violation(f"worker {owner} owns what it does not hold")
 
-    def check_owners(self, document: effects.PublishPlanInput) -> None:
+    def check_owners(self, document: PlanMessage) -> None:
         """After the last inventory, every slot has an owner that holds it, and newly healed replicas count."""
         self.owners[document.epoch] = document.owners
         for slot, (owner, shadows) in enumerate(zip(document.owners, document.shadows, strict=True)):
@@ -323,7 +324,7 @@ class World:
 
     def obey_plan(self, worker: Worker, effect: effects.PublishPlanInput) -> None:
         """Makes the plan."""
-        if worker.mode == FENCED or len(effect.inventories) != len(effect.members):
+        if worker.mode == FENCED or len(effect.document.inventories) != len(effect.document.members):
             raise Violation("a plan without every inventory")
         if worker.mode <= PLANNED:
             worker.mode = PLANNED

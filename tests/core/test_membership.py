@@ -39,6 +39,7 @@ from engine.core.membership.events import (
 from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import TABLE, Impossible, step
 from engine.core.membership.state import Phase, Sighting, State, resume, to_json
+from engine.core.messages import PlanMessage
 from tests.core.membership_cases import (
     JOINED,
     S,
@@ -124,8 +125,8 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = told(state, InventoryReceived(31, 2, 2, "two"))
     state, effects = step(state, InventoryReceived(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
-    document = PublishPlanInput(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), (out,), inventories)
-    assert effects == (document,)
+    document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories)
+    assert effects == (PublishPlanInput(2, document, (out,)),)
     state = told(state, PlanAcknowledged(33, 0, 2, "same"))
     state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
     assert (state.phase, effects) == (Phase.RUNNING, (StartTraining(2), AnnounceCommit(2, 0, "step")))
@@ -214,9 +215,9 @@ def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
     assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 2))
     assert told(state, InventoryReceived(41, 0, 3, "", (0, 1))).phase is Phase.HALTED, "what it has got was not whole"
     state, effects = step(state, InventoryReceived(41, 0, 3, "held", (0, 1, 2)))
-    document = effects[0]
-    assert isinstance(document, PublishPlanInput)
-    assert (document.owners, document.shadows) == ((0, 0, 0), ((), (), ()))
+    effect = effects[0]
+    assert isinstance(effect, PublishPlanInput)
+    assert (effect.document.owners, effect.document.shadows) == ((0, 0, 0), ((), (), ()))
 
 
 def test_a_replica_that_was_healed_in_the_open_step_is_a_shadow_in_the_plan() -> None:

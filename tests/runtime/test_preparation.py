@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
 from engine.core.membership.state import Phase, State
+from engine.core.messages import PlanMessage
 from engine.core.ownership import Grid, Ownership
 from engine.runtime.agent.preparation import HandOverPreparation
 from engine.runtime.ipc.recorder import now_ns
@@ -17,7 +17,7 @@ class Prepared:
     """A preparation, and what it has ordered."""
 
     def __init__(self, grace_ns: int = 120 * S):
-        self.orders: list[tuple[int, PublishPlanInput]] = []
+        self.orders: list[tuple[int, PlanMessage]] = []
         self.of = HandOverPreparation(lambda number, document: self.orders.append((number, document)))
         self.of.noticed(2, grace_ns)
 

@@ -14,7 +14,7 @@ from engine.core.membership import effects, events
 from engine.core.membership.prepared_epoch import PreparedEpoch, prepare_epoch
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Options, Phase, State, begin
-from engine.core.messages import VoteMessage
+from engine.core.messages import PlanMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.recovery.ballot import Ballot
 from engine.core.recovery.ballot import Commit as Outcome
@@ -105,26 +105,26 @@ class Agent:
 
     def plan(self, effect: effects.PublishPlanInput) -> None:
         """Sends the inputs of the plan to every member."""
-        clip = self.last.clip_factor if self.last else 1.0
-        self.leaving = effect.leaving
-        self.ownership = Ownership(self.ownership.grid, effect.owners, effect.shadows)
+        clip, told = self.last.clip_factor if self.last else 1.0, effect.document
+        self.leaving = told.leaving
+        self.ownership = Ownership(self.ownership.grid, told.owners, told.shadows)
         document = Document(
-            effect.epoch, effect.committed, self.ownership, effect.members, self.leaving, effect.inventories, clip
+            told.epoch, told.committed, self.ownership, told.members, self.leaving, told.inventories, clip
         )
-        self.compare(effect, document)
-        for number in effect.members:
+        self.compare(told, document)
+        for number in told.members:
             self.world.tell(self.world.workers[number], "plan", document)
 
-    def compare(self, effect: effects.PublishPlanInput, document: Document) -> None:
+    def compare(self, told: PlanMessage, document: Document) -> None:
         """Checks that an epoch made at a commit was prepared before it, with the same plan."""
         if self.state.phase is not Phase.RECONFIGURING:
             return
         assert self.prepared_epoch is not None
         prepared_epoch = self.prepared_epoch.document
-        if replace(prepared_epoch, inventories=()) != replace(effect, inventories=()):
-            raise Violation(f"{prepared_epoch} was foreseen, and {effect} has come")
+        if replace(prepared_epoch, inventories=()) != replace(told, inventories=()):
+            raise Violation(f"{prepared_epoch} was foreseen, and {told} has come")
         if planned(document._replace(inventories=prepared_epoch.inventories)).plan != planned(document).plan:
-            raise Violation(f"epoch {effect.epoch} has another plan than was foreseen")
+            raise Violation(f"epoch {told.epoch} has another plan than was foreseen")
         self.world.turns.add("epoch is foreseen")
 
     def start(self, effect: effects.StartTraining) -> None:

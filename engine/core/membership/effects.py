@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.exclusion import Verdict
+from engine.core.messages import PlanMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,10 @@ class GatherInventories(Effect):
 
 @dataclass(frozen=True, slots=True)
 class PublishPlanInput(Effect):
-    """The document from which every member makes the plan; each answers with the digest of its plan.
+    """Sends every member the document of the plan; each answers with the digest of its plan."""
 
-    `leaving` are the members that had given notice when the epoch was made; they become no shadows.
-    """
-
-    committed: int
-    members: tuple[int, ...]
-    leaving: tuple[int, ...]
-    owners: tuple[int, ...]
-    shadows: tuple[tuple[int, ...], ...]
+    document: PlanMessage
     verdict: Verdict
-    inventories: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

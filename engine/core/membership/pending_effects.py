@@ -21,6 +21,7 @@ from engine.core.membership.effects import (
 )
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.verdicts import leavers
+from engine.core.messages import PlanMessage
 
 
 def pending_effects(state: State) -> tuple[Effect, ...]:
@@ -49,17 +50,16 @@ def pending_effects(state: State) -> tuple[Effect, ...]:
 def _gathering(state: State) -> Effect:
     if len(state.inventories) < len(state.members):
         return GatherInventories(state.epoch)
-    inventories = tuple(sorted(state.inventories.items()))
-    return PublishPlanInput(
+    document = PlanMessage(
         state.epoch,
         state.committed,
         state.members,
         state.leaving_at_start,
         state.owners,
         state.shadows,
-        state.verdict,
-        inventories,
+        inventories=tuple(sorted(state.inventories.items())),
     )
+    return PublishPlanInput(state.epoch, document, state.verdict)
 
 
 def _training(state: State) -> list[Effect]:

@@ -15,6 +15,7 @@ from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, InventoryReceived, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
+from engine.core.messages import PlanMessage
 from engine.core.ownership import Ownership
 from engine.core.recovery.inventory import Inventory as Held
 from engine.core.recovery.inventory import to_json
@@ -25,7 +26,7 @@ class PreparedEpoch:
     """A prepared epoch: the events that lead to it (the commit, the inventories), and the input of its plan."""
 
     events: tuple[Event, ...]
-    document: PublishPlanInput
+    document: PlanMessage
 
 
 def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEpoch | None:
@@ -43,9 +44,9 @@ def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEp
     )
     for answer in answers:
         new, effects = step(new, answer)
-    (document,) = effects
-    assert isinstance(document, PublishPlanInput)
-    return PreparedEpoch((commit, *answers), document)
+    (effect,) = effects
+    assert isinstance(effect, PublishPlanInput)
+    return PreparedEpoch((commit, *answers), effect.document)
 
 
 def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:

@@ -62,7 +62,7 @@ class Coordinator:
             if new.epoch != old.epoch:
                 self._verdicts = [*self._verdicts, (new.epoch, new.reason)][-_MAX_VERDICTS:]
             told = _changes(old, new, self._verdicts)
-            told += (Put("plan", json.dumps(asdict(each)).encode()) for each in found if type(each) is PublishPlanInput)
+            told += (Put("plan", _plan_text(each)) for each in found if isinstance(each, PublishPlanInput))
             changes |= {change.key: change for change in told}
         if changes and (effects or not all(isinstance(event, Answer) for event in events)):
             written = to_json(new).encode()
@@ -101,6 +101,10 @@ def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
         return [(int(epoch), str(reason)) for epoch, reason in json.loads(found.value)] if found is not None else []
     except (TypeError, ValueError) as error:
         raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error!r}") from error
+
+
+def _plan_text(effect: PublishPlanInput) -> bytes:
+    return json.dumps(asdict(effect.document) | {"verdict": effect.verdict}).encode()
 
 
 def _changes(old: State, new: State, verdicts: list[tuple[int, str]]) -> list[Change]:

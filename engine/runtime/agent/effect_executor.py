@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -121,21 +121,22 @@ class EffectExecutor:
         if effect.epoch <= self._planned:
             return
         self._planned = effect.epoch
-        self._leaving = effect.leaving
+        document = effect.document
+        self._leaving = document.leaving
         at_ns = now_ns()
-        if effect.owners != self._owners:  # an heir became known by its inventory
+        if document.owners != self._owners:  # an heir became known by its inventory
             self._note_owners(state)
-            heirs = HeirsRecord(at_ns=at_ns, epoch=effect.epoch, owners=effect.owners, shadows=effect.shadows)
+            heirs = HeirsRecord(at_ns=at_ns, epoch=effect.epoch, owners=document.owners, shadows=document.shadows)
             self.recorder.write(heirs)
         is_prepared = state.phase not in GATHERING
         if not is_prepared:
-            self.broadcast(_document(effect))
-        plan = PlanRecord(at_ns=at_ns, epoch=effect.epoch, committed=effect.committed, prepared=is_prepared)
+            self.broadcast(document)
+        plan = PlanRecord(at_ns=at_ns, epoch=effect.epoch, committed=document.committed, prepared=is_prepared)
         self.recorder.write(plan)
 
-    def prepare(self, number: int, document: PublishPlanInput) -> None:
+    def prepare(self, number: int, document: messages.PlanMessage) -> None:
         """Lets every worker make the plan of a coming epoch; its answer has the same number."""
-        self.broadcast(messages.PrepareMessage(number, _document(document)))
+        self.broadcast(messages.PrepareMessage(number, document))
 
     def _start_training(self, effect: StartTraining, state: State) -> None:
         if effect.epoch <= self._started:
@@ -183,11 +184,6 @@ class EffectExecutor:
 
 def _first_stage(member: WorkerHandle) -> float:
     return min((stage for _, stage in member.slots), default=inf)
-
-
-def _document(effect: PublishPlanInput) -> messages.PlanMessage:
-    """Returns the document that the workers make the plan from."""
-    return messages.PlanMessage(**{each.name: getattr(effect, each.name) for each in fields(messages.PlanMessage)})
 
 
 _EXECUTE: dict[type[Effect], Callable[[EffectExecutor, Any, State], None]] = {

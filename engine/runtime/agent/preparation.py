@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
-from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, PlanAcknowledged, StepCommitted
 from engine.core.membership.prepared_epoch import prepare_epoch
 from engine.core.membership.state import State
+from engine.core.messages import PlanMessage
 from engine.core.ownership import Ownership
 from engine.runtime.ipc.recorder import now_ns
 
@@ -28,11 +28,11 @@ _STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within thr
 class HandOverPreparation:
     """The epoch that the coming commit will begin, and the answers of the workers; `order` sends the plan to them."""
 
-    def __init__(self, order: Callable[[int, PublishPlanInput], None]):
+    def __init__(self, order: Callable[[int, PlanMessage], None]):
         self._order = order
         self._numbers = count()
         self._number = -1  # of the latest plan
-        self._document: PublishPlanInput | None = None  # the latest plan
+        self._document: PlanMessage | None = None  # the latest plan
         self._digests: dict[int, str] = {}  # the answers, by worker
         self._deadlines_ns: dict[int, int] = {}  # the end of the grace of each worker that has given notice
         self._begun_ns = now_ns()  # when the open step began
