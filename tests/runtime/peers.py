@@ -85,7 +85,7 @@ def peer_server(logs: Path) -> Iterator[PeerServer]:
     """Runs a fork server that knows peers."""
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return original([*command[:2], THIS_MODULE, *command[3:]], cwd=ROOT, **options)
+        return original([*command[:2], THIS_MODULE, *command[3:]], **(options | {"cwd": ROOT}))
 
     original = subprocess.Popen
     with pytest.MonkeyPatch.context() as patch:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -25,8 +23,9 @@ from engine.core.process_messages import (
     UnforkedMessage,
 )
 from engine.runtime.ipc.link import Link
-from engine.runtime.process.interrupts import ctrl_c_held
+from engine.runtime.process import subprocesses
 from engine.runtime.process.prctl import adopting
+from engine.runtime.process.subprocesses import is_readable
 
 _START_S = 60.0  # for the first answer of a server, which first imports all modules
 _ANSWER_S = 5.0  # for a later answer; shorter than the lease of this host
@@ -51,7 +50,7 @@ class Child:
 
     def wait(self, timeout_s: float = 0.0) -> int | None:
         """Returns the exit code, negative for a signal; None if the process does not end within `timeout_s`."""
-        if self._code is None and _is_readable(self.pidfd, timeout_s):
+        if self._code is None and is_readable(self.pidfd, timeout_s):
             self._code = _reap(self.pidfd)
         return self._code
 
@@ -80,14 +79,7 @@ class ForkServer:
         self._link, far = Link.pair()
         self._has_served = self._has_begun = False
         command = [sys.executable, "-m", "engine.runtime.process.forkserver", str(far.fileno()), str(os.getpid())]
-        with ctrl_c_held():
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=self._environment,
-                start_new_session=True,
-            )
+        self._process = subprocesses.start(command, fd=far.fileno(), environment=self._environment)
         far.close()
 
     def __enter__(self) -> ForkServer:
@@ -169,30 +161,18 @@ class ForkServer:
                 self._reply(_GONE_S)  # returns at the end of file
 
     def _reply(self, timeout_s: float) -> tuple[Message | None, list[int]]:
-        return self._link.receive_with_fds() if _is_readable(self._link.fileno(), timeout_s) else (None, [])
+        return self._link.receive_with_fds() if is_readable(self._link.fileno(), timeout_s) else (None, [])
 
     def _end(self) -> int:
         """Ends the server and returns its exit code, negative for a signal."""
         self._link.close()
-        try:
-            return self._process.wait(_GONE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GONE_S)
-        return -signal.SIGKILL
+        return subprocesses.end(self._process, _GONE_S)
 
     def close(self) -> None:
         """Ends the server and every child that is not closed."""
         self._end()
         for child in self._children:
             child.close()
-
-
-def _is_readable(fd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
 
 
 def _reap(pidfd: int) -> int:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import TypeVar
 from engine.core.message_codec import Plain
 from engine.core.process_messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
-from engine.runtime.process.interrupts import ctrl_c_held
+from engine.runtime.process import subprocesses
 
 _GRACE_S = 10.0
 
@@ -36,15 +35,8 @@ class Lane:
         self.link, far = Link.pair()
         command = [sys.executable, "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [sys.executable, "-m", module, str(far.fileno())]
-        with ctrl_c_held(), log.open("ab") as file:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        with log.open("ab") as file:
+            self._process = subprocesses.start(command, fd=far.fileno(), log=file)
         far.close()
 
     def ask(self, task: Plain) -> None:
@@ -55,13 +47,7 @@ class Lane:
     def close(self) -> int:
         """Ends the lane and returns its exit code, negative for a signal; an idle lane ends at once."""
         self.link.close()
-        try:
-            return self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible process
-            self._process.wait(_GRACE_S)
-        return -signal.SIGKILL
+        return subprocesses.end(self._process, _GRACE_S)
 
     def interrupt(self) -> None:
         """Sends SIGTERM, on which the running case may clean up."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import select
 from pathlib import Path
 
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.subprocesses import is_readable
 
 
 def process_state(child: Child) -> str | None:
@@ -15,6 +15,4 @@ def process_state(child: Child) -> str | None:
     except OSError:
         return None
     # If the child has ended, its pid may belong to another process. Its pidfd tells, after the read.
-    poll = select.poll()
-    poll.register(child.pidfd, select.POLLIN)
-    return None if poll.poll(0) else text.rpartition(")")[2].split()[0]
+    return None if is_readable(child.pidfd) else text.rpartition(")")[2].split()[0]

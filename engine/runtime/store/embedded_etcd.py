@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from engine.core.errors import EnvironmentLacksError
 from engine.runtime.ipc.link import LOOPBACK
-from engine.runtime.process.interrupts import ctrl_c_held
+from engine.runtime.process import subprocesses
 from engine.runtime.process.listening import listening_port
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
@@ -80,16 +79,8 @@ class EmbeddedEtcd:
         command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
         command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", *self._flags]
-        with self.log.open("ab") as log, ctrl_c_held():
-            self._process = subprocess.Popen(
-                command,
-                cwd=self._data,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        with self.log.open("ab") as log:
+            self._process = subprocesses.start(command, log=log, folder=self._data, environment=environment)
         self.pidfd = os.pidfd_open(self._process.pid)
 
     def settings(self) -> EtcdSettings:
@@ -113,22 +104,13 @@ class EmbeddedEtcd:
     def stop(self) -> None:
         """Stops it and deletes its data."""
         if self._process is not None:
-            self._signal(signal.SIGTERM)
-            try:
-                self._process.wait(_STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
+            self._process.terminate()
             self._reap()
         shutil.rmtree(self._data, ignore_errors=True)
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
     def _reap(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible process
-                self._process.wait(_STOP_GRACE_S)
+            subprocesses.end(self._process, _STOP_GRACE_S)
             os.close(self.pidfd)
             self._process = None
 

@@ -8,7 +8,6 @@ times a second. An etcd that ends right after its start is not restarted; the ca
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 import time
 from types import FrameType
@@ -16,6 +15,7 @@ from types import FrameType
 from engine.core.errors import EnvironmentLacksError
 from engine.core.history.process_records import StoreEndedRecord
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.subprocesses import is_readable
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
 _MIN_LIFE_S = 0.3
@@ -46,13 +46,8 @@ class StoreKeeper:
             self._is_starting = False
 
     def _start_again(self) -> None:
-        while self._has_ended() and time.monotonic() - self._started_s > _MIN_LIFE_S:
+        while is_readable(self._etcd.pidfd) and time.monotonic() - self._started_s > _MIN_LIFE_S:
             self._started_s = time.monotonic()
             self._recorder.write(StoreEndedRecord())
             with contextlib.suppress(EnvironmentLacksError, OSError):
                 self._etcd.start()
-
-    def _has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self._etcd.pidfd, select.POLLIN)
-        return bool(poll.poll(0))

@@ -1,0 +1,52 @@
+"""The programs that this process starts: their start in a session of their own, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from engine.runtime.process.interrupts import ctrl_c_held
+
+
+def start(
+    command: Sequence[str],
+    *,
+    fd: int | None = None,
+    log: IO[bytes] | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a program that inherits `fd`, without standard input; a Ctrl-C of the terminal does not reach it."""
+    with ctrl_c_held():
+        return subprocess.Popen(
+            command,
+            pass_fds=() if fd is None else (fd,),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """Waits for the end of a program, and kills it after `grace_s`; returns its exit code, negative for a signal."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(grace_s)
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible process
+        process.wait(grace_s)
+    return -signal.SIGKILL
+
+
+def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
+    """Returns whether `fd` becomes readable within `timeout_s`; a pidfd is readable if its process has ended."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
