@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -190,18 +190,14 @@ def _leave(node: Node, recorder: Recorder) -> None:
 
 def _refuse_backend(job: Job) -> None:
     if job.backend == "nccl":
-        num_gpus = len(list(_gpus()))
+        # The device files of NVIDIA GPUs: torch would start a device context in this process.
+        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
         if num_gpus >= job.pipelines * job.stages:
             raise EnvironmentLacksError("backend nccl: transfers between GPUs are not built yet; use --backend gloo")
         raise EnvironmentLacksError(
             f"backend nccl needs one GPU per worker: {job.pipelines * job.stages} wanted, {num_gpus} found; "
             "use --backend gloo"
         )
-
-
-def _gpus() -> Iterator[Path]:
-    """Yields the device files of NVIDIA GPUs; torch would start a device context in this process."""
-    return Path("/dev").glob("nvidia[0-9]*")
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:

@@ -57,14 +57,20 @@ def start_workers(
     members = {}
     with server.forking():
         for worker in ownership.workers():
-            near, far = Link.pair(blocking=False)
             log = logs / f"worker-{worker}.log"
-            log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            child = server.fork(role, f"bamboo-{worker}", log_fd, [far.fileno(), events_fd, board.fd])
-            os.close(log_fd)
-            far.close()
-            members[worker] = WorkerHandle(worker, ownership.slots_of(worker), child, near, log)
+            child, link = _fork(server, role, f"bamboo-{worker}", log, [events_fd, board.fd])
+            members[worker] = WorkerHandle(worker, ownership.slots_of(worker), child, link, log)
     return members
+
+
+def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
+    """Forks a process that writes to `log` and gets a link to this process before `fds`; returns it and the link."""
+    link, far = Link.pair(blocking=False)
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    child = server.fork(role, name, log_fd, [far.fileno(), *fds])
+    os.close(log_fd)
+    far.close()
+    return child, link
 
 
 class RendezvousStore:
@@ -77,15 +83,10 @@ class RendezvousStore:
         self._start()
 
     def _start(self) -> None:
-        link, far = Link.pair(blocking=False)
-        log_fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            child = self._server.fork("store", "bamboo-store", log_fd, [listener.fileno(), far.fileno()])
-        self.link, self.port, self.child = link, port, child
+            self.child, self.link = _fork(self._server, "store", "bamboo-store", self.log, [listener.fileno()])
+            self.port = listener.getsockname()[1]
         self._has_served, self._num_unanswered = False, 0
-        os.close(log_fd)
-        far.close()
 
     def look(self) -> bool:
         """Pings the store; kills it if it has not answered for many ticks, and returns whether it was killed.

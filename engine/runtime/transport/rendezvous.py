@@ -21,7 +21,7 @@ _TIMEOUT = timedelta(seconds=60)  # of a wait for a key
 _CONNECT = timedelta(seconds=5)  # torch's client retries for so long, even if the store is stopped or ends
 
 
-def main(listener_fd: int, control_fd: int) -> int:
+def main(control_fd: int, listener_fd: int) -> int:
     """Serves until the launcher closes the control link; sends "serving" at the start and after each message."""
     listener = socket.socket(fileno=listener_fd)
     port = listener.getsockname()[1]
