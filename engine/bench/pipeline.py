@@ -27,12 +27,11 @@ from engine.core.process_messages import ByeMessage
 from engine.core.schedules.registry import SCHEDULES
 from engine.models.data import Data
 from engine.models.layers import Batch
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import open_data
 from engine.models.networks import timed
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.worker_program import worker_program
@@ -94,8 +93,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     sleep_exactly()
     control = Control(Link.from_fd(control_fd), die_with_launcher)
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
-    recorder = Recorder(events_fd, welcome.worker)
-    joined = _form(control, welcome, recorder, ProgressBoard(board_fd, welcome.num_lines))
+    joined = join(control, welcome, events_fd, board_fd, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
@@ -127,11 +125,8 @@ def _at_once() -> Handler:
     return run
 
 
-def _form(control: Control, welcome: WelcomeMessage, recorder: Recorder, board: ProgressBoard) -> GroupMember:
-    job = Job(**welcome.job)
-    torch.set_num_threads(job.threads)
-    data = PremadeData(open_data(job), job.microbatches, job.microbatch_size)
-    return join(control, welcome, job, data, build_model(job, data.facts), recorder, board)
+def _premade(job: Job) -> PremadeData:
+    return PremadeData(open_data(job), job.microbatches, job.microbatch_size)
 
 
 def _run_once(context: WorkerContext, side: Side) -> Stamps:

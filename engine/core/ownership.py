@@ -69,6 +69,10 @@ class Ownership:
         """Returns the slots that `worker` shadows, in order."""
         return tuple(slot for slot in self.grid.slots() if worker in self.shadows_of(*slot))
 
+    def held_by(self, worker: int) -> tuple[Slot, ...]:
+        """Returns the slots that `worker` owns, then the slots that it shadows."""
+        return (*self.slots_of(worker), *self.shadowed_by(worker))
+
     def pipelines_of(self, worker: int, stage: int) -> tuple[int, ...]:
         """Returns the pipelines in which `worker` owns `stage`."""
         return tuple(each for each in range(self.grid.pipelines) if self.owner(each, stage) == worker)

@@ -151,7 +151,7 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
                 plane.close()
             plane = DataPlane(control, connect(port, f"{prefix}/{epoch.epoch}"), worker, epoch.members, 60.0)
         if replicas is None or executor is None:
-            replicas = Replicas(job, model, starts, (*ownership.slots_of(worker), *ownership.shadowed_by(worker)))
+            replicas = Replicas(job, model, starts, ownership.held_by(worker))
             borders = borders_of(job, model, data)
             replicas.learn(borders)
             board, recorder = ProgressBoard.create(worker + 1), Recorder(os.open(os.devnull, os.O_WRONLY), worker)

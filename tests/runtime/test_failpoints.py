@@ -42,7 +42,7 @@ def answer(agent: Link, with_message: ToWorker) -> threading.Thread:
 
 def test_before_an_action_it_waits_until_the_agent_has_struck_and_never_again(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    points = Failpoints(control, 2, [BEFORE])
+    points = Failpoints(control, [BEFORE])
     assert points.armed
     thread = answer(agent, FiredMessage(BEFORE.id))
     points.at(5, ACTION, "before")
@@ -56,25 +56,25 @@ def test_an_heir_passes_the_moment_of_a_fault_that_has_fired(pair: tuple[Control
     control, agent = pair
     agent.send(FiredMessage(BEFORE.id))
     control.wait_until(lambda: control.fired or None)
-    Failpoints(control, 1, [BEFORE]).at(5, ACTION, "before")  # nobody would answer
+    Failpoints(control, [BEFORE]).at(5, ACTION, "before")  # nobody would answer
 
 
 def test_during_an_action_it_goes_on_at_once(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    Failpoints(control, 2, [DURING]).at(5, ACTION, "during")
+    Failpoints(control, [DURING]).at(5, ACTION, "during")
     assert agent.receive() == StrikeMessage(DURING.id)
 
 
 def test_another_moment_leaves_it_armed_and_says_nothing(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    points = Failpoints(control, 2, [BEFORE])
+    points = Failpoints(control, [BEFORE])
     points.at(4, ACTION, "before")
     points.at(5, ACTION, "after")
     points.at(5, Action(1, Op.B, 3), "before")
     assert points.armed
     control.send(Word("nothing else"))
     assert agent.receive() == Word("nothing else")
-    assert not Failpoints(control, 2).armed
+    assert not Failpoints(control).armed
 
 
 @pytest.mark.parametrize(("message", "error"), [(StopMessage(), Stopped), (an_epoch(1), Fenced)], ids=["stop", "epoch"])
@@ -82,7 +82,7 @@ def test_it_is_taken_out_of_the_wait(pair: tuple[Control, Link], message: ToWork
     control, agent = pair
     thread = answer(agent, message)
     with pytest.raises(error):
-        Failpoints(control, 2, [BEFORE]).at(5, ACTION, "before")
+        Failpoints(control, [BEFORE]).at(5, ACTION, "before")
     thread.join(5.0)
 
 
@@ -91,7 +91,7 @@ def test_a_blow_that_never_comes_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setattr(failpoints, "_PATIENCE_NS", 20_000_000)
     control, _ = pair
-    Failpoints(control, 2, [BEFORE]).at(5, ACTION, "before")
+    Failpoints(control, [BEFORE]).at(5, ACTION, "before")
     assert control.fired == set()
 
 
@@ -100,7 +100,7 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     control, agent = pair
     control.at = (5, 1, True)
     replicas: Any = object()  # which it leaves alone
-    points = Failpoints(control, 2, replicas=replicas)
+    points = Failpoints(control, replicas=replicas)
     control.on_fault(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
     time.sleep(0.005)
     points.delay(5, ACTION, now_ns())

@@ -69,7 +69,7 @@ class World:
         shares = shares_of(self.case.schedule, ownership, self.case.redundancy, frozenset(), self.case.log_every)
         for worker in self.workers:
             self._watch(worker)
-            for slot in (*ownership.slots_of(worker.number), *ownership.shadowed_by(worker.number)):
+            for slot in ownership.held_by(worker.number):
                 worker.replicas[slot] = first_replica(slot, self.case.pipelines)
             worker.enter(ownership, shares[worker.number])
             self.push(self.delay(), worker.wake)

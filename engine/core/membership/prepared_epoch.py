@@ -51,6 +51,6 @@ def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEp
 
 def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
     """Returns the inventory of a worker at the boundary before `step`, after a step with this ownership."""
-    slots = tuple(sorted({*ownership.slots_of(worker), *ownership.shadowed_by(worker)}))
+    slots = tuple(sorted(ownership.held_by(worker)))
     nothing = dict.fromkeys(slots, 0)
     return Held(worker, step, slots, nothing, nothing, (), ())

@@ -7,10 +7,10 @@ would its connection to the rendezvous store. `give_up` therefore shuts down the
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_records import MarkRecord
+from engine.core.messages import EpochMessage
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
@@ -19,9 +19,9 @@ from engine.runtime.transport.rendezvous import Rendezvous
 
 
 class GroupFormation:
-    """One attempt to form the plane of `epoch`; a member's rank is its position in `members`.
+    """One attempt to form the plane of `epoch`; a worker's rank is its position among the members.
 
-    The members meet at the rendezvous store on `store_port`, which comes with the epoch: a store may be replaced.
+    They meet at the rendezvous store on the port in the epoch, because a store may be replaced.
     """
 
     def __init__(
@@ -30,9 +30,7 @@ class GroupFormation:
         rendezvous: Rendezvous,
         recorder: Recorder,
         worker: int,
-        epoch: int,
-        members: Sequence[int],
-        store_port: int,
+        epoch: EpochMessage,
     ):
         self._control = control
         self._rendezvous = rendezvous
@@ -40,15 +38,14 @@ class GroupFormation:
         self._before = descriptors_by_inode().keys()
         self._plane: DataPlane | None = None
         self._failed: WorkerFailedError | None = None
-        where = (worker, epoch, members, store_port)
-        threading.Thread(target=self._form, args=where, name="forming", daemon=True).start()
+        threading.Thread(target=self._form, args=(worker, epoch), name="forming", daemon=True).start()
 
-    def _form(self, worker: int, epoch: int, members: Sequence[int], store_port: int) -> None:
+    def _form(self, worker: int, epoch: EpochMessage) -> None:
         try:
             self._control.mark("regroup")  # a fault in this phase strikes while the group forms
-            store = self._rendezvous.of_epoch(epoch, store_port)
-            self._plane = DataPlane(self._control, store, worker, members)
-            self._recorder.write(MarkRecord(phase="regroup", epoch=epoch))
+            store = self._rendezvous.of_epoch(epoch.epoch, epoch.store_port)
+            self._plane = DataPlane(self._control, store, worker, epoch.members)
+            self._recorder.write(MarkRecord(phase="regroup", epoch=epoch.epoch))
         except WorkerFailedError as error:
             self._failed = error
         self._control.wake()

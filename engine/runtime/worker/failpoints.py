@@ -1,9 +1,12 @@
-"""Failpoints: a worker's part in a fault. It says when the moment has come; the agent records it and strikes.
+"""Failpoints: the moments at which a fault strikes a worker. The worker reports the moment, and the agent strikes.
 
-Rules: the event is on disk before the strike. A signal comes from the agent; what a worker does to itself it does in
-its main thread, when the agent says so, wherever that thread waits. Before or after an action, and for whatever it is
-to do to itself, the worker stands still until the agent has answered; a strike that is due during an action falls
-before that has been recorded as done. A fault that has struck anywhere is off everywhere.
+    worker   at the moment: StrikeMessage ->                            -> carries out the InflictMessage, or goes on
+    agent                                   records the fault, strikes ->  with a signal, or with an InflictMessage
+
+Rules: the record is on disk before the strike. A worker carries out a fault against itself in its main thread, also
+inside a wait. The worker stands still until the answer of the agent. One case is different: a signal during an action
+strikes while the action runs, and the worker does not record the end of the action before the strike. After a fault has
+struck one worker, it strikes no other.
 """
 
 from __future__ import annotations
@@ -23,37 +26,35 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.replicas import Replicas
 
-_PATIENCE_NS = 10_000_000_000  # for the agent's strike; after it the fault has not fired, which fails the case
-
-_OWN_PHASES = ("fence", "regroup")  # of which the agent learns from the workers only
+_PATIENCE_NS = 10_000_000_000  # to wait for a strike; without a strike the fault has not fired, and its case fails
+_OWN_PHASES = ("fence", "regroup")  # phases that the agent knows from messages of the workers alone
 
 
 @dataclass(slots=True)
 class _Slowdown:
-    """What makes this worker slow: in one step, or in what begins before a time, but at least in one action."""
+    """A fault that slows down compute actions: to the end of `step`, or to a time, but at least one action."""
 
     fault: str
     factor: float
     step: int
     until_ns: int | None
-    is_told: bool = False
+    is_confirmed: bool = False
 
 
 class Failpoints:
-    """The faults that this worker may still meet; without any it costs nothing."""
+    """The faults that may still strike this worker; a run without faults pays nothing for them."""
 
-    def __init__(self, control: Control, worker: int, faults: Sequence[Fault] = (), replicas: Replicas | None = None):
+    def __init__(self, control: Control, faults: Sequence[Fault] = (), replicas: Replicas | None = None):
         self.control = control
-        self.worker = worker
         self.faults: list[Fault] = []
         self.replicas = replicas
         self._slowdown: _Slowdown | None = None
-        self._due: Fault | None = None  # during the action that runs
-        control.on_fault = self._hear
+        self._due: Fault | None = None  # the fault that is to strike during the present action
+        control.on_fault = self._handle
         self._arm(faults)
 
     def _arm(self, faults: Sequence[Fault]) -> None:
-        """Takes in those that begin at an action; of the others it may be that the agent wants to know of phases."""
+        """Adds the faults at an action; marks this worker's phases for the agent if a fault waits for one of them."""
         self.faults += [fault for fault in faults if isinstance(fault.moment, At)]
         if any(isinstance(fault.moment, After) and fault.moment.phase in _OWN_PHASES for fault in faults):
             self.control.tells_marks = True
@@ -64,7 +65,7 @@ class Failpoints:
         return bool(self.faults) or self._slowdown is not None
 
     def at(self, step: int, action: Action, when: When) -> None:
-        """Has the agent strike whatever is due at this moment; raises what `Control.wait_until` raises."""
+        """Has the agent strike with each fault of this moment; raises the exceptions of `Control.wait_until`."""
         while (fault := struck_by(self.faults, step, action, when)) is not None:
             self.faults = [each for each in self.faults if each.id != fault.id]
             if fault.id in self.control.fired:
@@ -85,8 +86,8 @@ class Failpoints:
         finally:
             alarm.cancel()
 
-    def _hear(self, message: ArmMessage | InflictMessage) -> None:
-        """Takes in, in the main thread, faults that were not known at the start, or what this worker is to suffer."""
+    def _handle(self, message: ArmMessage | InflictMessage) -> None:
+        """Adds faults that the agent has sent after the start, or carries out a fault; called in the main thread."""
         if isinstance(message, ArmMessage):
             self._arm([from_plain(each) for each in message.faults])
             return
@@ -106,9 +107,9 @@ class Failpoints:
         self._slowdown = _Slowdown(fault, factor, self.control.at[0], None if for_ns is None else now_ns() + for_ns)
 
     def delay(self, step: int, action: Action, start_ns: int) -> None:
-        """Holds an action, which is done, until what is due during it has struck, and as long as it takes when slow.
+        """Delays the end of an action: until the fault during it has struck, and by the factor of a slowdown.
 
-        Raises what `Control.wait_until` raises.
+        Raises the exceptions of `Control.wait_until`.
         """
         due, self._due = self._due, None
         if due is not None:
@@ -116,12 +117,15 @@ class Failpoints:
         slowdown = self._slowdown
         if slowdown is None or action.op not in COMPUTE_OPS:
             return
-        if step > slowdown.step if slowdown.until_ns is None else slowdown.is_told and start_ns > slowdown.until_ns:
+        is_over = step > slowdown.step
+        if slowdown.until_ns is not None:
+            is_over = slowdown.is_confirmed and start_ns > slowdown.until_ns
+        if is_over:
             self._slowdown = None
             return
         took_ns = now_ns() - start_ns
         time.sleep(took_ns * max(0.0, slowdown.factor - 1.0) / 1e9)
-        if not slowdown.is_told:
-            slowdown.is_told = True
+        if not slowdown.is_confirmed:
+            slowdown.is_confirmed = True
             how = f"{action} took {(now_ns() - start_ns) / 1e6:.2f} ms instead of {took_ns / 1e6:.2f} ms"
             self.control.send(SufferedMessage(slowdown.fault, how))

@@ -1,12 +1,19 @@
-"""Training as one worker sees it: step after step, through every epoch.
+"""The training of one worker: step after step; after each failure, a recovery in a new epoch.
 
-Rules: an epoch takes the worker out of whatever it waits for. It then says what it holds and is frozen: it takes no
-step and no commit until the plan, or a higher epoch. The plan finishes the open step under the ownership that the
-verdict left; with the step after it the slots get the shadows that are wanted (heal), and from then on the program is
-the usual one. A broken transfer is a suspicion: it is told, and the next epoch says what came of it.
+A recovery, as a surviving worker sees it:
 
-An epoch that was prepared begins with a commit and names the digest of its plan, which everybody has made before. Its
-inventories are what the commit leaves: nobody is asked again, and a worker that holds anything else stops.
+    EpochMessage ->   leaves its wait (Fenced) or ends its action, and stops there: phase "fence"
+                      names the values that it holds of the open step              -> InventoryMessage
+                      closes the old plane; a thread forms the new group: phase "regroup"
+    PlanMessage ->    takes the last commit, if it missed it, and makes the plan   -> PlannedMessage (digest)
+                      adopts the slots that it now owns, drops other replicas: phase "plan"
+    GoMessage ->      waits for the new group, then runs the rest of the open step by the plan
+    CommitMessage ->  runs the next step with new shadows ("heal"); all later steps are usual ones
+
+Rules: from its inventory to the plan or a newer epoch, a worker takes no step and no commit. A broken transfer is only
+a suspicion: the worker reports it, and the next epoch has the verdict. A prepared epoch begins with a commit and names
+a plan that every member has made in advance, from the inventories after that commit. No inventory is sent, and a worker
+with another inventory stops.
 """
 
 from __future__ import annotations
@@ -33,15 +40,15 @@ from engine.runtime.worker.planner_thread import PlannerThread, PreparedPlan
 from engine.runtime.worker.validation import Validation
 from engine.runtime.worker.worker_context import WorkerContext
 
-_ROWS_PER_MESSAGE, _MARKS_PER_ROW = 10, 100  # so that a message fits into a packet
+_ROWS_PER_MESSAGE, _MARKS_PER_ROW = 10, 100  # a message must fit into a packet
 
 
-class Out(Exception):
-    """This worker is not a member of the epoch: it has been given up, or may leave."""
+class Excluded(Exception):
+    """This worker is not a member of the epoch: a verdict has excluded it, or it leaves after its notice."""
 
 
 class Training:
-    """One worker's part in training; `ownership` is that of the open step."""
+    """The training of one worker; `ownership` is the ownership of the open step."""
 
     def __init__(self, context: WorkerContext, ownership: Ownership, rendezvous: Rendezvous, plane: DataPlane):
         self.context = context
@@ -53,13 +60,13 @@ class Training:
         self._planner = PlannerThread(context, ownership.grid)
         self._members: tuple[int, ...] = ownership.workers()
         self._leaving: tuple[int, ...] = ()
-        self._program: Literal["usual", "plan", "heal"] = "usual"  # the usual one is what every step has
+        self._program: Literal["usual", "plan", "heal"] = "usual"
         self._is_over = False
-        self._audited = -1  # the last step that was, or need not be
+        self._audited = -1  # the last step whose audit is done or not due
 
     def run(self) -> None:
-        """Trains to the end of the job, once this worker has said that it is ready; raises Stopped, or Out."""
-        self._reconvene()
+        """Trains to the end of the job, after the ReadyMessage of this worker; raises Stopped or Excluded."""
+        self._enter_newest_epoch()
         while True:
             try:
                 while not self._is_over:
@@ -67,22 +74,22 @@ class Training:
                 self._finish()
                 return
             except Fenced:
-                self._reconvene()
+                self._enter_newest_epoch()
             except WorkerFailedError as suspicion:
                 self._suspect(suspicion)
-                self._reconvene()
+                self._enter_newest_epoch()
 
     def _suspect(self, suspicion: WorkerFailedError) -> None:
         self.context.control.send(messages.SuspicionMessage(self.context.control.accepted, str(suspicion)))
 
     def _advance(self) -> None:
-        """Runs the open step and what follows its commit."""
+        """Runs the open step, and the audit, the validation and the heal after its commit."""
         commit = self._run_step()
         self._is_over = commit.then == "end"
-        self._drop_others()  # what had no part in the step has missed it
-        self._audit(commit, self._slots())
+        self._drop_others()  # a replica without a part in the step has missed it
+        self._audit(commit, self.ownership.held_by(self.context.worker))
         if commit.then == "epoch":
-            self._reconvene()  # an epoch follows at once; it says whether this step is to be validated
+            self._enter_newest_epoch()  # it follows at once; its GoMessage orders the validation of this step
             return
         if is_due(self.context.job.validate_every, commit.step, self._is_over):
             self._validate(commit.step)
@@ -90,7 +97,7 @@ class Training:
             self._heal()
 
     def _run_step(self) -> messages.CommitMessage:
-        """Runs the open step; records how much was sent for a recovery, whatever becomes of it."""
+        """Runs the open step; in a recovery it records the bytes sent, even if the step is interrupted."""
         step, before = self._executor.step, self._plane.bytes_sent
         try:
             return self._executor.run_step()
@@ -106,16 +113,15 @@ class Training:
         slots = self.ownership.slots_of(context.worker)
         peaks = tuple((*slot, context.replicas.stages[slot].peak_stash) for slot in slots)
         context.control.send(messages.FinishedMessage(context.control.accepted, peaks, _peak_memory_kib()))
-        context.control.take(ByeMessage)  # when everybody has finished, nobody waits for a transfer any more
+        context.control.take(ByeMessage)  # comes when all workers have finished: no transfer is open
         self._plane.close()
 
-    def _reconvene(self) -> None:
-        """Enters the newest epoch, and every one that comes meanwhile, until training goes on in one of them."""
+    def _enter_newest_epoch(self) -> None:
+        """Waits for an epoch and enters it; begins anew if a newer epoch comes before training can go on."""
         while True:
             epoch = self.context.control.next_epoch()
             try:
-                self._enter(epoch)
-                return
+                return self._enter(epoch)
             except Fenced:
                 continue
             except WorkerFailedError as suspicion:
@@ -125,12 +131,12 @@ class Training:
         context, control = self.context, self.context.control
         control.at = (*control.at[:2], False)
         if context.worker not in epoch.members:
-            raise Out
+            raise Excluded
         worker_program: WorkerProgram | None = None
         if epoch.gather:
-            worker_program = self._convene(epoch)
+            worker_program = self._make_plan(epoch)
         elif epoch.digest is not None:
-            worker_program = self._enter_prepared(epoch)
+            worker_program = self._take_prepared_plan(epoch)
         go = epoch.go or control.take(messages.GoMessage)
         if self._forming is not None:
             self._plane = self._forming.plane()
@@ -142,7 +148,7 @@ class Training:
             self._validate(self._executor.step - 1)
 
     def _begin(self, worker_program: WorkerProgram) -> None:
-        """Takes a program for what follows. Which one follows on one of a recovery is known from now on."""
+        """Enters a program. In a recovery it also starts to plan the step after it, in the planner thread."""
         self._executor.enter(self._plane, worker_program)
         if self._program != "usual" and not self._is_over:
             self._planner.plan_next_step(self._executor.step, self.ownership, self._members, self._leaving)
@@ -156,11 +162,10 @@ class Training:
         if self._forming is not None:
             self._forming.give_up()
         self._plane.close()
-        what = (context.worker, epoch.epoch, epoch.members, epoch.store_port)
-        self._forming = GroupFormation(context.control, self._rendezvous, context.recorder, *what)
+        self._forming = GroupFormation(context.control, self._rendezvous, context.recorder, context.worker, epoch)
 
-    def _convene(self, epoch: messages.EpochMessage) -> WorkerProgram:
-        """Says what this worker holds, and makes the plan of what everybody holds."""
+    def _make_plan(self, epoch: messages.EpochMessage) -> WorkerProgram:
+        """Sends this worker's inventory, and makes the plan from the inventories of all workers."""
         control = self.context.control
         self._mark("fence")
         inventory = self._executor.inventory()
@@ -175,28 +180,29 @@ class Training:
         self._take_over(planned, epoch.commit)
         return self._planner.worker_program(planned)
 
-    def _enter_prepared(self, epoch: messages.EpochMessage) -> WorkerProgram:
-        """Takes the plan that was made before its epoch began; raises InvariantError when it does not fit."""
+    def _take_prepared_plan(self, epoch: messages.EpochMessage) -> WorkerProgram:
+        """Takes the plan that was made before its epoch; raises InvariantError if the inventory here is another."""
         self._mark("fence")
         planned, worker_program = self._planner.take_prepared(epoch)
         self._catch_up(planned, epoch.commit)
         worker, holds = self.context.worker, to_json(self._executor.inventory())
         if (worker, holds) not in planned.told.inventories:
-            raise InvariantError(f"worker {worker} holds {holds}, which is not what epoch {epoch.epoch} begins with")
+            raise InvariantError(f"worker {worker} holds {holds}, another inventory than in epoch {epoch.epoch}")
         self._take_over(planned, epoch.commit)
         return worker_program
 
     def _catch_up(self, planned: PreparedPlan, commit: messages.CommitMessage | None) -> None:
-        """Catches up with the last commit, under the ownership of the epoch."""
+        """Takes the ownership of the epoch, and the last commit if this worker has missed it."""
         self.ownership = planned.ownership
         self._members, self._leaving = planned.told.members, planned.told.leaving
         self._executor.catch_up(commit)
         if commit is not None and commit.step > self._audited:
+            held = self.ownership.held_by(self.context.worker)
             whole = self.context.replicas.whole()
-            self._audit(commit, [slot for slot in self._slots() if slot in whole])
+            self._audit(commit, [slot for slot in held if slot in whole])
 
     def _take_over(self, planned: PreparedPlan, commit: messages.CommitMessage | None) -> None:
-        """Takes over what the plan says, unless a stage is lost."""
+        """Takes over slots as the plan says, unless a stage is lost."""
         plan, replicas = planned.plan, self.context.replicas
         if not plan.lost_stages:
             adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == self.context.worker]
@@ -207,25 +213,21 @@ class Training:
             self._drop_others()
         self._mark("plan", adopted=plan.adopted)
 
-    def _slots(self) -> tuple[Slot, ...]:
-        """Returns the slots of which this worker holds a replica in the open step."""
-        return (*self.ownership.slots_of(self.context.worker), *self.ownership.shadowed_by(self.context.worker))
-
     def _drop_others(self) -> None:
-        """Drops the replicas that have no part in the open step."""
+        """Drops the replicas of slots that this worker neither owns nor shadows in the open step."""
         replicas = self.context.replicas
-        for slot in replicas.stages.keys() - set(self._slots()):
+        for slot in replicas.stages.keys() - set(self.ownership.held_by(self.context.worker)):
             replicas.drop(slot)
 
     def _heal(self) -> None:
-        """Opens a step with the shadows that are wanted: once more with those who get their replica, then as usual."""
+        """Opens the next step with all shadows: one step with HEALs if some of them are new, then usual steps."""
         next_step = self._planner.next_step()
         self.ownership = next_step.ownership
         self._program = "heal" if next_step.is_healing else "usual"
         self._begin(next_step.worker_program)
 
     def _validate(self, step: int) -> None:
-        """Runs a validation pass; so that it can be redone, nobody begins the next step before the outcome is told."""
+        """Runs a validation pass. No worker begins the next step before the result: until then it can be redone."""
         control = self.context.control
         with self.context.shards.all_whole() if self.context.shards else contextlib.nullcontext():
             result = Validation(self.context, self._plane, self.ownership).run()
@@ -234,7 +236,7 @@ class Training:
         control.take(messages.ValidatedMessage)
 
     def _audit(self, commit: messages.CommitMessage, slots: Sequence[Slot]) -> None:
-        """Tells the agent the hash of every layer of these replicas, if the step is one to audit."""
+        """Sends the agent the hash of every layer of these replicas, if an audit is due after the step."""
         self._audited = commit.step
         if not is_due(self.context.job.audit, commit.step, commit.then == "end"):
             return
@@ -254,6 +256,5 @@ class Training:
 
 
 def _peak_memory_kib() -> int:
-    """Returns the most memory that this process has held resident, in KiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
