@@ -85,6 +85,7 @@ ROOMS_IN_PLAIN_ENGLISH = frozenset(
         "engine.runtime.stage",
         "engine.runtime.store",
         "engine.runtime.transport",
+        "engine.runtime.worker",
     }
 )
 TESTS_IN_PLAIN_ENGLISH = ("tests/cli", "tests/e2e", "tests/files", "tests/report", "tests/simulation")

@@ -1,1 +1,1 @@
-"""A worker: join, train, recover, leave; the executor of programs."""
+"""One worker: its life from start to exit, its training and recoveries, and the executor of programs."""

@@ -1,9 +1,11 @@
-"""The executor: interprets a program, action by action, through one table from op to method.
+"""The executor runs a program action by action, through one table from op to method.
 
-It obeys. What runs, where and in which order was decided by the program; what a commit is was decided by the agent.
-Each action is on the progress board while it runs and in the events file before the next one begins. An action is
-atomic to the fence: whatever wait it is taken out of, what the worker holds is as before it. From taking the commit to
-the last STEP of a step there is no wait, so all replicas here have taken the same number of steps.
+    a step      0F0  0SEND_F0  0F1 ... 0B3  0REDUCE_GRAD  0LOG  0COMMIT | wait for the commit | 0STEP | release sends
+    an action   check -> "before" faults -> progress board -> "during" faults -> method -> events file -> "after" faults
+
+Rules: the executor decides nothing. The program has the actions in their order; the agent decides on a commit. A check
+or a wait before the commit may raise Fenced; an action interrupted by it leaves the values of this worker unchanged.
+No Fenced comes between the commit and the last STEP, so all replicas here have taken the same number of steps.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from engine.runtime.worker.worker_context import WorkerContext
 
 
 class Executor:
-    """Runs one program of its worker after another; `step` is the open step."""
+    """Runs the programs of one worker, one after the other; `step` is the open step."""
 
     def __init__(self, context: WorkerContext):
         self.context = context
         self.step = 0
         self.num_computed = 0
         self.value_store = ValueStore(context.job.retains)
-        self.end = StepEnd(context.job, context.worker, context.starts, context.replicas, context.control)
+        self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._methods = self._table()
         self._batches: dict[Action, Batch] = {}
-        self._index = 0  # actions begun in this step, since the program began
+        self._index = 0  # actions begun in this run of the program
 
     def enter(self, plane: DataPlane, program: WorkerProgram) -> None:
-        """Takes its share of a program, and a plane, for what follows; may be called between any two runs."""
+        """Sets the plane and the program of the next runs; callable between any two runs."""
         self._plane = plane
         self._worker_program = program
         self._batches = {}
@@ -80,9 +82,9 @@ class Executor:
         return table | ({Op.UNSHARD: shards.unshard, Op.RESHARD: shards.reshard} if shards is not None else {})
 
     def run_step(self) -> CommitMessage:
-        """Runs the open step to its commit and takes it; returns the commit.
+        """Runs the open step to its commit, takes the optimizer steps and returns the commit.
 
-        Raises Stopped or Fenced out of any wait before the commit, WorkerFailedError, or what a layer raises.
+        Raises Stopped, Fenced or WorkerFailedError from a wait before the commit, and the exceptions of layers.
         """
         self.run_actions()
         commit = self.context.control.take(CommitMessage)
@@ -114,7 +116,7 @@ class Executor:
         try:
             if strikes:
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))
-        finally:  # it is done, whatever ends the wait
+        finally:  # the action has ended, even if the delay raises
             context.recorder.action(context.control.accepted, step, text, start_ns, now_ns())
         context.control.at = (step, self._index, False)
         self.num_computed += action.op in COMPUTE_OPS
@@ -128,13 +130,13 @@ class Executor:
         try:
             failpoint()
         except Fenced:
-            if action.op is not Op.STEP:  # all replicas here take a step, or none; the fence is met after the last
+            if action.op is not Op.STEP:  # all replicas here take the step, or none: a later check raises
                 raise
 
     def catch_up(self, commit: CommitMessage | None) -> bool:
-        """Takes the step that `commit` committed, if it is the open one, with all that is logged; says whether it was.
+        """Takes the optimizer steps of all logged slots if `commit` is that of the open step; returns whether it was.
 
-        Raises InvariantError when a commit has been missed.
+        Raises InvariantError if this worker has missed an earlier commit.
         """
         if commit is None or commit.step < self.step:
             return False
@@ -151,12 +153,12 @@ class Executor:
         run_in_order(steps, lambda: None, self._run)
         replicas = self.context.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
-            replicas.drop(slot)  # it has not taken the step: nobody can use it any more
+            replicas.drop(slot)  # it has not taken the step: no worker can use it
         self.forget_step()
         self.step += 1
 
     def forget_step(self) -> None:
-        """Drops all that this worker has made and received in the open step; weights and buffers stay as they are."""
+        """Drops all values of the open step; weights and buffers stay."""
         for stage in self.context.replicas.stages.values():
             stage.forget_step()
         self.end.clear()
@@ -165,7 +167,7 @@ class Executor:
         self._batches = {}
 
     def inventory(self) -> Inventory:
-        """Returns what this worker holds of the open step, with what has been streamed to it by now."""
+        """Returns the values of the open step that this worker holds, including the streams that have arrived."""
         self.streams.settle()
         stages = {slot: self.context.replicas.stages[slot] for slot in self.context.replicas.whole()}
         kept = [Value(Kind.RESIDUAL, *slot, each) for slot, stage in stages.items() for each in stage.residuals]
@@ -221,7 +223,7 @@ class Executor:
         self.value_store.receive(*self._receiver.take())
 
     def _prepare(self, forward: Action) -> None:
-        """Does for a coming forward what does not depend on its input, in time that would pass in a wait."""
+        """Prepares the random keys and the batch of a later forward, in time that would pass in a wait."""
         replica = self.context.replicas.stages[forward.pipeline, forward.stage]
         replica.prepare(self.step, forward.microbatch)
         if forward not in self._batches and (forward.stage == 0 or replica.is_last):
@@ -235,5 +237,5 @@ class Executor:
         self._receiver.begin()
 
 
-# While it runs one of these, a worker waits for nobody: one that never ends hangs.
+# These ops wait for no other process: a worker that stays inside one of them hangs.
 _BUSY_OPS = COMPUTE_OPS | {Op.STEP}

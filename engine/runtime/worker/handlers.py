@@ -1,8 +1,8 @@
-"""The registry of handlers: a user's own way to run the actions of one op, or a pair of a forward and a backward.
+"""The registry of handlers: functions of a user that run the actions of one op, or a pair of forward and backward.
 
 A handler gets one `Call` for an op and two for a pair, in the order of the program, in the worker's main thread. It
-must run each call once and let its exceptions through. `engine.core.schedules.overlap_pairs` says which actions are
-pairs. The result of a step does not depend on handlers. A model's module registers them, so every worker has them:
+must run each call once and let its exceptions through. `engine.core.schedules.overlap_pairs` has the rule for pairs.
+The result of a step does not depend on handlers. The module of a model registers them, so every worker has them:
 
     pair   OVERLAP_F_B: handler(forward, backward) -> F: handler(forward) -> the executor's method for F
     op                                                F: handler(forward) -> the executor's method for F
@@ -38,7 +38,7 @@ class Call:
 
 
 def register(op: Op | Overlap, handler: Handler) -> None:
-    """Has `handler` run an op or a kind of pair in this process from now on; the last one registered counts.
+    """Runs an op or a kind of pair through `handler` in this process from now on; the last registered one counts.
 
     Raises ValueError if there is no such op or pair.
     """

@@ -1,8 +1,9 @@
-"""What a worker works out in a thread beside training, before it is needed: plans of coming epochs, the next program.
+"""The planner thread of a worker: it computes plans of coming epochs, and the next program, before they are needed.
 
-Rules: that thread reads nothing that changes while training goes on, and changes nothing but what is prepared; so it
-is as if the same had been worked out later. It takes one order after the other; of an epoch, the latest plan counts.
-Workers take turns: all at once they would take every core from those whom the others wait for. Nobody waits long.
+Rules: the thread reads no value that training changes, and it changes only the prepared plans; the same computation in
+the main thread would give the same result. It does one task after the other. For each epoch the latest plan counts. The
+planner threads of a host take turns: all together they would take the cores from the workers that the others wait for.
+The wait for a turn is short, and after it the thread computes without the lock.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import NamedTuple
 from engine.core.config.job_wants import shadowed
 from engine.core.errors import InvariantError
 from engine.core.history.run_records import PreparedRecord
-from engine.core.messages import EpochMessage, PreparedMessage, PrepareMessage
-from engine.core.messages import PlanMessage as Document
+from engine.core.messages import EpochMessage, PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import from_json
@@ -30,21 +30,21 @@ from engine.runtime.process.host_lock import HostLock
 from engine.runtime.transport.worker_program import WorkerProgram, worker_program
 from engine.runtime.worker.worker_context import WorkerContext
 
-_MOST_S = 60.0  # for what was begun a step ago
+_MOST_S = 60.0  # to wait for a task that began one step ago
 _CHOOSY_LOOKS = 10  # of a millisecond each
-_SWITCH_S = 0.0002  # after which the thread beside training hands the interpreter back
+_SWITCH_S = 0.0002  # after this time the planner thread returns the interpreter to the main thread
 
 
 class PreparedPlan(NamedTuple):
-    """The document of an epoch, and what comes of it."""
+    """The PlanMessage of an epoch, with the ownership and the plan that follow from it."""
 
-    told: Document
+    told: PlanMessage
     ownership: Ownership
     plan: Plan
 
 
 class NextStep(NamedTuple):
-    """The step that follows on one of a recovery: with the shadows that are wanted, of which some may be new."""
+    """The step after a step of a recovery: it has all shadows, and HEALs if some of them are new."""
 
     ownership: Ownership
     is_healing: bool
@@ -52,7 +52,7 @@ class NextStep(NamedTuple):
 
 
 class PlannerThread:
-    """What one worker knows before it is needed."""
+    """The plans and programs that one worker computes in advance."""
 
     def __init__(self, context: WorkerContext, grid: Grid):
         self._context = context
@@ -65,77 +65,69 @@ class PlannerThread:
         self._prepared: dict[int, tuple[PreparedPlan, WorkerProgram]] = {}  # by epoch
         context.control.on_prepare = self._on_prepare
 
-    def plan(self, told: Document) -> PreparedPlan:
-        """Returns the plan that a document makes."""
+    def plan(self, told: PlanMessage) -> PreparedPlan:
+        """Returns the plan that follows from a message; all workers make the same."""
         ownership = Ownership(self._grid, told.owners, told.shadows)
         inventories = tuple(from_json(text) for _, text in told.inventories)
         return PreparedPlan(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))
 
     def worker_program(self, planned: PreparedPlan) -> WorkerProgram:
-        """Returns what this worker has to do in a plan."""
+        """Returns this worker's part of the program of a plan."""
         return worker_program(self._context.worker, planned.plan.program, planned.ownership, self._context.borders)
 
     def default_program(
         self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
     ) -> WorkerProgram:
-        """Returns what this worker has to do in a step with nothing to make up for but shadows that are new."""
+        """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
         job, context = self._context.job, self._context
         program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
         return worker_program(context.worker, program, ownership, context.borders)
 
     def _on_prepare(self, told: PrepareMessage) -> None:
-        self._thread.submit(self._prepare, told).add_done_callback(_say_what_failed)
+        self._thread.submit(self._prepare, told).add_done_callback(_log_error)
 
-    def _prepare(self, told: PrepareMessage) -> None:
-        with self._locked_in(told.plan.committed):  # with which the epoch begins
-            self._make_ready(told)
-
-    def _locked_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
+    def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
         return self._host_lock.acquire_when(well_inside(self._context.control, step), self._hurry)
 
-    def _make_ready(self, told: PrepareMessage) -> None:
-        planned = self.plan(told.plan)
-        if not planned.plan.lost_stages and self._context.shards is None:  # shards are no replicas
+    def _prepare(self, told: PrepareMessage) -> None:
+        with self._turn_in(told.plan.committed):  # the step whose commit begins the epoch
+            planned = self.plan(told.plan)
+            if planned.plan.lost_stages or self._context.shards is not None:  # shards are no replicas
+                return
             epoch = told.plan.epoch
-            # The one before may have begun, and training not have come to it yet.
+            # The main thread may still need the plan of the epoch before.
             kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
             self._prepared = {**kept, epoch: (planned, self.worker_program(planned))}
             self._context.recorder.write(PreparedRecord(epoch=epoch))
             self._context.control.send(PreparedMessage(told.number, planned.plan.digest))
 
     def take_prepared(self, epoch: EpochMessage) -> tuple[PreparedPlan, WorkerProgram]:
-        """Returns what has been prepared for an epoch; raises InvariantError when that is something else."""
+        """Returns the prepared plan and program of an epoch; raises InvariantError if the epoch has another digest."""
         prepared = self._prepared.get(epoch.epoch)
         found = None if prepared is None else prepared[0].plan.digest
         if prepared is None or found != epoch.digest:
-            who = f"worker {self._context.worker} has prepared {found} for epoch {epoch.epoch}"
-            raise InvariantError(f"{who}, which is said to be {epoch.digest}")
+            worker = self._context.worker
+            raise InvariantError(f"epoch {epoch.epoch} has plan {epoch.digest}, worker {worker} has prepared {found}")
         return prepared
 
-    def plan_next_step(
-        self, step: int, ownership: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]
-    ) -> None:
-        """Begins to work out what follows on `step`, which has this ownership and is about to begin."""
-        self._next_step = self._thread.submit(self._plan_next_step, step, ownership, members, leaving)
+    def plan_next_step(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        """Starts to plan the step after `step`, which is about to begin with the ownership `before`."""
 
-    def _plan_next_step(
-        self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]
-    ) -> NextStep:
-        with self._locked_in(step):
-            return self._next_step_after(before, members, leaving)
+        def plan() -> NextStep:
+            with self._turn_in(step):
+                ownership = shadowed(self._context.job, before, members, leaving)
+                new = frozenset(
+                    (worker, slot)
+                    for slot in before.grid.slots()
+                    for worker in ownership.shadows_of(*slot)
+                    if worker not in before.shadows_of(*slot)
+                )
+                return NextStep(ownership, bool(new), self.default_program(ownership, new))
 
-    def _next_step_after(self, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> NextStep:
-        ownership = shadowed(self._context.job, before, members, leaving)
-        new = frozenset(
-            (worker, slot)
-            for slot in before.grid.slots()
-            for worker in ownership.shadows_of(*slot)
-            if worker not in before.shadows_of(*slot)
-        )
-        return NextStep(ownership, bool(new), self.default_program(ownership, new))
+        self._next_step = self._thread.submit(plan)
 
     def next_step(self) -> NextStep:
-        """Returns the step that was last begun to be worked out."""
+        """Waits for the plan of the last `plan_next_step` and returns it."""
         assert self._next_step is not None
         self._hurry.set()
         try:
@@ -145,9 +137,10 @@ class PlannerThread:
 
 
 def well_inside(control: Control, step: int) -> Callable[[], bool]:
-    """Returns what says, at the second look, that training is still inside the same long action of `step`, or later.
+    """Returns a function to be called each millisecond: whether training is inside a long action of `step` or later.
 
-    It needs the interpreter most when an action begins. Where all are short, any of them is as good, some looks later.
+    An action is long if two calls find it. Training needs the interpreter most at the beginning of an action. If all
+    actions are short, any action will do after `_CHOOSY_LOOKS` calls.
     """
     before: object = None
     looks = count()
@@ -162,7 +155,7 @@ def well_inside(control: Control, step: int) -> Callable[[], bool]:
     return look
 
 
-def _say_what_failed(done: Future[None]) -> None:
-    """Writes an error to the worker's log: who has not prepared takes the usual way, where it comes to the same."""
+def _log_error(done: Future[None]) -> None:
+    """Writes an error to the worker's log. The epoch then gathers inventories; the result is the same."""
     if (error := done.exception()) is not None:
         traceback.print_exception(error)

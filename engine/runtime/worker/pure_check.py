@@ -1,10 +1,12 @@
-"""The check before training: every layer that this worker holds a replica of is tried, and so is the data it loads.
+"""The check before training: each worker tries the layers of its stages and the data that it loads.
 
-A replica has parameters and buffers, and nothing else that a layer may have kept; so what another copy would make
-otherwise is refused here, with the layer's name, and not found out after a failover. The marks of the layers go to the
-agent, which compares what the holders of one stage say. Rule: every holder tries a layer in the same way, as pipeline 0
-in step 0. It is called with what the layer before returned; behind a border with normal numbers drawn from a key, or
-with zeros if the stage raises on those: zeros it has taken before, when the borders were learned.
+A replica copies the parameters and buffers of a layer, and no other state. A layer whose result depends on other state
+would change the bits after a failover, so it is refused by its name before training. Each worker sends the hashes of
+its layers to the agent, which compares the hashes of all holders of a stage.
+
+Rule: all holders try a layer in the same way, as pipeline 0 in step 0. A layer gets the outputs of the layer before it.
+Behind a border it gets normal random numbers drawn from a key. If the stage raises an exception on them, it gets zeros,
+which it has accepted when the borders were learned.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from engine.runtime.stage.random_streams import set_back
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.worker.worker_context import WorkerContext
 
-_ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # so that a message fits into a packet
+_ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # a message must fit into a packet
 
 
 def check_pure(context: WorkerContext, ownership: Ownership) -> None:
-    """Tries the layers of this worker's stages and tells the agent their marks; raises UserError for what is impure."""
+    """Tries the layers of this worker's stages and sends the agent their marks; raises UserError for impure layers."""
     start_ns = now_ns()
     check = PureCheck(context.job, context.replicas.model, context.data, context.starts, context.borders)
     owned = {stage for _, stage in ownership.slots_of(context.worker)}
@@ -46,7 +48,7 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
 
 @dataclass(slots=True)
 class PureCheck:
-    """Tries layers of a job; `unchecked` names those of which nothing can be said, because they raised."""
+    """Tries layers of a job; `unchecked` names the layers that raised an exception, and the layers behind them."""
 
     job: Job
     model: Model
@@ -61,7 +63,7 @@ class PureCheck:
     def run(self, stages: Mapping[int, bool]) -> list[tuple[str, DigestByName]]:
         """Tries the layers of some stages, in two copies or in one; returns the marks of each layer by name.
 
-        Raises UserError with all that is impure.
+        Raises UserError with all impure layers, and the data if they are impure.
         """
         with set_back():
             if 0 in stages or self.job.stages - 1 in stages:
@@ -75,7 +77,7 @@ class PureCheck:
         return [(each.name, each.marks) for each in (self._loaded, *(trial.marked for trial in self.trials))]
 
     def _load(self, microbatch: int, when: str) -> Batch:
-        # A job of one microbatch has no second one: what comes as whole batches cannot give it.
+        # A job of one microbatch has no second one: data in whole batches could not supply it.
         number = min(microbatch, self.job.microbatches - 1)
         batch = self.data.microbatch(0, 0, number, self.job.microbatch_size)
         self._loaded.note(f"microbatch {microbatch}", (*batch.inputs, *batch.targets), when)
@@ -94,7 +96,7 @@ class PureCheck:
         self.unchecked += [self.model.layers[index].name for index in layers[len(trials) :]]
 
     def _inputs(self, stage: int) -> Iterator[list[Tensors]]:
-        """Yields what a stage may be called with, the best first."""
+        """Yields inputs for a stage, the preferred ones first."""
         if stage == 0:
             yield [batch.inputs for batch in self._batches]
             return
@@ -104,7 +106,7 @@ class PureCheck:
         yield zeros
 
     def _first_trials(self, layers: Sequence[int], inputs: list[Tensors]) -> list[LayerTrial]:
-        """Tries a copy of each layer in turn, up to one that raises: if it does so in training too, that will tell."""
+        """Tries a copy of each layer in turn, up to a layer that raises an exception: training will show it."""
         trials = []
         for index in layers:
             trial = LayerTrial(self.job, self.model, index, inputs, [batch.targets for batch in self._batches])

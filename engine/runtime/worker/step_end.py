@@ -1,7 +1,7 @@
-"""The end of a step at one worker: reduce, log, heal, vote, and the optimizer steps.
+"""The end of a step at one worker: reductions, log entries, heals, votes and optimizer steps.
 
-Rules: nothing here changes an accumulator before the optimizer step. What is logged is whole or not there. A reduction
-begins its slots anew: what was logged of them before a failure is dropped, for not everybody has it.
+Rules: only the optimizer step changes an accumulator. A log entry is complete or absent. A reduction that runs again
+after a failure drops the earlier entries of its slots, because some replicas may lack them.
 """
 
 from __future__ import annotations
@@ -11,39 +11,36 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.core.action import Action
-from engine.core.config.job import Job
 from engine.core.config.lr_schedule import learning_rate
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.value import Kind, Value
-from engine.runtime.ipc.control import Control
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, losses_of, send_entry, take_entry, take_step
-from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.state_transfer import send_state, take_state
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose, transfer_key
+from engine.runtime.worker.worker_context import WorkerContext
 
 
 class StepEnd:
-    """What one worker has of the end of the open step."""
+    """The reduced gradients and log entries of one worker in the open step."""
 
-    def __init__(self, job: Job, worker: int, starts: tuple[int, ...], replicas: Replicas, control: Control):
-        self.job = job
-        self.worker = worker
-        self.replicas = replicas
-        self.control = control
+    def __init__(self, context: WorkerContext):
+        self.context = context
+        self.worker = context.worker
+        self.replicas = context.replicas
         self.clip_factor = 1.0
         self.logged: dict[Slot, LogEntry] = {}
         self._reduced: dict[Slot, LogEntry] = {}
-        self._tied: dict[tuple[int, Use], Tensor] = {}  # gradients of tied uses from other workers, by pipeline
-        self._uses = uses_of(replicas.model.ties, starts)
+        self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
+        self._uses = uses_of(context.replicas.model.ties, context.starts)
 
     def enter(self, plane: DataPlane, ownership: Ownership, routes: Routes) -> None:
-        """Takes what the next program works with. What others sent in the last one they will send again."""
+        """Sets the plane, the ownership and the routes of the next program, in which all transfers run again."""
         self._plane = plane
         self._ownership = ownership
         self._routes = routes
@@ -52,7 +49,7 @@ class StepEnd:
         self.bytes_healed = 0
 
     def clear(self) -> None:
-        """Drops what is held of the end of the open step."""
+        """Drops the reduced gradients and log entries of the open step."""
         self.logged, self._reduced, self._tied = {}, {}, {}
 
     def _targets(self, kind: Kind, slot: Slot) -> tuple[int, ...]:
@@ -68,7 +65,7 @@ class StepEnd:
         return self._ownership.owner(*slot) == self.worker
 
     def heal(self, action: Action, step: int) -> None:
-        """Sends the state of a slot to its new shadows, or fills a new replica with it."""
+        """Runs a HEAL: the owner sends the state of a slot to its new shadows, a new shadow fills its replica."""
         slot = (action.pipeline, action.stage)
         key = self._key(Purpose.HEAL, slot)
         if self._owns(slot):
@@ -81,11 +78,10 @@ class StepEnd:
             self.replicas.healed(slot)
 
     def reduce(self, action: Action, step: int) -> None:
-        """Reduces a stage over the pipelines, for all that this worker owns of it; sends the gradients of tied uses."""
+        """Reduces a stage over the pipelines, for all slots of it owned here; sends the gradients of tied uses."""
         group = ReduceGroup(self._plane, self._ownership, self.worker, action.stage)
         owned = {each: self.replicas.stages[each, action.stage] for each in group.pipelines(self.worker)}
         losses = {pipeline: losses_of(replica) for pipeline, replica in owned.items()}
-        num_losses = len(losses[action.pipeline])
         endings = gather_over_pipelines(
             group, {pipeline: (*replica.copy_buffers(), *losses[pipeline]) for pipeline, replica in owned.items()}
         )
@@ -96,10 +92,12 @@ class StepEnd:
                 for pipeline, replica in owned.items()
             },
         )
+        num_losses = len(losses[action.pipeline])
+        num_buffers = len(endings[0]) - num_losses
         entry = LogEntry(
             laid_out(owned[action.pipeline], means),
-            tuple(ending[: len(ending) - num_losses] for ending in endings),
-            tuple(ending[len(ending) - num_losses :] for ending in endings) if num_losses else (),
+            tuple(ending[:num_buffers] for ending in endings),
+            tuple(ending[num_buffers:] for ending in endings) if num_losses else (),
         )
         for pipeline in owned:
             self._reduced[pipeline, action.stage] = entry
@@ -107,7 +105,7 @@ class StepEnd:
             self._send_tied((pipeline, action.stage))
 
     def _send_tied(self, slot: Slot) -> None:
-        """Sends the gradient of each use of a tied parameter in a slot to the others that use it."""
+        """Sends the gradients of the tied parameters of a slot to the owners of the other uses."""
         pipeline, stage = slot
         for uses in self._uses:
             takers = {self._ownership.owner(pipeline, use.stage) for use in uses}
@@ -123,7 +121,7 @@ class StepEnd:
         return self._key(Purpose.TIE, (pipeline, use.stage), index)
 
     def log(self, action: Action, step: int) -> None:
-        """Puts the entry of a slot together, unless it is, and sends it to the shadows; a shadow takes it."""
+        """Runs a LOG: the owner completes the entry of a slot and sends it to the shadows; a shadow receives it."""
         slot = (action.pipeline, action.stage)
         key = self._key(Purpose.LOG, slot)
         if not self._owns(slot):
@@ -147,7 +145,7 @@ class StepEnd:
         return replace(entry, gradients=gradients)
 
     def _gradient_of(self, pipeline: int, use: Use, mine: Use) -> Tensor:
-        """Returns the reduced gradient of one use of a tied parameter, from here or from its owner."""
+        """Returns the reduced gradient of one use of a tied parameter; receives it if another worker owns the use."""
         slot = (pipeline, use.stage)
         if self._owns(slot):
             return self._reduced[slot].gradients[use.layer][use.name]
@@ -159,17 +157,17 @@ class StepEnd:
         return self._tied[pipeline, use]
 
     def vote(self, action: Action, step: int) -> None:
-        """Tells the agent that this replica holds its log entry; the owner adds what the commit is made of."""
+        """Votes for the commit: this replica has its log entry. The owner adds the gradient norms and the loss."""
         slot = (action.pipeline, action.stage)
-        entry, vote = self.logged[slot], VoteMessage(self.control.accepted, step, *slot)
+        entry, vote = self.logged[slot], VoteMessage(self.context.control.accepted, step, *slot)
         if self._owns(slot):
             norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
             loss = entry.loss(action.pipeline)
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
-        self.control.send(vote)
+        self.context.control.send(vote)
 
     def take_step(self, action: Action, step: int) -> None:
-        """Takes the optimizer step of one replica from what is logged."""
-        slot, job = (action.pipeline, action.stage), self.job
+        """Takes the optimizer step of one replica from its log entry."""
+        slot, job = (action.pipeline, action.stage), self.context.job
         rate = learning_rate(job.lr_schedule, job.lr, step, job.steps, job.warmup_steps)
         take_step(self.replicas.stages[slot], self.logged[slot], rate, self.clip_factor)

@@ -1,4 +1,4 @@
-"""A validation pass: pipeline 0 runs forwards alone over the validation split; the last stage has the mean loss."""
+"""A validation pass: pipeline 0 runs only forwards over the validation split; the last stage gets the mean loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.runtime.worker.worker_context import WorkerContext
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Loss of a validation microbatch, or the mean of all; and the metric if the model has one."""
+    """The loss and the metric, if the model has one, of a validation microbatch; or their means over all of them."""
 
     loss: float
     metric: float | None
@@ -52,16 +52,16 @@ class Validation:
                 for target in self.routes.targets[carried(action)]:
                     self.plane.send(target, carrier_key(self.grid, action, validation=True), tensors)
             else:
-                self._tell(inside=True)
+                self._move(inside=True)
                 self._forward(action, made, results)
-                self._tell(inside=False)
+                self._move(inside=False)
         if not results:
             return None
         metrics = [each.metric for each in results if each.metric is not None]
         return Validated(fmean(each.loss for each in results), fmean(metrics) if metrics else None)
 
-    def _tell(self, *, inside: bool) -> None:
-        """Has the next heartbeat say that this worker moves on, as it does after each action of a step."""
+    def _move(self, *, inside: bool) -> None:
+        """Moves the position in the heartbeats on, as each action of a step does: the worker does not hang."""
         control = self.context.control
         step, index, _ = control.at
         control.at = (step, index + inside, inside)

@@ -1,4 +1,4 @@
-"""The parts of a worker that stay the same for a whole job, handed to everything that trains, plans or validates."""
+"""The parts of a worker that stay the same for a whole job; training, planning and validation share them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.runtime.worker.failpoints import Failpoints
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What an executor works with: fixed for the whole job."""
+    """The fixed parts of one worker; `starts` has the first layer of each stage, `borders` one border per stage."""
 
     job: Job
     worker: int
