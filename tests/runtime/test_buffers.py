@@ -10,15 +10,7 @@ from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from engine.runtime.stage.buffers import (
-    BufferHistory,
-    copy_buffers,
-    in_use,
-    lending,
-    modules_of,
-    overwrite,
-    snapshot_of,
-)
+from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, overwrite, snapshot_of
 from engine.runtime.stage.stage import Stage
 from tests.e2e.state_models import KINDS, Aliased, Counting, Large
 
@@ -40,7 +32,8 @@ def address(tensor: Tensor) -> int:
 
 def test_a_copy_shares_memory_where_the_buffers_do_and_nowhere_else() -> None:
     layer = Aliased(WIDTH)
-    whole, inner = copy_buffers(modules_of([layer]))[0], copy_buffers(modules_of([layer]))
+    inner = snapshot_of(modules_of([layer])).copy().buffers()
+    whole = snapshot_of(modules_of([layer])).copy().buffers()[0]
     assert {address(whole[name]) for name in ("whole", "head", "turned")} == {address(whole["whole"])}  # type: ignore[arg-type]
     own, _, holder = inner  # the layer, its linear map, the module that has one of its buffers
     assert holder["same"] is own["whole"], "one tensor has become two"
@@ -63,7 +56,7 @@ def test_a_copy_shares_memory_where_the_buffers_do_and_nowhere_else() -> None:
     ],
 )
 def test_a_copy_is_laid_out_as_the_buffer_and_begins_as_far_from_where_memory_is_aligned(buffer: Tensor) -> None:
-    ((copied,),) = (named.values() for named in copy_buffers([Holder(one=buffer)]))
+    ((copied,),) = (named.values() for named in snapshot_of([Holder(one=buffer)]).copy().buffers())
     assert copied is not None
     assert copied.equal(buffer)
     assert (copied.dtype, copied.stride()) == (buffer.dtype, buffer.stride())
@@ -83,7 +76,7 @@ def test_a_small_part_of_much_memory_is_copied_alone() -> None:
 def test_what_is_lent_goes_back_and_what_was_made_meanwhile_is_gone() -> None:
     layer = Holder(one=torch.zeros(2), none=None)
     one = layer.get_buffer("one")
-    with lending([layer], copy_buffers([layer])):
+    with lending([layer], snapshot_of([layer]).copy().buffers()):
         layer.get_buffer("one").add_(1)
         layer.none = torch.ones(1)
         layer.register_buffer("more", torch.ones(1))

@@ -10,8 +10,7 @@ import pytest
 
 from engine.core.faults.fault_kind import ParameterForm
 from engine.runtime.faults import registry
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import at_once, fault_kind, kinds, registered
+from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind, kinds, registered
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.models.model_loader import build_model, open_data
@@ -23,7 +22,6 @@ from tests.runtime.peer_messages import an_epoch
 from tests.runtime.peers import PeerServer
 
 JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)
-WHOLE, PART = Action(0, Op.UNSHARD), Action(0, Op.RESHARD)
 # The far end of a control link must outlive its thread: when it closes, the process ends.
 far_ends: list[Link] = []
 
@@ -50,11 +48,11 @@ def takes_a_step(port: int, prefix: str, worker: int) -> Any:
     shards = ShardedStages(worker, replicas, ownership, connect(port, prefix))
     shards.enter(plane, ownership)
     sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
-    shards.unshard(WHOLE, 0)
+    shards.unshard(0)
     sizes.append(sum(each.untyped_storage().nbytes() for each in stage.trained()))
     # Of copies: what numpy has seen cannot be freed.
     together = hash_tensors((name, each.detach().clone()) for name, each in stage.layers[0].named_parameters())
-    shards.reshard(PART, 0)
+    shards.reshard(0)
     sizes.append(sum(each.untyped_storage().nbytes() for each in stage.trained()))
     take_step(stage, LogEntry(laid_out(stage, gradients_of(replicas, worker)), ((), ()), ()), 0.1, 0.5)
     states = [each for optimizer in stage.optimizers.values() for _, each in optimizer.state_tensors() if each.dim()]
@@ -99,7 +97,7 @@ def waits_alone(port: int, prefix: str, worker: int) -> Any:
     if worker == 0:
         far.send(an_epoch(1, (0, 1)))
         try:
-            shards.unshard(WHOLE, 0)
+            shards.unshard(0)
         except Fenced:
             outcome = "fenced"
         store.set("is-out", "yes")

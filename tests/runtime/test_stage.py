@@ -16,6 +16,7 @@ from engine.core.errors import DivergedError, UserError
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, as_tensors
 from engine.runtime.replica.gradient_log import squared_norm
+from engine.runtime.stage.buffers import BufferHistory
 from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.tensor_spec import TensorSpec
@@ -601,5 +602,5 @@ def test_nobody_who_could_take_over_costs_no_copies() -> None:
     stage = Stage(job_of(redundancy="none"), model_of([Block, Block]), 0, 0, 2)
     stage.forward(STEP, 0, inputs_of(0), TARGETS)
     assert stage.boundary == ()
-    assert stage._history is None
+    assert stage.history == BufferHistory(stage.history.modules)
     assert all(one is other for one, other in zip(stage.copy_buffers(), stage.buffers(), strict=True))

@@ -6,28 +6,19 @@ replicas is found by the next audit; in a lone replica, by the comparison with t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import at_once, fault_kind
-
-if TYPE_CHECKING:
-    from engine.runtime.stage.stage import Stage
+from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
 
 _INTO = Parameter("into", "choice", "the tensor with the NaN", "gradient", choices=("gradient", "activation"))
 _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)
 
 
-def _stage(context: WorkerFaultContext) -> Stage | None:
-    """Returns the replica of the target slot, or None if this worker has none."""
-    return None if context.slot is None else context.replicas.stages.get(context.slot)
-
-
 @fault_kind("nan", "A number in a gradient or an activation becomes NaN.", "worker", at_once, _INTO)
 def nan(context: WorkerFaultContext) -> None:
     """Puts a NaN into the present gradient accumulator, or into the next output of the stage."""
-    stage = _stage(context)
+    stage = context.stage
     if stage is None:
         return
     if context.parameters["into"] == "gradient":
@@ -52,7 +43,7 @@ def flip_bit(context: WorkerFaultContext) -> None:
     """Flips a bit of the first number of the first parameter of the replica."""
     import torch
 
-    stage = _stage(context)
+    stage = context.stage
     if stage is None:
         return
     layer, name, parameter = next(

@@ -9,8 +9,7 @@ import signal
 from typing import Any
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import Parameters, Sign, exit_by, fault_kind
+from engine.runtime.faults.registry import Parameters, Sign, WorkerFaultContext, exit_by, fault_kind
 
 _CODE = Parameter("code", "count", "exit code, 0 to 255", 0)
 

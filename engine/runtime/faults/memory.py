@@ -6,8 +6,7 @@ import resource
 import signal
 from typing import Any
 
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import Parameters, Sign, fault_kind
+from engine.runtime.faults.registry import Parameters, Sign, WorkerFaultContext, fault_kind
 
 _CHUNK_BYTES = 64 << 20
 _MARGIN_BYTES = 256 << 20  # a few allocations succeed first

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import at_once, fault_kind
+from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
 
 
 @fault_kind("noop", "Nothing is done; the moment is recorded.", "worker", at_once)

@@ -1,8 +1,8 @@
 """The registry of kinds of faults: the function that carries out each kind, and the sign that confirms its effect.
 
 Rules: a kind is defined in one place, its function. The agent strikes through a pidfd (`AgentFaultContext`). A worker
-strikes itself in its main thread (`context.Scene`), on a message of the agent, which has recorded the fault before. A
-fault that no sign confirms counts as not struck.
+strikes itself in its main thread (`WorkerFaultContext`), on a message that the agent sends after the record of the
+fault. A fault that no sign confirms counts as not struck.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from engine.core.faults.fault_kind import FaultKind, Parameter
 from engine.core.scalar import Scalar
 
 if TYPE_CHECKING:
+    from engine.runtime.ipc.control import Control
     from engine.runtime.process.fork_client import Child
+    from engine.runtime.stage.stage import Stage
 
 Parameters = Mapping[str, Scalar]
 # exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
@@ -34,6 +36,22 @@ class AgentFaultContext:
     child: Child
     parameters: Parameters
     later: Callable[[int, Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFaultContext:
+    """The context of a fault by the worker itself; `stage` is its replica of the target slot, if it has one.
+
+    `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
+    `ns` nanoseconds or, with None, to the end of the step.
+    """
+
+    fault: str
+    parameters: Parameters
+    stage: Stage | None
+    control: Control
+    tell: Callable[[str], None]
+    slow_down: Callable[[float, int | None], None]
 
 
 @dataclass(frozen=True, slots=True)

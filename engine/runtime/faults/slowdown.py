@@ -6,8 +6,7 @@ import ctypes
 import time
 
 from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import at_once, fault_kind
+from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
 
 _POLL_S = 0.05
 _FOREVER_S = 1_000_000

@@ -108,11 +108,11 @@ class GradientStreams:
         parts = iter(unpacked(arrived, specs_of(replica, microbatch, self.job.log_every)))
         present = next(parts).tolist()
         losses = next(parts).tolist() if replica.is_last else []
-        template = replica.history().before(microbatch)
+        template = replica.history.before(microbatch)
         befores = {each: _filled(template, parts) for each in _told_forwards(microbatch, self.job.log_every)}
         if microbatch >= replica.counted:
-            replica.history().note(replica.counted)
-            replica.history().take_over(befores)
+            replica.history.note(replica.counted)
+            replica.history.take_over(befores)
             replica.losses = dict(enumerate(losses))
             replica.counted = microbatch + 1
         gradients = [part if there else None for part, there in zip(parts, present, strict=True)]
@@ -130,7 +130,7 @@ def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
     if stage.is_last:
         parts.append(torch.tensor([stage.losses[each] for each in range(microbatch + 1)], dtype=torch.float64))
     for each in _told_forwards(microbatch, log_every):
-        parts += stage.history().before(each).tensors()
+        parts += stage.history.before(each).tensors()
     specs = specs_of(stage, microbatch, log_every)
     stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8)
     for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
@@ -143,7 +143,7 @@ def specs_of(stage: Stage, microbatch: int, log_every: int) -> list[TensorSpec]:
     """Returns the specs of the parts of a stream, equal at owner and shadow."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     losses = [TensorSpec((microbatch + 1,), torch.float64, False)] if stage.is_last else []
-    buffers = [TensorSpec.of(buffer) for buffer in stage.history().before(microbatch).tensors()]
+    buffers = [TensorSpec.of(buffer) for buffer in stage.history.before(microbatch).tensors()]
     return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * log_every, *gradients]
 
 

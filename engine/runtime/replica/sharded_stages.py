@@ -18,12 +18,10 @@ import torch
 from torch import distributed
 from torch.distributed import Store
 
-from engine.core.action import Action
 from engine.core.ownership import Ownership
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.optimizer import trainable
-from engine.runtime.stage.tensor_shards import suspecting
-from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.data_plane import DataPlane, suspecting
 from engine.runtime.transport.reduction import ReduceGroup
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose
@@ -81,21 +79,15 @@ class ShardedStages:
         for other in group.others:
             self._plane.take(other, keys[other])
 
-    def unshard(self, action: Action, step: int) -> None:
-        """Runs an UNSHARD: gathers the weights of a stage."""
-        self._unshard(action.stage)
-
-    def reshard(self, action: Action, step: int) -> None:
-        """Runs a RESHARD: frees the gathered weights of a stage."""
-        self._reshard(action.stage)
-
-    def _unshard(self, stage: int) -> None:
+    def unshard(self, stage: int) -> None:
+        """Gathers the weights of a stage; raises as `meet` does."""
         self.meet(stage)
         with suspecting("putting a stage together"):
             for layer in self._layers[stage]:
                 layer.unshard()
 
-    def _reshard(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
+        """Frees the gathered weights of a stage."""
         for layer in self._layers[stage]:
             layer.reshard()
 
@@ -103,7 +95,7 @@ class ShardedStages:
     def all_whole(self) -> Iterator[None]:
         """Keeps all stages that this worker owns unsharded during the block."""
         for _, stage in self._slots:
-            self._unshard(stage)
+            self.unshard(stage)
         yield
         for _, stage in self._slots:
-            self._reshard(stage)
+            self.reshard(stage)

@@ -113,11 +113,6 @@ def _placed(piece: Tensor, place: BufferPlace) -> Tensor:
     return torch.empty(0, dtype=place.dtype).set_(piece.untyped_storage(), offset, place.size, place.stride)
 
 
-def copy_buffers(modules: Sequence[nn.Module]) -> Buffers:
-    """Returns copies of the buffers."""
-    return snapshot_of(modules).copy().buffers()
-
-
 def overwrite(buffer: Tensor, values: Tensor) -> None:
     """Copies `values` into a buffer, even an expanded one, whose elements share memory (stride 0)."""
     for dimension, stride in enumerate(buffer.stride()):
@@ -144,7 +139,7 @@ def lending(modules: Sequence[nn.Module], buffers: Buffers) -> Iterator[None]:
 def in_use(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Lets modules run in evaluation mode: no dropout, no gradients, and buffers unchanged afterwards."""
     training = [module for module in modules if module.training]
-    with torch.no_grad(), lending(modules, copy_buffers(modules)):
+    with torch.no_grad(), lending(modules, snapshot_of(modules).copy().buffers()):
         for module in training:
             module.training = False
         yield
@@ -188,10 +183,6 @@ class BufferHistory:
         self._before |= befores
         for module, now in zip(self.modules, befores[max(befores)].copy().buffers(), strict=True):
             module._buffers.update(now)
-
-    def copy_before(self, microbatch: int) -> Buffers:
-        """Returns copies of the buffers before that forward, or of the present buffers if there is no snapshot."""
-        return self.before(microbatch).copy().buffers()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -72,9 +72,9 @@ class LayerTrial:
         outputs = []
         for microbatch in MICROBATCHES:
             if not self.job.retains:  # else `Stage.forward` does it
-                stage.history().note(microbatch)
+                stage.history.note(microbatch)
             outputs.append(self._forward(stage, microbatch, ""))
-        self._before_second = stage.history().before(1)
+        self._before_second = stage.history.before(1)
         with self._refusing("when its forward is redone"):
             self._redo(stage, 0, "when its forward is redone")
         for microbatch in MICROBATCHES:

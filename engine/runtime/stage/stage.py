@@ -47,7 +47,7 @@ class Stage:
         self.added = 0  # backwards of this step that the gradients contain
         self._groups = groups_of(self.layers, job.activation_checkpoint)
         self._of_groups: dict[int, BufferHistory] = {}  # by the first layer
-        self._history: BufferHistory | None = None
+        self.history = BufferHistory(modules_of(self.layers.values()))  # in the open step
         self._form = form_of(snapshot_of(self._modules(self.layers)))
         # The buffers of every pipeline at the step boundary, kept for a takeover; initially equal.
         self.boundary: tuple[Tensors, ...] = (self.copy_buffers(),) * job.pipelines if job.retains else ()
@@ -69,7 +69,7 @@ class Stage:
         """Returns copies of the buffers; the buffers themselves if no worker can take over and read a copy."""
         if not self.job.retains:
             return self.buffers()
-        kept = self.history().keep()
+        kept = self.history.keep()
         refuse_another_form(self.layers, self._form, form_of(kept))  # receivers expect this form
         return tuple(kept.tensors())
 
@@ -81,17 +81,10 @@ class Stage:
         """Drops the residuals, gradients, losses and counters of the open step."""
         self.residuals, self.pending, self.losses, self.keys = {}, {}, {}, {}
         self.counted = self.added = 0
-        if self._history is not None:
-            self._history.forget_step()
+        self.history.forget_step()
         self._without_accumulator = self.trained()
         for parameter in self._without_accumulator:
             parameter.grad = None
-
-    def history(self) -> BufferHistory:
-        """Returns the history of the buffers in the open step."""
-        if self._history is None:
-            self._history = BufferHistory(modules_of(self.layers.values()))
-        return self._history
 
     def trained(self) -> list[Tensor]:
         """Returns the trained parameters, in order."""
@@ -120,17 +113,23 @@ class Stage:
         """
         assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
         if self.job.retains:
-            self.history().note(microbatch)
+            self.history.note(microbatch)
         residual = self._forward(step, microbatch, inputs, targets)
         if residual.loss is not None:
-            self.losses[microbatch] = self._finite(residual.loss.outputs[0].item(), step, microbatch)
+            loss = residual.loss.outputs[0].item()
+            if not math.isfinite(loss):
+                raise DivergedError(
+                    f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
+                    "a lower lr or a clip_norm often helps"
+                )
+            self.losses[microbatch] = loss
         self.counted += 1
         return residual.outputs
 
     def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
         """Runs a counted forward again from the buffers before it; buffers, losses and counter do not change."""
         assert microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in"
-        with lending(self.history().modules, self.history().copy_before(microbatch)):
+        with lending(self.history.modules, self.history.before(microbatch).copy().buffers()):
             return self._forward(step, microbatch, inputs, targets).outputs
 
     def _forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Residual:
@@ -266,14 +265,6 @@ class Stage:
         """Runs the forwards of a group again from a checkpoint, with the same bits and without side effects."""
         with lending(self._modules(group), kept.buffers.copy().buffers()):
             return self._run(group, step, microbatch, kept.inputs)
-
-    def _finite(self, loss: float, step: int, microbatch: int) -> float:
-        if not math.isfinite(loss):
-            raise DivergedError(
-                f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
-                "a lower lr or a clip_norm often helps"
-            )
-        return loss
 
     def _loss_share(self, loss: Tensor) -> Tensor:
         """Returns the gradient of a microbatch's loss, 1 / M: the loss of a step is the mean."""

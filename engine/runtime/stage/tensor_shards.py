@@ -5,13 +5,11 @@ torch.distributed.tensor is imported only when there are shards, because the imp
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from engine.core.errors import WorkerFailedError
+from engine.runtime.transport.data_plane import suspecting
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
@@ -36,12 +34,3 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     with suspecting("putting shards together"):
         whole: Tensor = gather()
     return whole
-
-
-@contextlib.contextmanager
-def suspecting(what: str) -> Iterator[None]:
-    """Turns the RuntimeError that gloo raises when another worker is gone into a WorkerFailedError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise WorkerFailedError(f"{what} failed: {error}") from error

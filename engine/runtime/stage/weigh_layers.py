@@ -19,10 +19,6 @@ def weigh_layers(job: Job, model: Model, data: Data) -> list[int]:
     if job.partition == "parameters":
         layers = (build_layer(job, model, index) for index in range(len(model.layers)))
         return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    return _profile(job, model, data)
-
-
-def _profile(job: Job, model: Model, data: Data) -> list[int]:
     batch = data.microbatch(0, 0, 0, job.microbatch_size)
     inputs, weights = batch.inputs, []
     for index in range(len(model.layers)):

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
@@ -24,12 +24,22 @@ from engine.models.layers import Tensors
 from engine.runtime.ipc.link import LOOPBACK
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border
-from engine.runtime.transport.waiter import Waiter
 
 _JOIN_S = 0.05
 
+Found = TypeVar("Found")
 Key = int  # identifies a transfer between two workers in a step; sender and receiver compute the same key
 _Item = tuple[int, Key | None, Tensors, list[Work]]  # (peer, key of a receive or None for a send, tensors, works)
+
+
+class Waiter(Protocol):
+    """The place where the main thread of a worker waits; the control thread provides it."""
+
+    def wait_until(self, look: Callable[[], Found | None]) -> Found:
+        """Waits until `look`, called again after each `wake`, finds something; may raise to end the wait."""
+
+    def wake(self) -> None:
+        """Has the main thread look again."""
 
 
 class DataPlane:
@@ -42,7 +52,7 @@ class DataPlane:
         self._waiter = waiter
         self._rank = {each: rank for rank, each in enumerate(workers)}
         before = descriptors_by_inode().keys()
-        with _suspecting("joining the others"):
+        with suspecting("joining the others"):
             self._group = _gloo(store, self._rank[worker], len(workers), timeout_s)
         self._sockets = descriptors_by_inode().keys() - before
         self._arrived: dict[tuple[int, Key], Tensors] = {}
@@ -58,7 +68,7 @@ class DataPlane:
         `channel` names a channel other than the usual one of `source`.
         """
         tensors = tuple(spec.empty() for spec in border)
-        with _suspecting(f"transfer from worker {source}"):
+        with suspecting(f"transfer from worker {source}"):
             works = [
                 self._group.recv([tensor], self._rank[source], key * MAX_TENSORS + part)
                 for part, tensor in enumerate(tensors)
@@ -113,7 +123,7 @@ class DataPlane:
     def reap(self) -> None:
         """Releases the sends of a committed step. It does not block: they have all been received."""
         for target, works, _ in self._sends:
-            with _suspecting(f"transfer to worker {target}"):
+            with suspecting(f"transfer to worker {target}"):
                 for work in works:
                     work.wait()
         self._sends = []
@@ -149,8 +159,8 @@ def _suspicion(what: str, error: RuntimeError) -> WorkerFailedError:
 
 
 @contextlib.contextmanager
-def _suspecting(what: str) -> Iterator[None]:
-    """Turns gloo's RuntimeError into a WorkerFailedError. Sends use `try` instead, to save microseconds."""
+def suspecting(what: str) -> Iterator[None]:
+    """Turns the RuntimeError of gloo into a WorkerFailedError. Sends use `try` instead, to save microseconds."""
     try:
         yield
     except RuntimeError as error:

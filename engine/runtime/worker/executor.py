@@ -60,7 +60,6 @@ class Executor:
         self._steps = [each for each in methods if each[0].op is Op.STEP]
 
     def _table(self) -> dict[Op, Method]:
-        """Returns the method that runs each op."""
         end, shards = self.end, self.context.shards
         table: dict[Op, Method] = {
             Op.F: self._forward,
@@ -79,7 +78,10 @@ class Executor:
             Op.COMMIT: end.vote,
             Op.STEP: end.take_step,
         }
-        return table | ({Op.UNSHARD: shards.unshard, Op.RESHARD: shards.reshard} if shards is not None else {})
+        if shards is not None:
+            table[Op.UNSHARD] = lambda action, step: shards.unshard(action.stage)
+            table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
+        return table
 
     def run_step(self) -> CommitMessage:
         """Runs the open step to its commit, takes the optimizer steps and returns the commit.

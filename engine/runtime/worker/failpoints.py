@@ -20,8 +20,7 @@ from functools import partial
 from engine.core.action import COMPUTE_OPS, Action
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
 from engine.core.messages import ArmMessage, InflictMessage, StrikeMessage, SufferedMessage
-from engine.runtime.faults.fault_context import WorkerFaultContext
-from engine.runtime.faults.registry import registered
+from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.replicas import Replicas
@@ -95,9 +94,8 @@ class Failpoints:
         context = WorkerFaultContext(
             fault=message.fault,
             parameters=message.parameters,
-            slot=message.slot,
+            stage=None if message.slot is None else self.replicas.stages.get(message.slot),
             control=self.control,
-            replicas=self.replicas,
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
         )

@@ -66,21 +66,17 @@ class Training:
 
     def run(self) -> None:
         """Trains to the end of the job, after the ReadyMessage of this worker; raises Stopped or Excluded."""
-        self._enter_newest_epoch()
+        control = self.context.control
         while True:
             try:
+                self._enter_next_epoch()
                 while not self._is_over:
                     self._advance()
-                self._finish()
-                return
+                return self._finish()
             except Fenced:
-                self._enter_newest_epoch()
+                continue
             except WorkerFailedError as suspicion:
-                self._suspect(suspicion)
-                self._enter_newest_epoch()
-
-    def _suspect(self, suspicion: WorkerFailedError) -> None:
-        self.context.control.send(messages.SuspicionMessage(self.context.control.accepted, str(suspicion)))
+                control.send(messages.SuspicionMessage(control.accepted, str(suspicion)))
 
     def _advance(self) -> None:
         """Runs the open step, and the audit, the validation and the heal after its commit."""
@@ -89,7 +85,7 @@ class Training:
         self._drop_others()  # a replica without a part in the step has missed it
         self._audit(commit, self.ownership.held_by(self.context.worker))
         if commit.then == "epoch":
-            self._enter_newest_epoch()  # it follows at once; its GoMessage orders the validation of this step
+            self._enter_next_epoch()  # it follows at once; its GoMessage orders the validation of this step
             return
         if is_due(self.context.job.validate_every, commit.step, self._is_over):
             self._validate(commit.step)
@@ -116,19 +112,10 @@ class Training:
         context.control.take(ByeMessage)  # comes when all workers have finished: no transfer is open
         self._plane.close()
 
-    def _enter_newest_epoch(self) -> None:
-        """Waits for an epoch and enters it; begins anew if a newer epoch comes before training can go on."""
-        while True:
-            epoch = self.context.control.next_epoch()
-            try:
-                return self._enter(epoch)
-            except Fenced:
-                continue
-            except WorkerFailedError as suspicion:
-                self._suspect(suspicion)
-
-    def _enter(self, epoch: messages.EpochMessage) -> None:
+    def _enter_next_epoch(self) -> None:
+        """Waits for an epoch and enters it; raises Fenced if a newer epoch comes before training can go on."""
         context, control = self.context, self.context.control
+        epoch = control.next_epoch()
         control.at = (*control.at[:2], False)
         if context.worker not in epoch.members:
             raise Excluded
@@ -157,23 +144,19 @@ class Training:
         self.context.control.mark(phase)
         self.context.recorder.write(MarkRecord(phase=phase, epoch=self.context.control.accepted, adopted=adopted))
 
-    def _regroup(self, epoch: messages.EpochMessage) -> None:
-        context = self.context
-        if self._forming is not None:
-            self._forming.give_up()
-        self._plane.close()
-        self._forming = GroupFormation(context.control, self._rendezvous, context.recorder, context.worker, epoch)
-
     def _make_plan(self, epoch: messages.EpochMessage) -> WorkerProgram:
         """Sends this worker's inventory, and makes the plan from the inventories of all workers."""
-        control = self.context.control
+        context, control = self.context, self.context.control
         self._mark("fence")
         inventory = self._executor.inventory()
         whole = self.ownership.grid.places(inventory.whole)
         control.send(messages.InventoryMessage(control.accepted, to_json(inventory), whole))
         self._mark("inventory")
         if epoch.regroup:
-            self._regroup(epoch)
+            if self._forming is not None:
+                self._forming.give_up()
+            self._plane.close()
+            self._forming = GroupFormation(control, self._rendezvous, context.recorder, context.worker, epoch)
         planned = self._planner.plan(control.take(messages.PlanMessage))
         self._catch_up(planned, epoch.commit)
         control.send(messages.PlannedMessage(control.accepted, planned.plan.digest, planned.plan.lost_stages))
