@@ -94,7 +94,7 @@ _TEXT = json.JSONEncoder(separators=(",", ":"), default=_plain).encode
 
 @cache
 def _form(made: Any) -> tuple[tuple[str, frozenset[type], Read], ...]:
-    """Returns for each field of a data class its name, and what `_reader` says of its annotation."""
+    """Returns for each field of a data class its name, and the types and the reader of its annotation."""
     hints = get_type_hints(made)
     return tuple((each.name, *_reader(hints[each.name])) for each in fields(made))
 

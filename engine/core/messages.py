@@ -56,7 +56,7 @@ class GoMessage(ToWorker):
 
 @message
 class CommitMessage(ToWorker):
-    """A step is committed: gradients are multiplied with `clip_factor`, and `then` is what follows the optimizer."""
+    """A step is committed: gradients are multiplied with `clip_factor`; `then` names the event after the optimizer."""
 
     step: int
     clip_factor: float
@@ -139,7 +139,7 @@ class CutMessage(ToAgent):
 
 @message
 class BorderMessage(ToAgent, ToWorker):
-    """What a stage hands to the next, told by its owner and passed on to every worker: shape, dtype, needs gradient."""
+    """The border behind a stage, from its owner and passed on to every worker: shape, dtype, needs gradient."""
 
     stage: int
     specs: tuple[tuple[tuple[int, ...], str, bool], ...]

@@ -76,4 +76,4 @@ class ByeMessage(ToWorker):
 
 @message
 class StopMessage(ToWorker):
-    """The run ends now, whatever the worker waits for."""
+    """The run ends now; each worker leaves its wait."""
