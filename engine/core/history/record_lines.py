@@ -53,7 +53,7 @@ def decoded(line: str) -> Record:
         raise InvariantError(f"expected one event as JSON, found {line[:80]!r}") from None
     record = RECORDS.get(kind)
     if record is None:
-        raise InvariantError(f"unknown event {kind!r}")
+        raise InvariantError(f"unknown event {kind!r}; use the bamboo that recorded it")
     if record is JobRecord and plain.get("version") != VERSION:
         raise InvariantError(_other_version(plain.get("version")))
     if plain.keys() != _NEEDED[record]:
