@@ -96,7 +96,7 @@ _TEXT = json.JSONEncoder(separators=(",", ":"), default=_plain).encode
 def _form(made: Any) -> tuple[tuple[str, frozenset[type], Read], ...]:
     """Returns for each field of a data class its name, and the types and the reader of its annotation."""
     hints = get_type_hints(made)
-    return tuple((each.name, *_reader(hints[each.name])) for each in fields(made))
+    return tuple((each.name, *reader_of(hints[each.name])) for each in fields(made))
 
 
 def _read(made: Any, found: Any) -> Any:
@@ -126,7 +126,7 @@ def _wrong(wanted: str, value: Any) -> TypeError:
     return TypeError(f"{wanted}: {value!r:.100}")
 
 
-def _reader(hint: Any) -> Reader:
+def reader_of(hint: Any) -> Reader:
     """Returns the types of scalars that an annotation takes as they are, and the reader of any other value."""
     members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     scalars = frozenset(each for each in members if each in _SCALARS)
@@ -144,11 +144,11 @@ def _reader_of_many(hint: Any) -> Read:
     if is_dataclass(hint):
         return partial(_read, hint)
     if origin is tuple and arguments[-1] is ...:
-        return partial(_items, _reader(arguments[0]))
+        return partial(_items, reader_of(arguments[0]))
     if origin is tuple:
-        return partial(_parts, tuple(map(_reader, arguments)))
+        return partial(_parts, tuple(map(reader_of, arguments)))
     if origin is Mapping:
-        return partial(_values, _reader(arguments[1]))
+        return partial(_values, reader_of(arguments[1]))
     if origin is Literal:
         return partial(_choice, arguments)
     assert hint is Any, f"no field of a message can be {hint}"

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.history.record import VERSION, Record
 from engine.core.history.record_lines import RECORDS, decoded, encoded
@@ -54,6 +55,14 @@ def test_a_missing_field_is_named(record: Record) -> None:
     for name in told.keys() - {"event", "version", "action", "when", "adopted"}:
         with pytest.raises(InvariantError, match=f"event '{told['event']}' has no field '{name}'"):
             decoded(json.dumps({key: value for key, value in told.items() if key != name}))
+
+
+@pytest.mark.parametrize("record", SAMPLES, ids=lambda each: type(each).__name__)
+def test_a_field_of_another_type_is_named(record: Record) -> None:
+    told = json.loads(encoded(record))
+    for name in told.keys() - {"event", "version"} - Job.__dataclass_fields__.keys():
+        with pytest.raises(InvariantError, match=f"the field '{name}' of event '{told['event']}' is not"):
+            decoded(json.dumps(told | {name: {"wrong": True}}))
 
 
 def test_an_unknown_field_is_named() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, fields
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
-from engine.core.exclusion import verdict_of
+from engine.core.exclusion import Verdict, verdict_of
 from engine.core.history import process_records, run_records
 from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
-from engine.core.history.run_records import ActionRecord, EpochRecord, JobRecord
+from engine.core.history.run_records import ActionRecord, JobRecord
+from engine.core.message_codec import Reader, reader_of
 
 RECORDS: dict[str, type[Record]] = {
     kind_of(each): each
@@ -24,6 +26,7 @@ _DEFAULTS = {
     each: {field.name: field.default for field in fields(each) if field.name not in _STAMPS}
     for each in RECORDS.values()
 }
+_TYPES_OF_ACTION = (int, int, int, int, str, int, int)  # in the order of the line
 _OF_JOB = frozenset(Job.__dataclass_fields__)
 _NEEDED = {
     each: frozenset(field.name for field in fields(each) if _DEFAULTS[each].get(field.name, MISSING) is MISSING)
@@ -58,16 +61,39 @@ def decoded(line: str) -> Record:
         raise InvariantError(_other_version(plain.get("version")))
     if plain.keys() != _NEEDED[record]:
         _refuse_other_fields(kind, record, plain)
-    if record is ActionRecord:  # the most frequent kind has no lists or objects
+    if record is ActionRecord and tuple(map(type, plain.values())) == _TYPES_OF_ACTION:  # the most frequent kind
         return record(**plain)
-    for name, value in plain.items():
-        if type(value) is list:
-            plain[name] = _tupled(value)
-    if record is EpochRecord:
-        plain["verdict"] = verdict_of(plain)
-    elif record is JobRecord:
+    if record is JobRecord:
         plain["job"] = Job(**{name: plain.pop(name) for name in _OF_JOB})
+    readers = _readers(kind)
+    for name, value in plain.items():
+        scalars, read = readers[name]
+        if type(value) not in scalars:
+            try:
+                plain[name] = read(value)
+            except TypeError as error:
+                raise InvariantError(f"the field {name!r} of event {kind!r} is not {error}") from None
     return record(**plain)
+
+
+@cache
+def _readers(kind: str) -> dict[str, Reader]:
+    """Returns for each field of a record the types of scalars that it takes, and the reader of any other value."""
+    return {
+        name: _OWN_READERS.get(name) or reader_of(hint)
+        for name, hint in get_type_hints(RECORDS[kind]).items()
+        if name in RECORDS[kind].__dataclass_fields__
+    }
+
+
+def _verdict(entries: Any) -> Verdict:
+    try:
+        return verdict_of({"verdict": entries})
+    except (TypeError, ValueError):
+        raise TypeError(f"a verdict: {entries!r:.100}") from None
+
+
+_OWN_READERS: dict[str, Reader] = {"verdict": (frozenset(), _verdict), "job": reader_of(Any)}
 
 
 def _refuse_other_fields(kind: str, record: type[Record], plain: dict[str, Any]) -> None:
@@ -90,7 +116,3 @@ def _other_version(version: object) -> str:
     return (
         f"recorded by {age} bamboo: format {named}, this one reads version {VERSION}; use the bamboo that recorded it"
     )
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if type(value) is list else value
