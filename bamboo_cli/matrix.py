@@ -55,6 +55,10 @@ def matrix(
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
+    if shard and form == "github":
+        raise UserError(
+            [Problem("--shard", "no part beside --format github, which lists every part", shard, "--shards N")]
+        )
     found = read_matrix(file, kinds(), settings or (), offered)
     seconds = usual_seconds(_existing(times or ()))
     chosen = _chosen(found, shard, cell, seconds)

@@ -46,6 +46,13 @@ def test_a_workflow_matrix() -> None:
     assert entries[2]["shard"] == "3/256"
 
 
+def test_a_part_has_no_workflow_matrix_of_its_own() -> None:
+    with pytest.raises(UserError, match="expected no part beside --format github"):
+        CliRunner().invoke(
+            APP, ["matrix", "matrix-smoke", "--format", "github", "--shard", "3/8"], catch_exceptions=False
+        )
+
+
 def test_shards_of_some_cells() -> None:
     (line,) = lines("matrix-smoke", "--format", "github", "--cell", "during/", "--shards", "8")
     assert [each["cells"] for each in json.loads(line)["include"]] == [1, 1, 1]
