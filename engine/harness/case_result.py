@@ -92,7 +92,7 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
 
     checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
     checks = (*checks, strike_accuracy(scenario.job, faults, seen.history))
-    return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries()))
+    return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries))
 
 
 def pauses_ms(results: Sequence[CaseResult]) -> dict[str, float]:

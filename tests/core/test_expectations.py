@@ -112,7 +112,7 @@ def test_of_a_run_that_was_struck_before_only_what_came_since_is_judged() -> Non
     seen = replace(whole, since_ns=since_ns)
     found = {name: each.result for name, each in checked(expect, seen).items()}
     assert found == dict.fromkeys(found, "passed")
-    (recovery,) = seen.recoveries()
+    (recovery,) = seen.recoveries
     assert recovery.heirs == (((0, 1), 1, 0),)
 
 

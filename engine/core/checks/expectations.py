@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from engine.core.checks.recovery_log import recoveries
@@ -58,7 +59,7 @@ class Check:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which a cached property cannot have
 class Observed:
     """A run that has ended: its exit code, error and history, the comparison with its twin, the leftovers.
 
@@ -81,8 +82,9 @@ class Observed:
         """Returns the strikes of a fault, one record for each victim."""
         return [each for each in self.of(FaultRecord) if each.fault == fault.id]
 
+    @cached_property
     def recoveries(self) -> list[Recovery]:
-        """Returns the recoveries that began since `since_ns`."""
+        """The recoveries that began since `since_ns`; to find them takes longer than to read the events."""
         return [each for each in recoveries(self.history.records) if each.begin_ns >= self.since_ns]
 
     def miscounted(self, job: Job) -> list[str]:
@@ -94,7 +96,7 @@ def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
 ) -> tuple[Check, ...]:
     """Returns a check for each expectation; the first one is that the faults struck."""
-    found = seen.recoveries()
+    found = seen.recoveries
     checks = [_struck(faults, seen), _outcome(expect.outcome, seen)]
     if expect.trajectory is not None:
         checks.append(_trajectory(expect.trajectory, seen))

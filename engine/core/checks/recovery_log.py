@@ -47,9 +47,7 @@ class RecoveryLog:
     signs: list[FailureSign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
-    out_since: dict[int, int] = field(
-        default_factory=dict
-    )  # worker -> time of its verdict; its later actions are ignored
+    out_since: dict[int, int] = field(default_factory=dict)  # worker -> verdict; its later actions are ignored
     is_over: bool = False  # no step is left
 
     def read(self, record: Record) -> Iterator[Recovery]:
