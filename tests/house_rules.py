@@ -29,8 +29,8 @@ PURE_STDLIB = frozenset(
 PURE_NAMES = frozenset({"io.StringIO"})
 IMPORTING_CALLS = frozenset({"importlib.import_module", "import_module", "__import__"})
 EFFECTFUL_BUILTINS = frozenset({"open", "print", "input", "breakpoint"})
-REPORT_ONLY = frozenset({"pandas", "plotly"})
-NOT_AT_TOP_OF_CLI = frozenset({"torch", "pandas", "numpy", "plotly"})
+REPORT_ONLY = frozenset({"pandas"})
+NOT_AT_TOP_OF_CLI = frozenset({"torch", "pandas", "numpy"})
 # Modules and calls that run code chosen by a file or a peer, or write data for such a reader.
 UNSAFE_MODULES = frozenset({"pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"})
 UNSAFE_CALLS = frozenset(

@@ -1,1 +1,1 @@
-"""Turns the events of a run into tables and pages. Only this package imports pandas and plotly."""
+"""Turns the events of a run into tables and pages. Only this package imports pandas."""

@@ -29,7 +29,7 @@ def strike(event, arguments):
 sys.addaudithook(strike)
 """
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "pandas", "numpy", "plotly", "pydantic", "yaml", "grpc", "psutil")
+HEAVY = ("torch", "pandas", "numpy", "pydantic", "yaml", "grpc", "psutil")
 HELP = """
 import sys
 from typer.testing import CliRunner

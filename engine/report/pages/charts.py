@@ -1,7 +1,7 @@
-"""The charts beside the timeline, as plotly figures; the page gives them the colours of its theme.
+"""The charts beside the timeline, as figures for Plotly's script; the page gives them the colours of its theme.
 
 Rules: colours are from the palette of Okabe and Ito, which colour-blind readers can tell apart. Every text from outside
-is escaped, because plotly interprets some HTML.
+is escaped, because Plotly interprets some HTML.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from engine.report.load import RunTables
 from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
+TRANSFER, WAITING = "#9AA5B1", "#E6E9ED"  # timeline.js has their counterparts of a dark page
 # In the order of `KINDS`.
-KIND_COLOURS = (SKY, ORANGE, YELLOW, "#BFC4CA", GREEN, BLUE, PURPLE)
+KIND_COLOURS = (SKY, ORANGE, YELLOW, TRANSFER, GREEN, BLUE, PURPLE, WAITING)
 PHASE_COLOURS = dict(
     zip(ALL_PHASES, (VERMILLION, ORANGE, YELLOW, GREEN, "#7FCFB9", SKY, BLUE, GREY, PURPLE), strict=True)
 )
 LEGEND = {"orientation": "h", "y": 1.0, "yanchor": "bottom"}
 _AFTER_THE_PAUSE = ("merged", "heal")
+_HEIGHT = 240
+
+Figure = dict[str, Any]  # with `data`, a list of traces, and `layout`
 
 
-def charts(run: RunTables) -> dict[str, Any]:
+def charts(run: RunTables) -> dict[str, Figure]:
     """Returns the figures as values for JSON, by the id of their place on the page."""
     figures = {"loss": _loss(run), "throughput": _throughput(run), "exposure": _exposure(run)}
     if run.workers["peak_memory_mib"].notna().any():
@@ -35,95 +38,142 @@ def charts(run: RunTables) -> dict[str, Any]:
     recovery = run.recovery[~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(recovery):
         figures["phases"] = _phases(recovery)
-    return {name: figure.update_layout(template=None).to_plotly_json() for name, figure in figures.items()}
+    return figures
 
 
-def _phases(recovery: pd.DataFrame) -> go.Figure:
+def title(text: str) -> dict[str, Any]:
+    """Returns the title of an axis."""
+    return {"title": {"text": text}}
+
+
+def _phases(recovery: pd.DataFrame) -> Figure:
     labels = [
         f"{place + 1}: worker {html.escape(row.who)}, step {row.step}" if row.who else f"{place + 1}: step {row.step}"
         for place, row in enumerate(recovery.itertuples())
     ]
-    figure = go.Figure()
-    for phase in ALL_PHASES:
-        taken = recovery[f"{phase}_ms"].tolist()
-        figure.add_bar(
-            name=phase,
-            orientation="h",
-            x=[0.0 if pd.isna(each) else each for each in taken],
-            y=labels,
-            marker={"color": PHASE_COLOURS[phase]},
-            visible="legendonly" if phase in _AFTER_THE_PAUSE else True,
-            hovertemplate=f"{phase}: %{{x:.2f}} ms<extra></extra>",
-        )
-    figure.update_layout(barmode="stack", height=130 + 34 * len(labels), xaxis_title_text="milliseconds")
-    figure.update_layout(yaxis={"autorange": "reversed", "automargin": True}, legend=LEGEND, legend_traceorder="normal")
-    return figure
+    traces = [
+        {
+            "type": "bar",
+            "name": phase,
+            "orientation": "h",
+            "x": recovery[f"{phase}_ms"].fillna(0.0).tolist(),
+            "y": labels,
+            "marker": {"color": PHASE_COLOURS[phase]},
+            "visible": "legendonly" if phase in _AFTER_THE_PAUSE else True,
+            "hovertemplate": f"{phase}: %{{x:.2f}} ms<extra></extra>",
+        }
+        for phase in ALL_PHASES
+    ]
+    layout = {
+        "barmode": "stack",
+        "height": 130 + 34 * len(labels),
+        "xaxis": title("milliseconds"),
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "legend": LEGEND | {"traceorder": "normal"},
+    }
+    return {"data": traces, "layout": layout}
 
 
-def _loss(run: RunTables) -> go.Figure:
-    figure = go.Figure()
+def _loss(run: RunTables) -> Figure:
+    lines = []
     if run.twin_loss:
-        _add_line(figure, "without the fault", run.twin_loss, run.twin_loss.values(), GREY, width=5, dash="dot")
-    _add_line(figure, "training", run.steps["step"], run.steps["loss"], BLUE, width=2)
+        lines.append(_line("without the fault", run.twin_loss, run.twin_loss.values(), color=GREY, width=5, dash="dot"))
+    lines.append(_line("training", run.steps["step"], run.steps["loss"], color=BLUE, width=2))
     validated = run.steps.dropna(subset="validation_loss")
     if len(validated):
-        _add_line(figure, "validation", validated["step"], validated["validation_loss"], ORANGE, dash="dot")
-        figure.data[-1].update(mode="lines+markers", marker={"size": 7, "symbol": "diamond"})
-    return _by_step(figure, run, "loss")
+        points = _line("validation", validated["step"], validated["validation_loss"], color=ORANGE, dash="dot")
+        lines.append(points | {"mode": "lines+markers", "marker": {"size": 7, "symbol": "diamond"}})
+    return _by_step(lines, run, "loss")
 
 
-def _throughput(run: RunTables) -> go.Figure:
-    figure = go.Figure()
-    _add_line(figure, "samples/s", run.steps["step"], run.steps["samples_per_s"], GREEN, width=2, shape="hvh")
-    figure.update_yaxes(rangemode="tozero")
-    return _by_step(figure, run, "samples per second")
+def _throughput(run: RunTables) -> Figure:
+    line = _line("samples/s", run.steps["step"], run.steps["samples_per_s"], color=GREEN, width=2, shape="hvh")
+    return _by_step([line], run, "samples per second", rangemode="tozero")
 
 
-def _add_line(
-    figure: go.Figure, name: str, x: Iterable[int], y: Iterable[float], colour: str, **line: str | int
-) -> None:
-    figure.add_scatter(x=list(x), y=list(y), name=name, mode="lines", line={"color": colour, **line})
+def _line(name: str, x: Iterable[int], y: Iterable[float], **line: str | int) -> dict[str, Any]:
+    return {"type": "scatter", "name": name, "mode": "lines", "x": list(x), "y": list(y), "line": line}
 
 
-def _by_step(figure: go.Figure, run: RunTables, unit: str) -> go.Figure:
-    for step in run.recovery["step"].dropna():
-        figure.add_vline(x=int(step), line={"color": VERMILLION, "width": 1.5, "dash": "dash"})
-    figure.update_layout(height=240, hovermode="x unified", showlegend=len(figure.data) > 1, legend=LEGEND)
-    return figure.update_layout(xaxis_title_text="step", yaxis_title_text=unit)
+def _by_step(lines: list[dict[str, Any]], run: RunTables, unit: str, **axis: str) -> Figure:
+    """Returns a chart over the steps, with a dashed line at each recovery."""
+    dashed = {"color": VERMILLION, "width": 1.5, "dash": "dash"}
+    marks = [
+        {"type": "line", "x0": int(step), "x1": int(step), "yref": "paper", "y0": 0, "y1": 1, "line": dashed}
+        for step in run.recovery["step"].dropna()
+    ]
+    layout = {
+        "height": _HEIGHT,
+        "hovermode": "x unified",
+        "showlegend": len(lines) > 1,
+        "legend": LEGEND,
+        "shapes": marks,
+        "xaxis": title("step"),
+        "yaxis": title(unit) | axis,
+    }
+    return {"data": lines, "layout": layout}
 
 
-def _memory(run: RunTables) -> go.Figure:
-    known = run.workers.dropna(subset="peak_memory_mib")
-    figure = go.Figure()
-    figure.add_bar(
-        x=[f"worker {worker}" for worker in known["worker"]],
-        y=known["peak_memory_mib"].tolist(),
-        customdata=known["peak_stash"].fillna(0).tolist(),
-        marker={"color": SKY},
-        hovertemplate="%{x}: %{y:.0f} MiB, at most %{customdata} microbatches stashed<extra></extra>",
-    )
-    return figure.update_layout(height=240, yaxis_title_text="peak memory, MiB", bargap=0.4)
+def _memory(run: RunTables) -> Figure:
+    """Returns a bar per worker; a worker that did not live to tell its memory has its end in place of a bar."""
+    names = [f"worker {worker}" for worker in run.workers["worker"]]
+    lost = run.workers["peak_memory_mib"].isna()
+    bar = {
+        "type": "bar",
+        "x": names,
+        "y": run.workers["peak_memory_mib"].fillna(0.0).tolist(),
+        "customdata": run.workers["peak_stash"].fillna(0).tolist(),
+        "marker": {"color": SKY},
+        "hovertemplate": "%{x}: %{y:.0f} MiB, at most %{customdata} stashed activations<extra></extra>",
+    }
+    ends = [
+        {
+            "x": name,
+            "y": 0,
+            "yanchor": "bottom",
+            "showarrow": False,
+            "textangle": -90,
+            "text": f"{html.escape(state)}, not known",
+        }
+        for name, state, is_lost in zip(names, run.workers["state"], lost, strict=True)
+        if is_lost
+    ]
+    layout = {
+        "height": _HEIGHT,
+        "yaxis": title("peak memory, MiB"),
+        "bargap": 0.4,
+        "annotations": ends,
+    }
+    return {"data": [bar], "layout": layout}
 
 
-def _exposure(run: RunTables) -> go.Figure:
-    figure = go.Figure()
-    lengths = (run.exposure["to_ms"] - run.exposure["from_ms"]).tolist()
-    figure.add_bar(
-        orientation="h",
-        base=[0.0],
-        x=[run.end_ms],
-        y=[""],
-        marker={"color": GREEN, "opacity": 0.35},
-        hovertemplate="every slot has a replica<extra></extra>",
-    )
-    figure.add_bar(
-        orientation="h",
-        base=run.exposure["from_ms"].tolist(),
-        x=lengths,
-        y=[""] * len(lengths),
-        marker={"color": VERMILLION},
-        customdata=lengths,
-        hovertemplate="exposed for %{customdata:.1f} ms<extra></extra>",
-    )
-    figure.update_layout(barmode="overlay", height=240, bargap=0.5, showlegend=False)
-    return figure.update_layout(xaxis_title_text="ms since training began")
+def _exposure(run: RunTables) -> Figure:
+    """Returns one band over the run: every slot has a replica beside its owner's, or some slot has none."""
+    begins = (run.exposure["from_ms"] / 1e3).tolist()
+    lengths = ((run.exposure["to_ms"] - run.exposure["from_ms"]) / 1e3).tolist()
+    band = {"type": "bar", "orientation": "h", "width": 0.5}
+    covered = band | {
+        "name": "a second replica of every slot",
+        "base": [0.0],
+        "x": [run.end_ms / 1e3],
+        "y": [""],
+        "marker": {"color": GREEN, "opacity": 0.35},
+        "hovertemplate": "every slot has a second replica<extra></extra>",
+    }
+    exposed = band | {
+        "name": "exposed: another loss could end the run",
+        "base": begins,
+        "x": lengths,
+        "y": [""] * len(lengths),
+        "marker": {"color": VERMILLION},
+        "customdata": lengths,
+        "hovertemplate": "exposed for %{customdata:.2f} s<extra></extra>",
+    }
+    layout = {
+        "barmode": "overlay",
+        "height": 170,
+        "showlegend": True,
+        "legend": LEGEND,
+        "xaxis": title("seconds since training began"),
+    }
+    return {"data": [covered, exposed] if lengths else [covered], "layout": layout}

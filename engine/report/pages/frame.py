@@ -1,12 +1,14 @@
 """The frame of every page: a heading, a timeline to zoom in, and the sections of the caller; no network is needed.
 
-Rules: every text from outside is escaped, for HTML and for scripts. The page's content security policy allows only the
-two scripts that it names by their hashes, and no network access.
+Rules: every text from outside is escaped for HTML. The page's content security policy allows only the scripts that it
+names by their hashes, and no network access. Data and programs are compressed, because Plotly alone has 1.2 MB:
+`plotly-basic.min.js` is the file of the npm package plotly.js-basic-dist-min 4.1.1.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -18,7 +20,6 @@ from string import Template
 from typing import Any
 
 import pandas as pd
-from plotly.offline import get_plotlyjs
 
 from engine.report.formats import cell_text
 
@@ -40,9 +41,9 @@ class Heading:
 
 def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
     """Returns a page as HTML: `sections` is HTML; `data` holds the `timeline` and `charts` that the scripts draw."""
-    plotly, script = get_plotlyjs(), asset("timeline.js") + asset("page.js")
+    plotly, program, unpack = asset("plotly-basic.min.js"), asset("timeline.js") + asset("page.js"), asset("unpack.js")
     return Template(asset("frame.html")).substitute(
-        policy=_policy(plotly, script),
+        policy=_policy(plotly, program, unpack),
         title=html.escape(f"{heading.name}: {heading.sentence}"),
         css=asset("page.css"),
         command=heading.command,
@@ -52,9 +53,10 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         tiles="".join(_tile(*each) for each in heading.tiles),
         note=heading.note,
         sections=sections,
-        data=_for_script(data),
-        plotly=plotly,
-        script=script,
+        data=_compressed(json.dumps(_finite(data), separators=(",", ":"))),
+        plotly=_compressed(plotly),
+        program=_compressed(program),
+        unpack=unpack,
     )
 
 
@@ -90,12 +92,13 @@ def _policy(*scripts: str) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def _for_script(data: Any) -> str:
-    """Returns JSON that cannot end its HTML element; NaN and infinity become null."""
-    return json.dumps(_finite(data), separators=(",", ":")).replace("<", "\\u003c")
+def _compressed(text: str) -> str:
+    """Returns base64 of a text under gzip; it has no character that could end its HTML element."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _finite(value: Any) -> Any:
+    """Returns a value for JSON: NaN and infinity become null."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE
 from engine.core.analysis.schedule_comparison import over_none
@@ -21,7 +20,19 @@ from engine.core.op_row import Stands
 from engine.core.ownership import Ownership
 from engine.core.program.dry_run import DryRun, dry_run
 from engine.core.schedules.csv_text import name_of
-from engine.report.pages.charts import BLUE, GREEN, GREY, LEGEND, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from engine.report.pages.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    LEGEND,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Figure,
+    title,
+)
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.timeline import REDUNDANT, packed
 
@@ -56,7 +67,7 @@ def schedule_page(job: Job) -> str:
     )
     data = {
         "timeline": _timeline(run, ownership, slots, idle),
-        "charts": {"stash": _stash(run).update_layout(template=None).to_plotly_json()},
+        "charts": {"stash": _stash(run)},
         "colours": _COLOURS,
         "phase_colours": {},
     }
@@ -103,24 +114,28 @@ def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: di
     }
 
 
-def _stash(run: DryRun) -> go.Figure:
-    figure = go.Figure()
+def _stash(run: DryRun) -> Figure:
+    lines = []
     for place, (worker, curve) in enumerate(stash_curves(run).items()):
         turn, colour = divmod(place, len(_LINES))
-        figure.add_scatter(
-            x=[at for at, _ in curve],
-            y=[stashed for _, stashed in curve],
-            name=f"worker {worker}",
-            mode="lines",
-            line={"color": _LINES[colour], "dash": _DASHES[turn % len(_DASHES)], "shape": "hv", "width": 2},
-            hovertemplate="%{y} from %{x} on<extra>%{fullData.name}</extra>",
+        lines.append(
+            {
+                "type": "scatter",
+                "x": [at for at, _ in curve],
+                "y": [stashed for _, stashed in curve],
+                "name": f"worker {worker}",
+                "mode": "lines",
+                "line": {"color": _LINES[colour], "dash": _DASHES[turn % len(_DASHES)], "shape": "hv", "width": 2},
+                "hovertemplate": "%{y} from %{x} on<extra>%{fullData.name}</extra>",
+            }
         )
-    figure.update_layout(
-        height=300,
-        hovermode="closest",
-        dragmode=False,
-        legend=LEGEND,
-        xaxis={"title": {"text": "forwards of a stage"}, "range": [0, run.makespan], "fixedrange": True},
-        yaxis={"title": {"text": "residuals"}, "rangemode": "tozero", "fixedrange": True},
-    )
-    return figure
+    layout = {
+        "height": 300,
+        "hovermode": "closest",
+        "dragmode": False,
+        "showlegend": True,
+        "legend": LEGEND,
+        "xaxis": title("forwards of a stage") | {"range": [0, run.makespan], "fixedrange": True},
+        "yaxis": title("residuals") | {"rangemode": "tozero", "fixedrange": True},
+    }
+    return {"data": lines, "layout": layout}

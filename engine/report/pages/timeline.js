@@ -1,6 +1,4 @@
 // The timeline draws what is in view: single actions where few enough are, else one bar per worker and step.
-"use strict";
-const DATA = JSON.parse(document.getElementById("data").textContent);
 const LINE = DATA.timeline;
 const MOST_BARS = 2500;
 const FAULT = "#D55E00";
