@@ -157,12 +157,15 @@ def print_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[S
 
 
 def _say(runs: Sequence[RunTables]) -> None:
+    from engine.report.exceptions import exception_lines
     from engine.report.headline import headline
 
     colours = {"good": typer.colors.GREEN, "bad": typer.colors.RED, "open": typer.colors.BLUE}
     for run in runs:
         mood, sentence = headline(run)
         typer.echo(f"{run.name}: {typer.style(sentence, fg=colours[mood], bold=True)}")
+        for line in exception_lines(run.raised):
+            typer.echo(f"  {line}")
 
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:

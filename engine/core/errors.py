@@ -77,6 +77,12 @@ class UserError(BambooError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class UserCodeError(BambooError):
+    """The user's model, data or loss raised an exception before training began."""
+
+    exit_code = ExitCode.USAGE
+
+
 class ScheduleError(BambooError):
     """A program breaks a rule; the message names the worker, the position and the rule."""
 

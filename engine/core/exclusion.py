@@ -14,6 +14,7 @@ class Cause(StrEnum):
     """The cause for which a worker is out."""
 
     DEATH = "death"  # its process ended before it was done, by a signal or with an exit code
+    RAISED = "raised"  # an exception ended it
     NODE_LOST = "node lost"  # the lease of its host has expired
     SILENCE = "silence"  # no heartbeat
     HANG = "hang"  # inside one action for too long

@@ -13,6 +13,7 @@ from engine.core.errors import Problem
 from engine.core.message_codec import Plain, ToAgent, ToWorker, message
 from engine.core.ownership import Slot
 from engine.core.scalar import Scalar
+from engine.core.worker_exception import WorkerException
 
 Marks = tuple[tuple[str, str], ...]  # of each tensor its name, and a digest of all up to it
 OwnPhase = Literal["fence", "regroup", "inventory", "plan"]  # phases of a recovery that only workers know of
@@ -232,11 +233,10 @@ class FailedMessage(ToAgent):
 
 @message
 class RaisedMessage(ToAgent):
-    """The last message of a worker in which something raised in a step; `error` is type and text of the exception."""
+    """The last message of a worker that an exception ends: the open step, and the exception."""
 
     step: int
-    error: str
-    traceback: str
+    exception: WorkerException
 
 
 @message

@@ -40,6 +40,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "notice": lambda record: f"gave notice, {record.grace_s:g} s",
     "stays": lambda record: str(record.text),
     "suspicion": lambda record: str(record.text),
+    "raised": lambda record: str(record.exception.in_step(record.step)),
     "exit": how_it_ended,
     "epoch": verdict_text,
     "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",

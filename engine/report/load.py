@@ -21,7 +21,7 @@ import pandas as pd
 from engine.core.config.job import Job
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_history import history_of
-from engine.core.history.run_records import ActionRecord, FaultRecord, ScenarioRecord, TwinRecord
+from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord, TwinRecord
 from engine.report.actions import actions_table
 from engine.report.exposure import exposure_table
 from engine.report.history import history_table
@@ -54,6 +54,7 @@ class RunTables:
     exposure: pd.DataFrame
     twin_loss: Mapping[int, float]  # by step; empty if the run was not compared with a twin
     scenario: ScenarioRecord | None  # of `bamboo inject`
+    raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -89,6 +90,7 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         exposure_table(history.job, recovery, end_ms),
         dict(twin.losses) if twin else {},
         history.first(ScenarioRecord),
+        tuple(history.of(RaisedRecord)),
     )
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import FinishedRecord
+from engine.core.history.run_records import FinishedRecord, RaisedRecord
 from engine.report.actions import KINDS
 
 TRANSFER = KINDS.index("transfer, waiting")
@@ -25,9 +25,10 @@ def workers_table(history: RunHistory, actions: pd.DataFrame, origin_ns: int) ->
     for done in history.of(FinishedRecord):
         peak_stash = max((peak for *_, peak in done.peak_stash), default=0)
         rows[done.of] |= {"peak_memory_mib": done.peak_memory_kib / 1024, "peak_stash": peak_stash, "state": "finished"}
+    raised = {each.of: f"raised {each.error.partition(':')[0]}" for each in history.of(RaisedRecord)}
     for end in history.of(ExitRecord):
         told = rows[end.of]["state"] == "finished" and end.expected
-        state = "finished" if told else how_it_ended(end)
+        state = "finished" if told else raised.get(end.of) or how_it_ended(end)
         rows[end.of] |= {"state": state, "code": end.code, "seen_ns": end.seen_ns}
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)

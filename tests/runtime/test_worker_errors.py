@@ -12,6 +12,7 @@ from engine.core.errors import ExitCode, Problem
 from engine.core.membership.state import Options, State, begin
 from engine.core.message_codec import ToAgent, kinds
 from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
+from engine.core.worker_exception import WorkerException
 from engine.runtime.agent.message_handlers import _HANDLERS
 from engine.runtime.agent.run_state import error_of
 from engine.runtime.agent.worker_errors import WorkerErrors
@@ -19,9 +20,11 @@ from engine.runtime.agent.worker_errors import WorkerErrors
 SHADOWED: State = begin(Options(stages=3, redundant=True), (0, 1, 2), ((2,), (0,), (1,)), 7, 0)
 ALONE: State = begin(Options(stages=3, redundant=False), (0, 1, 2), ((), (), ()), 7, 0)
 
+MEMBER: Any = SimpleNamespace(worker=1, child=SimpleNamespace(pid=7), log="logs/worker-1.log")
+
 
 def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
-    return RaisedMessage(step, error, "Traceback ...")
+    return RaisedMessage(step, WorkerException(error, "layer 2 (fc2)", "mine.py", 31, "forward"))
 
 
 def test_who_raises_is_dead_where_somebody_can_take_over() -> None:
@@ -47,15 +50,27 @@ def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
             "worker 1 (pid 7): the loss",
         ),
         (FailedMessage("no etcd", ExitCode.ENVIRONMENT), ExitCode.ENVIRONMENT, "worker 1 (pid 7): no etcd"),
-        (words(), ExitCode.NOT_RECOVERED, "worker 1 (pid 7) raised\nTraceback ..."),
+        (
+            words(),
+            ExitCode.NOT_RECOVERED,
+            "worker 1 (pid 7) raised RuntimeError: planted, in layer 2 (fc2) of step 3 (mine.py:31, in forward); "
+            "full text in logs/worker-1.log",
+        ),
     ],
     ids=["refused", "diverged", "failed", "raised"],
 )
 def test_a_last_message_ends_the_run_with_its_error(last: Any, code: ExitCode, text: str) -> None:
-    member: Any = SimpleNamespace(worker=1, child=SimpleNamespace(pid=7))
-    error = error_of(member, last)
+    error = error_of(MEMBER, last, is_training=True)
     assert error.exit_code == code
     assert str(error).startswith(text)
+
+
+def test_an_exception_of_the_users_before_training_is_the_users_mistake() -> None:
+    error = error_of(MEMBER, words(), is_training=False)
+    assert error.exit_code == ExitCode.USAGE
+    assert str(error).startswith("in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward)\n")
+    elsewhere = RaisedMessage(0, WorkerException("RuntimeError: planted"))
+    assert error_of(MEMBER, elsewhere, is_training=False).exit_code == ExitCode.NOT_RECOVERED
 
 
 def test_every_message_to_the_agent_has_a_handler() -> None:

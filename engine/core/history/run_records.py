@@ -8,6 +8,7 @@ from engine.core.config.job import Job
 from engine.core.exclusion import Verdict
 from engine.core.history.record import Record, StampedRecord
 from engine.core.ownership import Slot
+from engine.core.worker_exception import WorkerException
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +213,22 @@ class SuspicionRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaisedRecord(StampedRecord):
-    """Worker `of` raised an error in a step, which the run may survive."""
+    """An exception ended worker `of` in a step, or before training; the fields are those of `WorkerException`."""
 
     of: int
     step: int
     error: str
+    place: str = ""
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    frames: str = ""
+    traceback: str = ""
+
+    @property
+    def exception(self) -> WorkerException:
+        """The exception."""
+        return WorkerException(self.error, self.place, self.file, self.line, self.function, self.frames, self.traceback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

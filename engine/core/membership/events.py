@@ -57,10 +57,14 @@ class Suspicion(Answer):
 
 @dataclass(frozen=True, slots=True)
 class ExitSeen(Event):
-    """An agent saw the end of the process of `worker`; a negative `code` is the number of a signal."""
+    """An agent saw the end of the process of `worker`; a negative `code` is the number of a signal.
+
+    `raised` is the exception that ended it, as words that follow "worker N", or empty.
+    """
 
     worker: int
     code: int
+    raised: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,9 @@ def ends(state: State, event: ExitSeen) -> State:
         return new
     code = event.code
     how = f"was ended by {_SIGNALS.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
-    return new_epoch(new, event.now_ns, [excluded(event.worker, Cause.DEATH, how, last_seen(state, event.worker))])
+    cause = Cause.RAISED if event.raised else Cause.DEATH
+    out = excluded(event.worker, cause, event.raised or how, last_seen(state, event.worker))
+    return new_epoch(new, event.now_ns, [out])
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)

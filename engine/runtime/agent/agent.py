@@ -134,7 +134,7 @@ class Agent:
         elif is_out or member.state == "finished" or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
-        self.decide(ExitSeen(now_ns(), member.worker, code))
+        self.decide(ExitSeen(now_ns(), member.worker, code, self.raised.of(member.worker)))
         self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
 
     def replaces_store(self) -> bool:

@@ -6,6 +6,7 @@ Rule: messages of a worker that is out are ignored; the worker may not know yet 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from engine.core import messages
@@ -130,11 +131,14 @@ def _on_suspicion(agent: Agent, member: WorkerHandle, suspicion: messages.Suspic
 
 @_handles(messages.RaisedMessage)
 def _on_raised(agent: Agent, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
-    going = agent.run_state.going_at_ns > 0 and not agent.is_stopping
-    if going and agent.raised.is_survivable(member.worker, raised, agent.node.state):
-        agent.recorder.write(RaisedRecord(of=member.worker, step=raised.step, error=raised.error))
-        agent.injector.sees(member.worker, "raised", raised.error)
-        return  # the end of its process makes the verdict
+    exception, is_training = raised.exception, agent.run_state.going_at_ns > 0
+    agent.recorder.write(RaisedRecord(of=member.worker, step=raised.step, **asdict(exception)))
+    if is_training and not agent.is_stopping:
+        words = f"worker {member.worker} {exception.in_step(raised.step)}; full text in {member.log}"
+        agent.run_state.note("\n  ".join([words, *exception.frames.splitlines()]))
+        if agent.raised.is_survivable(member.worker, raised, agent.node.state):
+            agent.injector.sees(member.worker, "raised", exception.error)
+            return  # the end of its process makes the verdict
     _on_failed(agent, member, raised)
 
 
@@ -142,7 +146,7 @@ def _on_failed(
     agent: Agent, member: WorkerHandle, last: messages.RefusedMessage | messages.FailedMessage | messages.RaisedMessage
 ) -> None:
     member.state = "failed"
-    agent.fail(error_of(member, last))
+    agent.fail(error_of(member, last, is_training=agent.run_state.going_at_ns > 0))
 
 
 _handles(messages.RefusedMessage)(_on_failed)

@@ -10,7 +10,14 @@ from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import Job
 from engine.core.config.job_wants import is_due, shadowed
-from engine.core.errors import BambooError, DivergedError, ExitCode, UserError, WorkerFailedError
+from engine.core.errors import (
+    BambooError,
+    DivergedError,
+    ExitCode,
+    UserCodeError,
+    UserError,
+    WorkerFailedError,
+)
 from engine.core.exclusion import Verdict
 from engine.core.messages import (
     AuditMessage,
@@ -141,13 +148,22 @@ class RunState:
         return step >= 0 and step not in self.validations and is_due(every, step, is_last)
 
 
-def error_of(member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage) -> BambooError:
-    """Returns the error that a worker's last message reports."""
+def error_of(
+    member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, is_training: bool
+) -> BambooError:
+    """Returns the error that a worker's last message reports.
+
+    An exception of the user's code before training is the user's mistake: no training is lost.
+    """
     if isinstance(last, RefusedMessage):
         return UserError(last.problems)
     worker = f"worker {member.worker} (pid {member.child.pid})"
     if isinstance(last, RaisedMessage):
-        return WorkerFailedError(f"{worker} raised\n{last.traceback.rstrip()}")
+        exception = last.exception
+        if is_training or not exception.place:
+            return WorkerFailedError(f"{worker} {exception.in_step(last.step)}; full text in {member.log}")
+        text = "\n  ".join([exception.at_start(), *exception.frames.splitlines()])
+        return UserCodeError(f"{text}\n  full text in {member.log}")
     if last.code == ExitCode.EXPECTATION_FAILED:
         return DivergedError(f"{worker}: {last.error}")
     error = BambooError(f"{worker}: {last.error}")

@@ -16,10 +16,16 @@ class WorkerErrors:
 
     def __init__(self) -> None:
         self._raised: set[tuple[int, str]] = set()  # step and error
+        self._words: dict[int, str] = {}  # by worker
+
+    def of(self, worker: int) -> str:
+        """Returns the exception that ended a worker, as words that follow "worker N"; empty if there was none."""
+        return self._words.get(worker, "")
 
     def is_survivable(self, worker: int, raised: RaisedMessage, state: State) -> bool:
         """Returns whether the run goes on after an exception of a worker."""
-        error = (raised.step, raised.error)
+        self._words[worker] = raised.exception.in_verdict()
+        error = (raised.step, raised.exception.error)
         is_known = error in self._raised
         self._raised.add(error)
         return not is_known and not heirs(state, (worker,)).lost

@@ -21,6 +21,7 @@ from engine.core.config.job import Job
 from engine.core.errors import DivergedError
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
+from engine.models.user_code import blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.stage.build_layer import build_layer
@@ -257,7 +258,7 @@ class Stage:
             with self._autocast():
                 outputs = as_tensors(self.layers[index](*inputs), self.where(index))
         except Exception as error:
-            error.add_note(f"in {self.where(index)}")
+            blame(error, self.where(index))
             raise
         return tuple(output.contiguous() for output in outputs)
 

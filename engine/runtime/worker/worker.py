@@ -26,6 +26,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.models.data import Data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model, open_data
+from engine.models.user_code import exception_of
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -44,7 +45,6 @@ from engine.runtime.worker.training import Excluded, Training
 from engine.runtime.worker.worker_context import WorkerContext
 
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
-_MAX_TRACEBACK = 20_000  # characters; more would not fit into one message
 
 
 class GroupMember(NamedTuple):
@@ -76,8 +76,8 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         control.send(messages.FailedMessage(str(error), int(error.exit_code)))
         return error.exit_code
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"[:_MAX_TRACEBACK]
-        control.send(messages.RaisedMessage(control.at[0], text, traceback.format_exc()[-_MAX_TRACEBACK:]))
+        traceback.print_exc()  # into the worker's log, whole
+        control.send(messages.RaisedMessage(control.at[0], exception_of(error)))
         return ExitCode.NOT_RECOVERED
     return ExitCode.OK
 

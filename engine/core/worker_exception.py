@@ -1,0 +1,45 @@
+"""An exception that ended a worker, as data: its text, its place in the job, and the line of the user's own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_CHARACTERS = 300  # of the text of an exception in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerException:
+    """One exception; a field is empty, and `line` 0, if it is not known.
+
+    `error` is its type and text. `place` is the part of the job that raised it: ``layer 2 (fc2)``, ``the loss``, ``the
+    data`` or ``the factory mine:small``. `file`, `line` and `function` name the innermost line of the user's own code.
+    `frames` has the frames of the user with their source, innermost first; it counts those of bamboo and torch.
+    """
+
+    error: str
+    place: str = ""
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    frames: str = ""
+    traceback: str = ""
+
+    def in_step(self, step: int) -> str:
+        """Returns the exception as words that follow "worker N", with the step and the line of code."""
+        where = f"{self.place} of step {step}" if self.place else f"step {step}"
+        return f"raised {self._short()}, in {where}{self._line()}"
+
+    def in_verdict(self) -> str:
+        """Returns the exception as words that follow "worker N", without the line of code."""
+        return f"raised {self._short()}{f', in {self.place}' if self.place else ''}"
+
+    def at_start(self) -> str:
+        """Returns the exception as a mistake that was found before training: its place first, then its text."""
+        return f"in {self.place}: {self._short()}{self._line()}"
+
+    def _short(self) -> str:
+        text = " ".join(self.error.split())
+        return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+    def _line(self) -> str:
+        return f" ({self.file}:{self.line}, in {self.function})" if self.file else ""
