@@ -66,6 +66,7 @@ def inject(
         cases = [attach(loaded, folder, partial(typer.echo, err=True))]
         _print_case(loaded, cases[0], as_json)
     else:
+        typer.echo(f"job: {loaded.job_from}", err=True)
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http)
     raise typer.Exit(_print_all(loaded, cases, as_json))
 
@@ -93,8 +94,10 @@ def _print_plan(loaded: Loaded, as_json: bool) -> None:
 
     faults = faults_as_plain(loaded.faults, loaded.scenario.job)
     if as_json:
-        typer.echo(json.dumps({"scenario": loaded.scenario.name, "seed": loaded.seed, "faults": faults}))
+        found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
+        typer.echo(json.dumps(found))
         return
+    typer.echo(f"job: {loaded.job_from}")
     for each in faults:
         typer.echo(each["text"])
 

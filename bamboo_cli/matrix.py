@@ -68,6 +68,7 @@ def matrix(
     from engine.harness.matrix_runner import MatrixRun, end_by_exception, usual_jobs
 
     end_by_exception()
+    typer.echo(f"job: {found.job_from}", err=True)
     run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
     done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
     _write(found, done, run, junit, page or run.folder / "report.html")

@@ -70,12 +70,15 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         expected = "a scenario, a matrix or a job"
         raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
     if is_matrix(document):
-        cells = [each.cell.name for each in read_matrix(str(path), kinds(), offered=offered).cells]
-        return f"a matrix of {len(cells)} cells", {"cells": cells}
+        found = read_matrix(str(path), kinds(), offered=offered)
+        cells = [each.cell.name for each in found.cells]
+        text = f"a matrix of {len(cells)} cells; job: {found.job_from}"
+        return text, {"cells": cells, "job_from": found.job_from}
     if is_job(document):
         job = merge([document_layer(document)], offered).job
         return f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps", {"job": asdict(job)}
     loaded = load_document(path, document, kinds(), seed, offered=offered)
     number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
     faults = [str(each) for each in loaded.faults]
-    return f"{number}, expects {loaded.scenario.expect.outcome}", {"faults": faults}
+    text = f"{number}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
+    return text, {"faults": faults, "job_from": loaded.job_from}

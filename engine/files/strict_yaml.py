@@ -37,6 +37,15 @@ class Document:
     key_places: dict[KeyPath, TextPlace] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
+    def part(self, key: str) -> Document:
+        """Returns the value under a key as a document, without the problems of the whole; an absent value is None."""
+        value = self.value.get(key) if isinstance(self.value, dict) else None
+        places, key_places = (
+            {path[1:]: place for path, place in found.items() if path[:1] == (key,)}
+            for found in (self.places, self.key_places)
+        )
+        return Document(self.source, value, places, key_places)
+
 
 def read_yaml(path: Path) -> Document:
     """Returns a YAML file as a document; the caller reports its problems together with its own.

@@ -79,6 +79,7 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
     Each fault gets a new id, so the same scenario can be injected more than once.
     """
     from engine.core.faults.scenario_rules import check_scenario
+    from engine.files.scenarios.scenario_job import JobSource
     from engine.runtime.faults.registry import kinds
 
     job = events.history.job
@@ -92,7 +93,8 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
         raise UserError(replace(each, source=str(loaded.path)) for each in problems)
     mark = secrets.token_hex(2)
     faults = tuple(_moved(each, mark, first_step) for each in expand(scenario, loaded.seed))
-    return replace(loaded, scenario=replace(scenario, job=job), faults=faults)
+    running = JobSource(events.folder.run_json)
+    return replace(loaded, scenario=replace(scenario, job=job), faults=faults, source=running)
 
 
 def _moved(fault: Fault, mark: str, first_step: int) -> Fault:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.expectations import Observed, needs_twin
 from engine.core.checks.twin import TwinComparison, compare
+from engine.core.config.job import Job
 from engine.core.errors import BambooError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
@@ -25,7 +26,6 @@ from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
-    from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.screen import Screen
@@ -53,7 +53,7 @@ class Case:
 def case_of_file(loaded: Loaded) -> Case:
     """Returns the case of a scenario file."""
     name = re.sub(r"[^a-z0-9._-]+", "-", loaded.scenario.name.lower()).strip("-._")[:40] or "case"
-    return Case(name, loaded.scenario, loaded.faults, file=loaded)
+    return Case(name, loaded.scenario, loaded.faults, loaded.origins, file=loaded)
 
 
 def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:
@@ -75,7 +75,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
         raise UserError(problems)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2))
     if case.file is not None:
-        write_atomically(folder.path / "scenario.yaml", case.file.path.read_text(encoding="utf-8"))
+        write_atomically(folder.path / "scenario.yaml", whole_text(case.file))
     _write_facts(folder, case)
     traces = LeakCheck() if expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
@@ -145,6 +145,18 @@ def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]
     }
 
 
+def whole_text(loaded: Loaded) -> str:
+    """Returns the text of a scenario with its job; a job from another file is written out, because that may change."""
+    from engine.core.faults.scenario_plain import scenario_plain
+    from engine.files.scenarios.scenario_text import scenario_text
+
+    if loaded.source.is_whole:
+        return loaded.path.read_text(encoding="utf-8")
+    usual = replace(loaded.scenario.job, results=Job().results)  # a folder of this run is no part of the scenario
+    head = f"# {loaded.path}, with its job: {loaded.job_from}\n"
+    return head + scenario_text(scenario_plain(replace(loaded.scenario, job=usual)))
+
+
 def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
     """Returns the record with all that is needed to run the scenario again.
 
@@ -153,8 +165,9 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
     from engine.files.scenarios.scenario_file import library
 
     name = loaded.scenario.name
+    is_shipped = loaded.path == library() / f"{name}.yaml"
     return ScenarioRecord(
-        scenario=name if loaded.path == library() / f"{name}.yaml" else "scenario.yaml",
+        scenario=name if is_shipped and loaded.source.is_whole else "scenario.yaml",
         text=copy.read_text(encoding="utf-8"),
         seed=loaded.seed,
         settings=tuple(each for each in loaded.settings if not each.startswith("results=")),
@@ -169,6 +182,7 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
         facts["scenario"] = {
             "name": case.scenario.name,
             "file": str(case.file.path),
+            "job": case.file.job_from,
             "seed": case.file.seed,
             "faults": [to_plain(fault) for fault in case.faults],
         }

@@ -31,7 +31,8 @@ def test_a_good_file_and_a_bad_one(tmp_path: Path) -> None:
     good.write_text(GOOD)
     bad.write_text(GOOD.replace("kill", "kil"))
     result = call("validate", str(good))
-    assert (result.exit_code, result.stdout) == (0, f"{good}: valid: 1 fault, expects recovered\n")
+    text = f"{good}: valid: 1 fault, expects recovered; job: the default one (gpt on auto)\n"
+    assert (result.exit_code, result.stdout) == (0, text)
     result = call("validate", str(bad), str(good))
     assert result.exit_code == 2
     assert f"bamboo: {bad}:5:35: faults.0.do: expected one of" in result.stderr

@@ -117,7 +117,13 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
                 "case.yaml:5:9: faults: expected a list of at least one, found an empty mapping",
             ],
         ),
-        (f"{HEAD}job: 3\nfaults:\n", ["case.yaml:4:6: job: expected a mapping, found 3", "case.yaml:5:8: faults: "]),
+        (
+            f"{HEAD}job: 3\nfaults:\n",
+            [
+                "case.yaml:4:6: job: expected a mapping of fields, or the path of a job file, found 3",
+                "case.yaml:5:8: faults: ",
+            ],
+        ),
         (fault("kill"), ["case.yaml:5:5: faults.0: expected a mapping with id, at, after, every, target, do, "]),
         (
             fault("{do: kill}"),
@@ -219,13 +225,6 @@ def test_every_mistake_is_told_at_its_place(tmp_path: Path, text: str, expected:
     assert len(found) == len(expected), found
     for one, other in zip(found, expected, strict=True):
         assert one.startswith(other), one
-
-
-def test_nothing_outside_the_file_changes_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BAMBOO_STAGES", "2")
-    (tmp_path / "bamboo.yaml").write_text("stages: 3\n")
-    assert load(tmp_path, fault("{at: {step: 1, stage: 3}, do: kill}")).scenario.job.stages == 4
 
 
 def test_a_path_is_a_path_and_a_bare_name_is_of_the_library(tmp_path: Path) -> None:

@@ -33,5 +33,5 @@ def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
     )
     (folder,) = (each for each in tmp_path.iterdir() if not each.is_symlink())
-    told = f"bamboo: cannot write '{folder / 'scenario.yaml'}': File too large\n"
+    told = f"job: of the scenario (mlp on auto)\nbamboo: cannot write '{folder / 'scenario.yaml'}': File too large\n"
     assert (done.returncode, done.stdout, done.stderr) == (74, "", told)

@@ -8,7 +8,7 @@ cell keeps its place in the matrix file, so that an error can show it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -57,8 +57,17 @@ class Cell:
         return "/".join([self.case, *(label for _, label in self.labels)])
 
 
-def cells(axes: tuple[Axis, ...], cases: tuple[MatrixCase, ...]) -> list[Cell]:
+def stages_of_fields(job: Any) -> Any:
+    """Returns the number of stages that the fields of a job give; a job file has more."""
+    return job.get("stages", Job().stages) if isinstance(job, dict) else Job().stages
+
+
+def cells(
+    axes: tuple[Axis, ...], cases: tuple[MatrixCase, ...], num_stages: Callable[[Any], Any] = stages_of_fields
+) -> list[Cell]:
     """Returns the cells of a matrix, case by case, the last axis changing fastest.
+
+    `num_stages` takes the job of a cell as written, and returns its number of stages.
 
     Raises:
         UserError: with every placeholder without an axis, every unknown label, every unused axis.
@@ -74,7 +83,7 @@ def cells(axes: tuple[Axis, ...], cases: tuple[MatrixCase, ...]) -> list[Cell]:
         problems += _wrong_labels(case, by_name, names)
         if not problems:
             labels = [case.only.get(axis.name, tuple(axis.values)) for axis in own]
-            found += [_cell(case, list(zip(own, each, strict=True))) for each in product(*labels)]
+            found += [_cell(case, list(zip(own, each, strict=True)), num_stages) for each in product(*labels)]
     unused = [axis.name for axis in axes if axis.name not in used]
     problems += [Problem(f"axes.{name}", "an axis that a case uses", repr(f"${name}")) for name in unused]
     if problems:
@@ -114,14 +123,13 @@ def _dotted(path: FieldPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _cell(case: MatrixCase, chosen: list[tuple[Axis, str]]) -> Cell:
+def _cell(case: MatrixCase, chosen: list[tuple[Axis, str]], num_stages: Callable[[Any], Any]) -> Cell:
     labels = tuple((axis.name, label) for axis, label in chosen)
     values = {axis.name: axis.values[label] for axis, label in chosen}
     places = {axis.name: axis.places.get(label, ("axes", axis.name)) for axis, label in chosen}
     origins: dict[FieldPath, FieldPath] = {}
     filled = _filled(case.values, (), case.place, values, places, origins)
-    num_stages = filled.get("job", {}).get("stages", Job().stages) if isinstance(filled.get("job", {}), dict) else 0
-    _name_stages(filled.get("faults"), num_stages)
+    _name_stages(filled.get("faults"), num_stages(filled.get("job")))
     return Cell(case.name, labels, filled, origins)
 
 
@@ -159,7 +167,7 @@ def spread_axes(value: Any) -> list[str]:
     return [str(each).removeprefix("$") for each in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def _name_stages(value: Any, num_stages: int) -> None:
+def _name_stages(value: Any, num_stages: Any) -> None:
     """Replaces first, middle and last by numbers in each field `stage` below `value`, in place."""
     if isinstance(value, list):
         for each in value:

@@ -23,7 +23,8 @@ def scenario_plain(scenario: Scenario) -> dict[str, Any]:
     plain: dict[str, Any] = {"version": _VERSION, "name": scenario.name, "about": scenario.about}
     job = {each.name: _part(getattr(scenario.job, each.name)) for each in fields(Job)}
     usual = Job()
-    plain["job"] = {name: value for name, value in job.items() if value != getattr(usual, name)}
+    # The model is always written: a scenario without a job would mean the job of the folder in which it is run.
+    plain["job"] = {name: value for name, value in job.items() if name == "model" or value != getattr(usual, name)}
     plain["faults"] = [_fault(each) for each in scenario.faults]
     plain["expect"] = _expect(scenario.expect)
     return {name: value for name, value in plain.items() if value not in ({}, [])}

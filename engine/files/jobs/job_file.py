@@ -15,13 +15,12 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.errors import Problem, UserError
-from engine.files.jobs.job_layers import Layer, environment_layer, file_layer, flag_layer, set_layer
+from engine.files.jobs.job_layers import PROJECT_FILE, Layer, environment_layer, file_layer, flag_layer, set_layer
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
 from engine.files.strict_yaml import Document
 
-PROJECT_FILE = "bamboo.yaml"
 Offered = Callable[[Job], Iterable[Problem]]  # the problems with the models, data and arguments that a job names
 
 

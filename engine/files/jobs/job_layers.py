@@ -16,6 +16,7 @@ from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, 
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 
 VERSION = 1
+PROJECT_FILE = "bamboo.yaml"  # the job of the current folder
 RESERVED_PREFIX = "BAMBOO_ETCD"  # of the variables that set up etcd and no job
 
 

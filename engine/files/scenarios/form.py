@@ -46,8 +46,8 @@ class Reading:
 
 
 def in_order(problems: Iterable[Problem]) -> UserError:
-    """Returns the error that holds all problems of one file, sorted by line."""
-    return UserError(sorted(problems, key=lambda each: (each.line, each.column)))
+    """Returns the error that holds all problems, sorted by file and line."""
+    return UserError(sorted(problems, key=lambda each: (each.source, each.line, each.column)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,31 +7,40 @@ axis value without any cell is a mistake. A scenario file is a matrix of one cel
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.matrix import SPREAD, Axis, Cell, MatrixCase, cells, spread_axes
+from engine.core.faults.scenario_plain import scenario_plain
 from engine.files.jobs.job_file import Offered, anything
+from engine.files.jobs.job_layers import PROJECT_FILE
 from engine.files.jobs.job_value import shown
 from engine.files.scenarios.form import BAD, Atom, FormEntry, ListOf, Mapped, Reading, in_order, text
 from engine.files.scenarios.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
+from engine.files.scenarios.scenario_job import FROM, ScenarioJobs
 from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 _ID = text("a name of letters, digits and . _ -", ID_PATTERN)
 _MAPPING = Atom("a mapping", lambda value: value if isinstance(value, dict) and value else None, {"type": "object"})
+_JOB = Atom(
+    "a mapping of fields, or the path of a job file",
+    lambda value: value if isinstance(value, (str, dict)) and value else None,
+    {"type": ["string", "object"]},
+)
 _LIST = Atom("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
 _CASE = Mapped(
     {
         "name": FormEntry(_ID, "the name of the case", required=True),
         "about": FormEntry(text("one sentence"), "the purpose of the case (default: that of the matrix)"),
         "only": FormEntry(_MAPPING, "per axis, the labels that the case is made for (default: all)"),
-        "job": FormEntry(_MAPPING, "fields of the job; they override those of the matrix"),
+        "job": FormEntry(_JOB, "the job, as of a scenario; its fields override those of the matrix"),
         "faults": FormEntry(_LIST, "the faults, with their targets and moments", required=True),
         "expect": FormEntry(_MAPPING, "expectations; they override those of the matrix"),
     }
@@ -41,7 +50,7 @@ _MATRIX = Mapped(
         "version": FormEntry(constant(VERSION), f"{VERSION}", required=True),
         "name": FormEntry(_ID, "the name of the matrix", required=True),
         "about": FormEntry(text("one sentence"), "the purpose of the matrix, in one sentence", required=True),
-        "job": FormEntry(_MAPPING, "fields of every case's job"),
+        "job": FormEntry(_JOB, "the job of every case, as of a scenario (default: ./bamboo.yaml)"),
         "expect": FormEntry(_MAPPING, "expectations of every case"),
         "axes": FormEntry(_MAPPING, "name: a list of values, or a mapping of label: fields"),
         "cases": FormEntry(ListOf(_CASE), "scenarios, in which $axis stands for a value", required=True),
@@ -70,6 +79,12 @@ class Matrix:
     cells: tuple[PlannedCell, ...]
     absent: tuple[Cell, ...]
 
+    @property
+    def job_from(self) -> str:
+        """The sources of the jobs of the cells, in words."""
+        loaded = [each.loaded for each in self.cells]
+        return ", ".join(dict.fromkeys(each.source.base(each.scenario.job, "the matrix") for each in loaded))
+
 
 def matrix_schema() -> dict[str, Any]:
     """Returns the JSON schema of matrix files; cases are hardly restricted, because $axis may replace any value."""
@@ -92,12 +107,13 @@ def read_matrix(
     document = read_yaml(path)
     reading = Reading(document, list(document.problems))
     settings = tuple(settings)
+    jobs = ScenarioJobs(path, settings)
 
     def load(scenario: Document) -> Loaded:
-        return load_document(path, scenario, kinds, None, settings, offered)
+        return load_document(path, scenario, kinds, None, settings, offered, jobs)
 
     if isinstance(document.value, dict) and "faults" in document.value and not is_matrix(document):
-        return _of_one_scenario(path, load(document), document)
+        return _of_one_scenario(path, load(document))
     values = _MATRIX.check(reading, (), document.value)
     if values is BAD:
         raise in_order(reading.problems)
@@ -107,17 +123,16 @@ def read_matrix(
     if reading.problems:
         raise in_order(reading.problems)
     try:
-        made = cells(axes, cases)
+        made = cells(axes, cases, jobs.num_stages)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
     planned, absent = _checked(reading, path, made, load)
     return Matrix(path, values["name"], values["about"].strip(), axes, planned, absent)
 
 
-def _of_one_scenario(path: Path, loaded: Loaded, document: Document) -> Matrix:
-    assert isinstance(document.value, dict)
+def _of_one_scenario(path: Path, loaded: Loaded) -> Matrix:
     scenario = loaded.scenario
-    cell = Cell(scenario.name, (), dict(document.value), {})
+    cell = Cell(scenario.name, (), scenario_plain(scenario), {})
     return Matrix(path, scenario.name, scenario.about, (), (PlannedCell(cell, loaded, 1),), ())
 
 
@@ -154,7 +169,7 @@ def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mappin
         "version": VERSION,
         "name": own["name"],
         "about": own.get("about", matrix.get("about")),
-        "job": {**matrix.get("job", {}), **own.get("job", {})},
+        "job": _case_job(matrix.get("job"), own.get("job")),
         "faults": own["faults"],
         "expect": {**matrix.get("expect", {}), **own.get("expect", {})},
     }
@@ -166,6 +181,16 @@ def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mappin
             only[name] = tuple(str(label) for label in labels)
     _check_uses(reading, path, values, axes, at=())
     return MatrixCase(own["name"], {name: each for name, each in values.items() if each}, only, path)
+
+
+def _case_job(of_matrix: Any, own: Any) -> Any:
+    """Returns the job of a case: the job of the matrix, else the project's, with the fields of the case over it."""
+    if own is None:
+        return of_matrix
+    if of_matrix is None:
+        of_matrix = os.path.abspath(PROJECT_FILE) if os.path.exists(PROJECT_FILE) else {}
+    base, over = ({FROM: each} if isinstance(each, str) else each for each in (of_matrix, own))
+    return {**base, **over}
 
 
 def _check_uses(reading: Reading, path: KeyPath, value: Any, axes: Mapping[str, Axis], at: KeyPath) -> None:
@@ -205,7 +230,8 @@ def _checked(
             if not wrong:
                 absent.append(cell)
             continue
-        planned.append(PlannedCell(cell, loaded, reading.place(cell.origins[()])[0]))
+        whole = replace(cell, values=scenario_plain(loaded.scenario))
+        planned.append(PlannedCell(whole, loaded, reading.place(cell.origins[()])[0]))
     there = {label for each in planned for label in each.cell.labels}
     for axis, label in dict.fromkeys(label for cell in absent for label in cell.labels):
         if (axis, label) not in there and not problems:

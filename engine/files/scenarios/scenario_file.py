@@ -1,7 +1,6 @@
 """Reads scenario files; all mistakes of a file are reported together, each at its line and column.
 
-Rules: the job of a scenario comes from its file and the defaults. The user's other files and the environment do not
-change it, so that a scenario means the same everywhere. A scenario is found by its path, or by its bare name in the
+Rules: `scenario_job` says which job a scenario means. A scenario is found by its path, or by its bare name in the
 library that comes with the program.
 """
 
@@ -22,9 +21,11 @@ from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenar
 from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.scalar import Scalar
 from engine.files.jobs.job_file import Offered, anything, merge
-from engine.files.jobs.job_layers import document_layer, set_layer
+from engine.files.jobs.job_layers import Layer
 from engine.files.jobs.job_value import shown
+from engine.files.jobs.resolved_job import Resolved
 from engine.files.scenarios.form import Reading, in_order
+from engine.files.scenarios.scenario_job import JobSource, ScenarioJobs
 from engine.files.scenarios.scenario_schema import CHECKPOINT, scenario_form
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
@@ -35,13 +36,23 @@ RUN_MATRIX = "bamboo matrix {}"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A scenario with its file, the faults that its seed draws, and the ``FIELD=VALUE`` that overrode its job."""
+    """A scenario with its file, the faults that its seed draws, and the source of its job.
+
+    `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job.
+    """
 
     path: Path
     scenario: Scenario
     seed: int
     faults: tuple[Fault, ...]
+    source: JobSource
+    origins: Mapping[str, str]
     settings: tuple[str, ...] = ()
+
+    @property
+    def job_from(self) -> str:
+        """The source of the job, in words."""
+        return self.source.text(self.scenario.job)
 
 
 def library() -> Path:
@@ -124,22 +135,30 @@ def load_document(
     seed: int | None = None,
     settings: Iterable[str] = (),
     offered: Offered = anything,
+    jobs: ScenarioJobs | None = None,
 ) -> Loaded:
-    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file."""
+    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.
+
+    Scenarios of one file can share `jobs`, which then have the same settings.
+    """
     reading, settings = Reading(document, list(document.problems)), tuple(settings)
-    scenario = _scenario(reading, kinds, settings, offered)
+    source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
+    resolved = _job(reading, source, layers, offered)
+    scenario = _scenario(reading, kinds, None if resolved is None else resolved.job)
+    if resolved is None or scenario is None:
+        raise in_order(reading.problems)
     seed = scenario.job.seed if seed is None else seed
     try:
-        return Loaded(path, scenario, seed, expand(scenario, seed), settings)
+        return Loaded(path, scenario, seed, expand(scenario, seed), source, resolved.origins, settings)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
 
 
-def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterable[str], offered: Offered) -> Scenario:
+def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None) -> Scenario | None:
+    """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid."""
     document = reading.document
     if document.value is None and not document.problems:
         reading.refuse((), "a scenario", "an empty file")
-    job = _job(reading, settings, offered)
     values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
     values = values if isinstance(values, dict) else {}
     listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
@@ -150,29 +169,19 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], settings: Iterab
     ending = {kind.name for kind in kinds.values() if kind.ends}
     reading.problems += [reading.located(each) for each in check_faults(found, expect, ending)]
     if reading.problems or job is None:
-        raise in_order(reading.problems)
+        return None
     return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
 
 
-def _job(reading: Reading, settings: Iterable[str], offered: Offered) -> Job | None:
+def _job(reading: Reading, source: JobSource, layers: Sequence[Layer], offered: Offered) -> Resolved | None:
     """Returns the job of a scenario; None, with its problems reported, if it is not valid."""
     try:
-        return merge([document_layer(_part(reading.document, "job")), set_layer(settings)], offered).job
+        return merge(layers, offered)
     except UserError as error:
         for each in error.problems:
-            name = f"job.{each.field}" if each.field else "job"
+            name = each.field if source.file and each.source == str(source.file) else f"job.{each.field}".rstrip(".")
             reading.problems.append(replace(each, field=name, source=each.source or reading.document.source))
     return None
-
-
-def _part(document: Document, name: str) -> Document:
-    """Returns the part of a document under a key as a document without the problems of the whole; empty if absent."""
-    value = document.value.get(name) if isinstance(document.value, dict) else None
-    places, key_places = (
-        {path[1:]: place for path, place in found.items() if path[:1] == (name,)}
-        for found in (document.places, document.key_places)
-    )
-    return Document(document.source, value if isinstance(value, dict) else None, places, key_places)
 
 
 def _wanted(

@@ -37,7 +37,11 @@ def _read_duration(value: object) -> int | None:
 
 DURATION = Atom(DURATION_FORM, _read_duration, {"type": "string", "pattern": DURATION_PATTERN})
 STEPS = Atom("a number of steps such as 20 steps", _read_steps, {"type": "string", "pattern": f"^{_STEPS.pattern}$"})
-ANYTHING = Atom("a mapping", lambda value: value if isinstance(value, dict) else None, {"type": "object"})
+JOB = Atom(
+    "a mapping of fields, or the path of a job file",
+    lambda value: value if isinstance(value, dict) or (isinstance(value, str) and value.strip()) else None,
+    {"type": ["string", "object"]},
+)
 
 AT = Mapped(
     {
@@ -123,7 +127,7 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
                 text("a name of letters, digits and . _ -", ID_PATTERN), "the scenario's name", required=True
             ),
             "about": FormEntry(text("one sentence"), "the purpose of the scenario, in one sentence", required=True),
-            "job": FormEntry(ANYTHING, "the job: the fields of a job file"),
+            "job": FormEntry(JOB, "the job: a job file, or its fields (default: ./bamboo.yaml)"),
             "faults": FormEntry(ListOf(fault), "the faults, with their targets and moments", required=True),
             "expect": FormEntry(EXPECT, "the expectations of the run"),
         }
@@ -133,7 +137,10 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
 def json_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
     """Returns the JSON schema of scenario files."""
     schema = scenario_form(kinds).schema()
-    schema["properties"]["job"] = {"description": "the job", **job_schema()}
+    job = job_schema()
+    job["properties"]["from"] = {"description": "a job file, whose other values hold", "type": "string"}
+    job |= {"description": "a job file, or the fields of a job", "type": ["string", "object"]}
+    schema["properties"]["job"] = job
     return {"$schema": DIALECT, "title": "a bamboo scenario", **schema}
 
 
