@@ -40,7 +40,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.models.networks": frozenset({"engine.models"}),
     "engine.models.datasets": _GROUND | {"engine.models"},
     "engine.report": _PLANS | {"engine.core.checks", "engine.core.history"},
-    "engine.report.pages": _PLANS | {"engine.core.analysis", "engine.core.checks", "engine.report"},
+    "engine.report.pages": _PLANS
+    | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
     "engine.runtime": frozenset(),
     "engine.runtime.ipc": _GROUND | {"engine.core.history"},
     "engine.runtime.process": _GROUND | {"engine.runtime.ipc"},

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import re
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from engine.core.history.process_records import HostRecord
 
 DISTRIBUTION = "bamboo-train"
 # The instruction sets that make math libraries choose other kernels, and so other bits.
@@ -32,6 +35,17 @@ def host_facts(folder: Path) -> dict[str, object]:
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def host_record(now: datetime) -> HostRecord:
+    """Returns the record of this host and of the time `now`, for the history of a run."""
+    return HostRecord(
+        cpu=_cpu_info(Path("/proc/cpuinfo")).get("model name", os.uname().machine),
+        cores=len(os.sched_getaffinity(0)),
+        python=platform.python_version(),
+        torch=_version("torch") or "",
+        began=now.astimezone().isoformat(timespec="seconds"),
+    )
 
 
 def git_commit(folder: Path) -> str | None:

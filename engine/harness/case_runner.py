@@ -98,10 +98,11 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
 
 def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> Ending:
     """Runs a job in a run folder, with the `options` of `run_session`."""
+    from engine.files.host_facts import host_record
     from engine.runtime.agent.session import run_session
 
     with screen.picture(job, folder.events) as show:
-        return run_session(job, folder.events, folder.logs, show, **options)
+        return run_session(job, folder.events, folder.logs, show, host=host_record(datetime.now()), **options)
 
 
 def _compared(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from engine.core.config.job import Job
+from engine.core.history.process_records import HostRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_history import history_of
 from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord, TwinRecord
@@ -55,6 +56,7 @@ class RunTables:
     twin_loss: Mapping[int, float]  # by step; empty if the run was not compared with a twin
     scenario: ScenarioRecord | None  # of `bamboo inject`
     raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
+    host: HostRecord | None  # None if the run was not started by a command
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -91,6 +93,7 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         dict(twin.losses) if twin else {},
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),
+        history.first(HostRecord),
     )
 
 

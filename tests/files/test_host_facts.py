@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from engine.files.host_facts import git_commit, host_facts
+from engine.files.host_facts import git_commit, host_facts, host_record
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -64,3 +65,11 @@ def test_facts_are_there_and_torch_is_not_imported(tmp_path: Path) -> None:
     code = "import sys, pathlib; from engine.files import host_facts as h; h.host_facts(pathlib.Path()); "
     code += "assert not {'torch', 'numpy', 'subprocess'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_record_of_a_host_has_the_local_time_with_its_zone() -> None:
+    record = host_record(datetime(2026, 11, 22, 14, 40, 15))
+    assert datetime.fromisoformat(record.began).timestamp() == datetime(2026, 11, 22, 14, 40, 15).timestamp()
+    assert datetime.fromisoformat(record.began).tzinfo is not None
+    assert record.cores == len(os.sched_getaffinity(0))
+    assert record.cpu and record.torch

@@ -61,6 +61,9 @@ class MadeUpRun:
             "job", 0, model="mlp", stages=self.stages, pipelines=1, microbatches=self.microbatches, microbatch_size=4,
             steps=self.steps, redundancy="lazy", seed=7, model_args={"width": 64}, results="results", name="",
         )  # fmt: skip
+        yield agent(
+            "host", 5, cpu="Made-up CPU", cores=2, python="3.11.7", torch="2.13.0", began="2026-01-01T01:02:03+00:00"
+        )
         for worker in range(self.stages):
             yield agent("started", 10, of=worker, child=100 + worker, slots=[[0, worker]])
         yield self._epoch([], "every worker has joined")

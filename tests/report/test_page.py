@@ -73,6 +73,17 @@ def test_the_page_draws_without_complaint_or_network(standard: Browser, run: Run
         assert standard.ask(f"document.querySelectorAll('#{chart} .trace').length") > 0, chart
 
 
+def test_the_head_tells_job_machine_and_date(standard: Browser) -> None:
+    """Only the command at the bottom told the job, and nothing told the machine or the day."""
+    head = standard.ask("document.querySelector('header').innerText")
+    assert "1 January 2026, 01:02" in head
+    assert (
+        "Job: model mlp on data auto, 4 stages, schedule 1f1b, 8 microbatches of 4, redundancy lazy, 10 steps, seed 7."
+        in head
+    )
+    assert "Machine: Made-up CPU, 2 cores, torch 2.13.0, Python 3.11.7." in head
+
+
 def test_marks_are_where_the_events_say(standard: Browser, run: RunTables) -> None:
     """Compares pixels on the screen, not the data of the page."""
     (row,) = run.recovery.to_dict("records")

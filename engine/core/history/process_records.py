@@ -9,6 +9,17 @@ from engine.core.ownership import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostRecord(StampedRecord):
+    """The host that starts the run: its processor, usable cores and versions, and the local time in ISO 8601."""
+
+    cpu: str
+    cores: int
+    python: str
+    torch: str
+    began: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRecord(StampedRecord):
     """The process `child` of worker `of` has started, with the slots that it owns."""
 

@@ -29,7 +29,10 @@ _TEXT_COLUMNS = {"what", "text", "reason"}
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The top of a page, and the note below its timeline; `mood` is good, bad or open."""
+    """The top of a page, and the note below its timeline; `mood` is good, bad or open.
+
+    `when` says when it happened, `facts` are lines about the job and the machine.
+    """
 
     command: str
     name: str
@@ -37,6 +40,8 @@ class Heading:
     sentence: str
     tiles: Sequence[Tile]
     note: str = ""
+    when: str = ""
+    facts: Sequence[str] = ()
 
 
 def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
@@ -48,6 +53,8 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         css=asset("page.css"),
         command=heading.command,
         name=html.escape(heading.name),
+        when=html.escape(heading.when),
+        facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in heading.facts),
         mood=heading.mood,
         headline=re.sub(r"(\d) (ms|s)\b", r"\1&nbsp;\2", html.escape(heading.sentence)),
         tiles="".join(_tile(*each) for each in heading.tiles),

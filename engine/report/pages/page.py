@@ -14,6 +14,7 @@ from engine.report.headline import command, headline
 from engine.report.load import RunTables
 from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
+from engine.report.pages.job_facts import host_line, job_line, when_text
 from engine.report.pages.timeline import timeline
 from engine.report.recovery import NO_WORKER_LOST, PHASE_COLUMNS
 
@@ -57,7 +58,9 @@ def page(run: RunTables) -> str:
         command=html.escape(command(run)),
     )
     note = f"{left_out:,} actions of other steps are not in this page." if left_out else ""
-    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note)
+    when = when_text(run.host) if run.host else ""
+    facts = [job_line(run.job), *([host_line(run.host)] if run.host else [])]
+    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note, when, facts)
     return framed(heading, sections, data)
 
 

@@ -13,7 +13,7 @@ from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.faults.fault import Fault, to_plain
-from engine.core.history.process_records import EndedRecord, KeysLeftRecord, StartedRecord, StoreRecord
+from engine.core.history.process_records import EndedRecord, HostRecord, KeysLeftRecord, StartedRecord, StoreRecord
 from engine.core.history.record import VERSION
 from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, State, begin
@@ -52,6 +52,7 @@ def run_session(
     hang_s: float = 30.0,
     faults: Sequence[Fault] = (),
     server: ForkServer | None = None,
+    host: HostRecord | None = None,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
@@ -59,16 +60,15 @@ def run_session(
     `ranks` orders the workers in the process group; neither changes a bit of the result. A worker is expected to be
     killed `grace_s` after its notice. A worker that others can replace is out if it is silent for `silence_s`, or if it
     is inside one action for `hang_s` and ten times as long as in any recent one. `faults` strike workers. A running
-    fork `server` saves its start. Raises EnvironmentLacksError or CoordinatorUnavailableError before training.
+    fork `server` saves its start; `host` is recorded. Raises EnvironmentLacksError or CoordinatorUnavailableError.
     """
     _refuse_backend(job)
-    started_at_ns = now_ns()
-    ownership = ownership or fresh_ownership(job)
+    started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership = shadowed(job, ownership, ownership.workers())
     first = first_state(job, ownership, silence_s, hang_s)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        recorder = _recording(stack, events, job)
+        recorder = _recording(stack, events, job, host)
         server = server or stack.enter_context(ForkServer())
         node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
         board = ProgressBoard.create(max(ownership.workers()) + 1)
@@ -89,12 +89,14 @@ def run_session(
         return ending
 
 
-def _recording(stack: contextlib.ExitStack, events: Path, job: Job) -> Recorder:
-    """Opens the events file of a run; its first record is the job."""
+def _recording(stack: contextlib.ExitStack, events: Path, job: Job, host: HostRecord | None) -> Recorder:
+    """Opens the events file of a run; its first record is the job, the second one the host if it is given."""
     events_fd = open_events(events)
     stack.callback(os.close, events_fd)
     recorder = Recorder(events_fd, AGENT)
     recorder.write(JobRecord(version=VERSION, job=job))
+    if host is not None:
+        recorder.write(host)
     return recorder
 
 

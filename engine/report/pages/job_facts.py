@@ -1,0 +1,43 @@
+"""The lines at the top of a page that say which job ran, on which machine, and when."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from engine.core.config.job import Job
+from engine.core.history.process_records import HostRecord
+from engine.core.schedules.csv_text import name_of
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as ``1 stage`` or ``4 stages``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def job_line(job: Job) -> str:
+    """Returns the job in one line: model, data, shape, schedule and redundancy."""
+    pipelines = f"{counted(job.pipelines, 'pipeline')} of " if job.pipelines > 1 else ""
+    per_worker = f", {job.stages_per_worker} per worker" if job.stages_per_worker > 1 else ""
+    batches = "1 microbatch" if job.microbatches == 1 else f"{job.microbatches} microbatches"
+    parts = [
+        f"model {job.model} on data {job.data}",
+        f"{pipelines}{counted(job.stages, 'stage')}{per_worker}",
+        f"schedule {name_of(job.schedule)}",
+        f"{batches} of {job.microbatch_size}",
+        f"redundancy {job.redundancy}",
+        counted(job.steps, "step"),
+        f"seed {job.seed}",
+    ]
+    return "Job: " + ", ".join(parts) + "."
+
+
+def host_line(host: HostRecord) -> str:
+    """Returns the machine in one line: processor, cores and versions."""
+    torch = f", torch {host.torch}" if host.torch else ""
+    return f"Machine: {host.cpu}, {counted(host.cores, 'core')}{torch}, Python {host.python}."
+
+
+def when_text(host: HostRecord) -> str:
+    """Returns the day and the local time at which a run began, such as ``22 November 2026, 14:40``."""
+    began = datetime.fromisoformat(host.began)
+    return f"{began.day} {began:%B %Y, %H:%M}"
