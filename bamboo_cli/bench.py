@@ -114,18 +114,23 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
 
 
 def _print_table(rows: Sequence[BenchRow]) -> None:
-    lines: list[tuple[str, ...]] = [("case", "metric", "ours", "peer", "ratio", "goal", "met", "n")]
-    for row in rows:
-        goal = "" if row.goal is None else f"{row.goal:.4g}"
-        met = {True: "yes", False: "no", None: ""}[row.met]
-        figures = (f"{value:.4g}" for value in (row.ours, row.peer, row.ratio))
-        lines.append((row.case, row.metric, *figures, goal, met, str(row.n)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    colours = {"yes": typer.colors.GREEN, "no": typer.colors.RED}
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[6] = typer.style(cells[6], fg=colours.get(line[6]))
-        typer.echo("  ".join(cells).rstrip())
+    from rich.text import Text
+
+    from bamboo_cli.terminal.console import BAD, GOOD
+    from bamboo_cli.terminal.tables import print_table
+
+    met: dict[bool | None, str | Text] = {True: Text("yes", GOOD), False: Text("no", BAD), None: ""}
+    print_table(
+        ("case", "metric", "ours", "peer", "ratio", "goal", "met", "n"),
+        (False, False, True, True, True, True, False, True),
+        [
+            (
+                *(row.case, row.metric, f"{row.ours:.4g}", f"{row.peer:.4g}", f"{row.ratio:.4g}"),
+                *("" if row.goal is None else f"{row.goal:.4g}", met[row.met], str(row.n)),
+            )
+            for row in rows
+        ],
+    )
 
 
 for _name, (_function, _help) in _BENCHMARKS.items():

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run, print_table
+from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run
 
 EPILOG = "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json"
 
@@ -19,6 +19,8 @@ def compare(
     results: Results = DEFAULT_RESULTS,
 ) -> None:
     """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures."""
+    from bamboo_cli.terminal.console import STRONG, say
+    from bamboo_cli.terminal.tables import print_table
     from engine.report.compare import compare as compared
     from engine.report.formats import as_text, for_terminal
 
@@ -27,5 +29,5 @@ def compare(
         typer.echo(as_text(table, "json"), nl=False)
         return
     slower = ", ".join(table[table["verdict"] == "slower"]["figure"])
-    typer.echo(typer.style(f"B is slower in: {slower}" if slower else "Nothing got slower.", bold=True))
+    say((f"B is slower in: {slower}" if slower else "Nothing got slower.", STRONG))
     print_table(*for_terminal(table))

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
+
+from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD
+from bamboo_cli.terminal.tables import print_table
 
 EPILOG = "Examples:  bamboo doctor  |  bamboo doctor --json  |  bamboo doctor --results elsewhere/runs"
-_COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "missing": typer.colors.RED}
+_STYLES = {"ok": GOOD, "warn": DOUBTFUL, "missing": BAD}
 
 
 def doctor(
@@ -25,8 +29,13 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"checks": [asdict(check) for check in checks], "exit_code": code}, indent=2))
     else:
-        for check in checks:
-            status = typer.style(f"{check.status:<7}", fg=_COLOURS[check.status])
-            fix = f" -> {check.fix}" if check.fix else ""
-            typer.echo(f"{status}  {check.name:<11}  {check.found}{fix}")
+        rows = [
+            (
+                Text(check.status, _STYLES[check.status]),
+                check.name,
+                check.found + (f" -> {check.fix}" if check.fix else ""),
+            )
+            for check in checks
+        ]
+        print_table(("status", "check", "found"), (False, False, False), rows, has_head=False)
     raise typer.Exit(code)

@@ -72,7 +72,7 @@ def inject(
 
 
 def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[CaseResult]:
-    from bamboo_cli.live import SCREEN
+    from bamboo_cli.terminal.live import SCREEN
     from engine.harness.case_runner import case_of_file, run_case
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.process.fork_client import ForkServer

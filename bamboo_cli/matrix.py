@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -164,11 +163,12 @@ def _run(
 
 
 def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
-    colours = {"passed": typer.colors.GREEN, "failed": typer.colors.RED, "invalid": typer.colors.YELLOW}
-    word = typer.style(f"{result.result:<7}", fg=colours[result.result])
+    from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD, say
+
+    style = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL}[result.result]
     why = "" if result.result == "passed" else f"\n    {result.text}"
-    text = f"[{number}/{count}] {word} {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left){why}"
-    typer.echo(text, err=True)
+    text = f" {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left){why}"
+    say(f"[{number}/{count}] ", (f"{result.result:<7}", style), text, err=True)
 
 
 def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Path | None, page: Path) -> None:
@@ -213,6 +213,7 @@ def _print(
     shrunk: dict[str, Any] | None,
     as_json: bool,
 ) -> None:
+    from bamboo_cli.terminal.console import has_colour, width_of
     from engine.core.checks.cell_result import counted
     from engine.report.pages.cell_grid import grid_of, grid_text
 
@@ -222,7 +223,7 @@ def _print(
         typer.echo(json.dumps(values | {"cells": cells}))
         return
     grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
-    typer.echo(grid_text(grid, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    typer.echo(grid_text(grid, has_colour(), width_of()))
     for each in done:
         if each.result != "passed":
             kind = f" ({each.failure})" if each.failure else ""

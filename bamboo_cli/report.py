@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -139,36 +138,21 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def print_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table of texts; numeric columns are right-aligned."""
-    if not rows:
-        return
-    from rich.console import Console
-    from rich.table import Table as Drawn
-    from rich.text import Text
-
-    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-    for title, number in zip(titles, numeric, strict=True):
-        drawn.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number)
-    for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    # A pipe has no width: the reader cuts long lines.
-    Console(highlight=False, width=None if sys.stdout.isatty() else 1000).print(drawn)
-
-
 def _say(runs: Sequence[RunTables]) -> None:
+    from bamboo_cli.terminal.console import BAD, GOOD, OPEN, STRONG, say
     from engine.report.exceptions import exception_lines
     from engine.report.headline import headline
 
-    colours = {"good": typer.colors.GREEN, "bad": typer.colors.RED, "open": typer.colors.BLUE}
+    styles = {"good": GOOD, "bad": BAD, "open": OPEN}
     for run in runs:
         mood, sentence = headline(run)
-        typer.echo(f"{run.name}: {typer.style(sentence, fg=colours[mood], bold=True)}")
+        say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"))
         for line in exception_lines(run.raised):
             typer.echo(f"  {line}")
 
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:
+    from bamboo_cli.terminal.tables import print_table
     from engine.report.formats import as_parquet, as_text, for_reading, for_terminal
     from engine.report.load import joined
 

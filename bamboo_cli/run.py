@@ -55,7 +55,7 @@ def run(
 
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
-        from bamboo_cli.live import SCREEN
+        from bamboo_cli.terminal.live import SCREEN
         from engine.harness.case_runner import Case, run_case
 
         name = resolved.job.name or _run_name(resolved.job.model)
@@ -73,10 +73,10 @@ def _print_explanation(resolved: Resolved, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))
         return
-    width = max(len(field) for field, _, _ in rows)
-    value_width = min(32, max(len(repr(value)) for _, value, _ in rows))
-    for field, value, origin in rows:
-        typer.echo(f"{field:<{width}}  {value!r:<{value_width}}  {origin}")
+    from bamboo_cli.terminal.tables import print_table
+
+    shown = [(field, repr(value), origin) for field, value, origin in rows]
+    print_table(("field", "value", "origin"), (False, False, False), shown, has_head=False)
 
 
 def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:

@@ -189,17 +189,19 @@ def _check_costs(forward: float, backward: float, weights: float) -> None:
 
 
 def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
-    typer.echo(
-        f"{'schedule':<22}{'V':>3}{'placement':>11}{'length':>9}{'over ideal':>12}{'bubble':>8}{'stash':>7}{'sends':>8}"
-        + f"{'over none':>11}" * is_eager
-    )
-    for row in comparison.rows:
-        typer.echo(
-            f"{row.schedule:<22}{row.stages_per_worker:>3}{row.placement:>11}{row.makespan:>9g}"
-            f"{row.over_ideal:>12.3f}{row.bubble:>8.1%}{row.peak_stash:>7}{row.transfers:>8}"
-            + f"{row.over_none:>11.1%}"
-            * is_eager
+    from bamboo_cli.terminal.tables import print_table
+
+    titles = ["schedule", "V", "placement", "length", "over ideal", "bubble", "stash", "sends", "over none"]
+    rows = [
+        (
+            *(row.schedule, str(row.stages_per_worker), row.placement, f"{row.makespan:g}", f"{row.over_ideal:.3f}"),
+            *(f"{row.bubble:.1%}", str(row.peak_stash), str(row.transfers), f"{row.over_none:.1%}"),
         )
+        for row in comparison.rows
+    ]
+    shown = len(titles) if is_eager else len(titles) - 1
+    numeric = [title not in ("schedule", "placement") for title in titles]
+    print_table(titles[:shown], numeric[:shown], [row[:shown] for row in rows])
     for name, reason in comparison.skipped.items():
         typer.echo(f"{name:<22}  left out: {reason}")
     typer.echo("stash: residuals of stages, each a part 1/V of a worker's layers")

@@ -71,7 +71,11 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
     | {"engine.runtime.agent"},
 }
-COMMANDS = ("bamboo_cli", "bamboo_cli.options")  # they may import any room of the engine but where torch is
+COMMANDS = (
+    "bamboo_cli",
+    "bamboo_cli.options",
+    "bamboo_cli.terminal",
+)  # they may import any room of the engine but where torch is
 NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}
 
 # floor -> floors that it may import, beside itself: the union of its rooms

@@ -40,6 +40,29 @@ def as_parquet(table: pd.DataFrame) -> bytes:
     return buffer.getvalue()
 
 
+# End of a column's name -> its form in a title.
+_UNITS = {
+    "_ms": " ms",
+    "_ns": " ns",
+    "_mib": " MiB",
+    "_bytes": " bytes",
+    "_per_s": "/s",
+    "_p50": " p50 ms",
+    "_p95": " p95 ms",
+}
+_RUNS = ("a", "b")  # the two runs of a comparison
+
+
+def title_of(name: str) -> str:
+    """Returns the title of a column for a reader, with its unit: ``detect ms`` for ``detect_ms``."""
+    for ending, unit in _UNITS.items():
+        if name.endswith(ending):
+            name = f"{name.removesuffix(ending)}{unit}"
+            break
+    first, _, rest = name.removeprefix("num_").replace("_", " ").partition(" ")
+    return f"{first.upper() if first in _RUNS else first} {rest}".rstrip()
+
+
 # The columns of the recoveries that fit into a line.
 _SUMMARY = [
     "run",
@@ -56,12 +79,8 @@ _SUMMARY = [
 
 
 def for_reading(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns the table of this name; the recoveries are reduced to one line each, with times in milliseconds."""
-    if name != "recovery":
-        return table
-    return table[_SUMMARY].rename(
-        columns={column: column.removesuffix("_ms").removesuffix("_actions") for column in _SUMMARY}
-    )
+    """Returns the table of this name; the recoveries are reduced to one line each."""
+    return table[_SUMMARY] if name == "recovery" else table
 
 
 def for_terminal(table: pd.DataFrame) -> tuple[list[str], list[bool], list[list[str]]]:
@@ -70,7 +89,7 @@ def for_terminal(table: pd.DataFrame) -> tuple[list[str], list[bool], list[list[
     shown = shown[[name for name in shown.columns if not (shown[name] == "").all()]]
     numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in shown.dtypes]
     rows = [[cell_text(value) for value in row] for row in shown.itertuples(index=False, name=None)]
-    return [str(name) for name in shown.columns], numeric, rows
+    return [title_of(str(name)) for name in shown.columns], numeric, rows
 
 
 def _csv(table: pd.DataFrame) -> str:

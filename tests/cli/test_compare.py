@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import typer
@@ -28,7 +29,9 @@ def test_what_got_slower_is_said_first(tmp_path: Path) -> None:
     first, titles, *rows = say(a, "latest", "--results", tmp_path).splitlines()
     assert first.startswith("B is slower in: ")
     assert "step" in first
-    assert titles.split() == "figure a_n b_n a_p50 b_p50 a_p95 b_p95 ratio verdict".split()
+    assert re.split("  +", titles.strip()) == [
+        *("figure", "A n", "B n", "A p50 ms", "B p50 ms", "A p95 ms", "B p95 ms", "ratio", "verdict")
+    ]
     assert any(row.startswith("action F ") and row.split()[-1] == "same" for row in rows)
     assert say(a, a).splitlines()[0] == "Nothing got slower."
     assert say(b, a).splitlines()[0] == "Nothing got slower."

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import bamboo_cli.live
-from bamboo_cli.live import LivePicture
+import bamboo_cli.terminal.live
+from bamboo_cli.terminal.live import LivePicture
 from engine.core.config.job import Job
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import RunView, WorkerView
@@ -27,7 +27,7 @@ class _Terminal(io.StringIO):
 def test_each_part_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     screen, job = _Terminal(), Job(stages=1, steps=9)
     console = Console(file=screen, force_terminal=True, width=width, height=20, color_system=None, _environ={})
-    monkeypatch.setattr(bamboo_cli.live, "Console", lambda **_: console)
+    monkeypatch.setattr(bamboo_cli.terminal.live, "console", lambda **_: console)
     monkeypatch.setattr("sys.stderr", screen)
     worker = WorkerView(0, 100, ((0, 0),), "running", Progress(1, 0, ""), 0, 0)
     with LivePicture(job, tmp_path / "events.jsonl") as picture:

@@ -73,11 +73,26 @@ def _row(name: str, labels: Labels) -> str:
     return labels.get("action") or name.partition("/")[0]
 
 
-def grid_text(grid: CellGrid, colours: bool) -> str:
-    """Returns the grid for a terminal."""
+def grid_text(grid: CellGrid, colours: bool, width: int | None = None) -> str:
+    """Returns the grid for a terminal of `width` columns, or for any width; faults without room stand below."""
     first = max((len(row) for row in grid.rows), default=0)
-    groups = column_groups(grid.columns)
-    widths = [max(len(fault), 2 * len(stages)) + 2 for fault, stages in groups]
+    blocks: list[list[tuple[str, list[str]]]] = [[]]
+    for group in column_groups(grid.columns):
+        if blocks[-1] and width is not None and first + sum(map(_width, [*blocks[-1], group])) > width:
+            blocks.append([])
+        blocks[-1].append(group)
+    lines = [line for block in blocks for line in (*_block_lines(grid, block, first, colours), "")]
+    return "\n".join([*lines[:-1], LEGEND])
+
+
+def _width(group: tuple[str, list[str]]) -> int:
+    fault, stages = group
+    return max(len(fault), 2 * len(stages)) + 2
+
+
+def _block_lines(grid: CellGrid, groups: Sequence[tuple[str, list[str]]], first: int, colours: bool) -> list[str]:
+    """Returns the lines of some faults, each row with its name in `first` columns."""
+    widths = [_width(group) for group in groups]
     head = "".join(fault.ljust(width) for (fault, _), width in zip(groups, widths, strict=True))
     below = "".join(
         "".join(f"{stage[:1] or ' '} " for stage in stages).ljust(width)
@@ -90,7 +105,7 @@ def grid_text(grid: CellGrid, colours: bool) -> str:
             shown = "".join(f"{_shown(grid.letter(row, (fault, stage)), colours)} " for stage in stages)
             fields.append(shown + " " * (width - 2 * len(stages)))
         lines.append(f"{row:<{first}}  {''.join(fields)}".rstrip())
-    return "\n".join([line for line in lines if line.strip()] + [LEGEND])
+    return [line for line in lines if line.strip()]
 
 
 def column_groups(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:

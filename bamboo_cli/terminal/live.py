@@ -12,13 +12,14 @@ from pathlib import Path
 from types import TracebackType
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bamboo_cli.terminal.console import console
 from engine.core.config.job import Job
 from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
@@ -36,7 +37,7 @@ class LivePicture:
     def __init__(self, job: Job, events: Path):
         self.job = job
         self._recoveries = LiveRecoveries(job, events)
-        self._console = Console(stderr=True)
+        self._console = console(err=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._said_s = 0.0

@@ -1,0 +1,49 @@
+"""Colour and width of the output: decided here for every command.
+
+Rules: no style is written if NO_COLOR is set, if TERM is dumb, or if the output is no terminal; FORCE_COLOR allows
+styles without a terminal. Only a terminal has a width; other output has lines of any length.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+GOOD, BAD, DOUBTFUL, OPEN = "green", "red", "yellow", "blue"
+STRONG = "bold"
+_ANY_WIDTH = 100_000
+
+
+def console(*, err: bool = False) -> Console:
+    """Returns a console for stdout, or for stderr."""
+    return Console(
+        stderr=err,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        width=None if _stream(err).isatty() else _ANY_WIDTH,
+    )
+
+
+def width_of(*, err: bool = False) -> int | None:
+    """Returns the columns of the terminal that stdout, or stderr, is; None for a pipe or a file."""
+    return console(err=err).width if _stream(err).isatty() else None
+
+
+def _stream(err: bool) -> TextIO:
+    return sys.stderr if err else sys.stdout
+
+
+def has_colour(*, err: bool = False) -> bool:
+    """Returns whether styles are written to stdout, or to stderr."""
+    return console(err=err).color_system is not None
+
+
+def say(*parts: str | tuple[str, str], err: bool = False) -> None:
+    """Prints a line of texts and (text, style); the terminal wraps it."""
+    console(err=err).print(Text.assemble(*parts), soft_wrap=True)

@@ -1,0 +1,172 @@
+"""Draws every table of the program: the columns that fit the terminal, or one block a row; no number is ever cut.
+
+Rules: a text wraps between words, a long path also after a slash. A column without enough room for its longest word or
+number is left out, in the order of `FIRST_TO_GO`, and a line below the table names it. A table is drawn in blocks if it
+has one row and not all of its columns fit, or if a column that is never left out does not fit. A pipe or a file gets
+every column, and one line a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bamboo_cli.terminal.console import STRONG, console, width_of
+
+# Titles of columns that may be left out, the least important first. All others are keys and main figures.
+FIRST_TO_GO = (
+    *("rung", "redone actions", "plan ms", "inventory ms", "agree ms", "fence ms", "regroup ms", "merged ms", "heirs"),
+    *("replay ms", "total ms", "detect ms"),
+    *("epoch", "commit ms", "grad norm", "validation loss", "samples/s"),
+    *("code", "peak stash", "actions", "end ms", "last action", "peak memory MiB", "busy ms", "pid", "slots"),
+    *("start ns", "end ns", "kind", "microbatch", "redundant", "replayed", "pipeline", "stage", "op"),
+    *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
+    *("placement", "V", "sends", "stash", "over ideal"),
+)
+_GAP = 2
+_WORDS, _PATH_PARTS = re.compile(r"\S+"), re.compile(r"[^/]*/|[^/]+")
+_USUAL_LINES = 3  # of a text in a table
+_SHORT, _LONG = 20, 28  # columns: a shorter text is not wrapped; a longer text needs no wider column
+
+Cell = str | Text
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of texts, with the fewest columns of the terminal that it can be drawn in, and the most it can use."""
+
+    title: str
+    is_number: bool
+    cells: tuple[Text, ...]
+    least: int
+    most: int
+
+
+def fitted(
+    titles: Sequence[str],
+    numeric: Sequence[bool],
+    rows: Sequence[Sequence[Cell]],
+    width: int | None,
+    *,
+    has_head: bool = True,
+) -> RenderableType:
+    """Returns a table for a terminal of `width` columns, or for any width; numeric columns are right-aligned."""
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    columns = [
+        _column(title, is_number, tuple(row[place] for row in cells))
+        for place, (title, is_number) in enumerate(zip(titles, numeric, strict=True))
+    ]
+    shown = columns if width is None else _shown(columns, width)
+    left_out = [each.title for each in columns if each not in shown]
+    if width is not None and (not _fits(shown, width) or (left_out and len(rows) == 1)):
+        return _blocks(columns, len(rows), width)
+    table = _drawn(shown, [each.most for each in shown] if width is None else _widths(shown, width))
+    table.show_header = has_head
+    note = Text(
+        f"left out: {', '.join(left_out)}. A wider terminal shows them, and so does a pipe into less -S.", style="dim"
+    )
+    return Group(table, note) if left_out else table
+
+
+def print_table(
+    titles: Sequence[str],
+    numeric: Sequence[bool],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    has_head: bool = True,
+    err: bool = False,
+) -> None:
+    """Prints a table to stdout or stderr, fitted to the terminal; nothing if it has no rows."""
+    if rows:
+        console(err=err).print(fitted(titles, numeric, rows, width_of(err=err), has_head=has_head))
+
+
+def _one_line(cell: Cell) -> Text:
+    text = cell if isinstance(cell, Text) else Text(cell)
+    return Text(" ").join(text.split("\n")) if "\n" in text.plain else text
+
+
+def _column(title: str, is_number: bool, cells: tuple[Text, ...]) -> _Column:
+    longest = max((each.cell_len for each in cells), default=0)
+    word = max((cell_len(part) for each in cells for word in each.plain.split() for part in _parts(word)), default=0)
+    least = longest if is_number else max(word, min(longest, max(_SHORT, min(_LONG, -(-longest // _USUAL_LINES)))))
+    return _Column(
+        title,
+        is_number,
+        cells,
+        max([least, *map(cell_len, title.split())]),
+        max(longest, cell_len(title)),
+    )
+
+
+def _parts(word: str) -> list[str]:
+    """Returns the parts between which a word may be broken: those of a long path."""
+    return _PATH_PARTS.findall(word) if cell_len(word) > _LONG else [word]
+
+
+def _broken(text: Text, width: int) -> Text:
+    """Returns a text with line breaks in the paths that are longer than `width`."""
+    places = []
+    for word in _WORDS.finditer(text.plain):
+        length, place = 0, word.start()
+        for part in _parts(word.group()) if cell_len(word.group()) > width else ():
+            if length and length + cell_len(part) > width:
+                places.append(place)
+                length = 0
+            length, place = length + cell_len(part), place + len(part)
+    return Text("\n").join(text.divide(places)) if places else text
+
+
+def _fits(columns: Sequence[_Column], width: int) -> bool:
+    return sum(each.least + _GAP for each in columns) - _GAP <= width
+
+
+def _shown(columns: Sequence[_Column], width: int) -> list[_Column]:
+    """Returns the columns without those that must go; they may still not fit, if none of them may be left out."""
+    shown = list(columns)
+    for title in FIRST_TO_GO:
+        if not _fits(shown, width):
+            shown = [each for each in shown if each.title != title]
+    return shown
+
+
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """Returns the width of each column; texts take the room that is left, then titles do."""
+    widths = [each.least for each in columns]
+    spare = width - sum(widths) - _GAP * (len(columns) - 1)
+    for place in sorted(range(len(columns)), key=lambda place: columns[place].is_number):
+        more = min(spare, columns[place].most - widths[place])
+        widths[place] += more
+        spare -= more
+    return widths
+
+
+def _drawn(columns: Sequence[_Column], widths: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style=STRONG)
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column.title, justify="right" if column.is_number else "left", width=width, overflow="fold")
+    for row in zip(*(each.cells for each in columns), strict=True):
+        table.add_row(*(_broken(cell, width) for cell, width in zip(row, widths, strict=True)))
+    return table
+
+
+def _blocks(columns: Sequence[_Column], num_rows: int, width: int) -> Table:
+    """Returns a line for each filled cell, its title before it, with an empty line between two rows."""
+    table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+    label_width = max(cell_len(each.title) for each in columns)
+    table.add_column(width=label_width, style=STRONG)
+    room = max(1, width - label_width - _GAP)
+    table.add_column(width=room, overflow="fold")
+    for row in range(num_rows):
+        if row:
+            table.add_row()
+        for column in columns:
+            if column.cells[row].plain:
+                table.add_row(column.title, _broken(column.cells[row], room))
+    return table
