@@ -33,8 +33,11 @@ COMMANDS = {
     "report": "Report a run: tables, a page that opens without a network, a trace.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",
+    "clean": "Delete the files that killed runs left behind",
     "bench": "Measure bamboo beside its peers, interleaved in one run.",
 }
+# Name of a command -> its module and function, where they have other names.
+_PLACES = {"clean": ("stock.clean", "clean")}
 
 
 class _Group(TyperGroup):
@@ -67,8 +70,9 @@ class _Commands(_Group):
 
 def load(name: str) -> Any:
     """Returns the command, or group of commands, of this name, with its module imported."""
-    module = import_module(f"bamboo_cli.{name}")
-    found = getattr(module, name)
+    place, function = _PLACES.get(name, (name, name))
+    module = import_module(f"bamboo_cli.{place}")
+    found = getattr(module, function)
     loader = typer.Typer(add_completion=False)
     if isinstance(found, typer.Typer):
         loader.add_typer(found, name=name, cls=_Group)

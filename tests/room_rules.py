@@ -74,6 +74,7 @@ ROOMS: dict[str, frozenset[str]] = {
 COMMANDS = (
     "bamboo_cli",
     "bamboo_cli.options",
+    "bamboo_cli.stock",
     "bamboo_cli.terminal",
 )  # they may import any room of the engine but where torch is
 NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}

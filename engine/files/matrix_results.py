@@ -18,7 +18,7 @@ from engine.core.errors import NothingMatchedError
 from engine.files.atomic_write import storage_errors
 
 RESULTS = "results.jsonl"
-_FOLDER = "matrices"
+MATRICES = "matrices"
 
 
 def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
@@ -27,7 +27,7 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
     Raises:
         StorageError: it could not be made in `results`.
     """
-    folder = results / _FOLDER / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
+    folder = results / MATRICES / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
     with storage_errors("make", folder, "try --results"):
         folder.mkdir(mode=0o700, parents=True)
     return folder
@@ -40,7 +40,7 @@ def newest_folder(results: Path, name: str) -> Path:
         NothingMatchedError: there is none.
     """
     pattern = f"[0-9]*-[0-9]*-{name}-" + "[0-9a-f]" * 4
-    found = sorted((results / _FOLDER).glob(pattern))
+    found = sorted((results / MATRICES).glob(pattern))
     if not found:
         raise NothingMatchedError(f"no run of the matrix {name!r} in {str(results)!r} to resume")
     return found[-1]

@@ -7,6 +7,7 @@ never finds the link missing or the file half written.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
-from engine.files.atomic_write import write_atomically
+from engine.files.atomic_write import storage_errors, write_atomically
 
 LATEST = "latest"
-_RUN_NAME = re.compile(r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}")
+RUN_NAME = r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> Run
         StorageError: it could not be made in `results`.
     """
     folder = RunFolder(results / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}")
-    assert _RUN_NAME.fullmatch(folder.path.name), folder.path.name
+    assert re.fullmatch(RUN_NAME, folder.path.name), folder.path.name
     try:
         if results.exists() and not results.is_dir():
             raise StorageError(f"results folder {str(results)!r} is a file (choose another with --results)")
@@ -86,6 +87,23 @@ def _point_latest(results: Path, target: str) -> None:
         raise
 
 
+def point_latest_to_newest(results: Path) -> None:
+    """Points ``latest`` at the newest run if its run is gone; without any run it deletes the link.
+
+    Raises:
+        StorageError: the link could not be changed.
+    """
+    link = results / LATEST
+    if not link.is_symlink() or link.exists():
+        return
+    names = run_names(results)
+    with storage_errors("change", link):
+        if names:
+            _point_latest(results, names[-1])
+        else:
+            link.unlink()
+
+
 def find_run(results: Path, run: str | None = None) -> RunFolder:
     """Returns the run whose folder's name is `run` or begins with it; None and ``latest`` stand for the newest run.
 
@@ -98,7 +116,7 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
             run = (results / LATEST).readlink().name
         except OSError as error:
             raise NothingMatchedError(f"no run in {str(results)!r} yet") from error
-    names = _run_names(results)
+    names = run_names(results)
     matches = [run] if run in names else [name for name in names if name.startswith(run)]
     if not matches:
         hint = nearest(run, names)
@@ -109,8 +127,9 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
     return RunFolder(results / matches[0])
 
 
-def _run_names(results: Path) -> list[str]:
+def run_names(results: Path) -> list[str]:
     """Returns the names of all run folders, the oldest first; an absent `results` has none."""
     if not results.is_dir():
         return []
-    return sorted(each.name for each in results.iterdir() if _RUN_NAME.fullmatch(each.name) and each.is_dir())
+    with os.scandir(results) as entries:
+        return sorted(each.name for each in entries if re.fullmatch(RUN_NAME, each.name) and each.is_dir())

@@ -10,6 +10,8 @@ from engine.core.checks.trajectory import TrajectoryRow
 from engine.files.atomic_write import storage_errors
 from engine.files.trajectory_file import read_trajectory, write_trajectory
 
+TWINS_FOLDER = "twins"
+
 
 def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
     """Returns the rows of a twin that ran before; None if its file does not exist.
@@ -42,4 +44,4 @@ def source_hash(package: Path) -> str:
 
 
 def _path(results: Path, fingerprint: str) -> Path:
-    return results / "twins" / f"{fingerprint}.csv"
+    return results / TWINS_FOLDER / f"{fingerprint}.csv"

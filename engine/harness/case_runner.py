@@ -62,18 +62,35 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     Raises:
         BambooError: the run could not be started.
     """
-    from engine.files.atomic_write import write_atomically
-    from engine.files.events_file import add_event, read_history
     from engine.files.run_folder import create_run_folder
-    from engine.files.trajectory_file import write_trajectory
+    from engine.harness.dead_runs import delete_dead_stores
     from engine.models.model_registry import unreadable_data
-    from engine.runtime.doctor.leak_check import LeakCheck
+    from engine.runtime.process.folder_lock import folder_used
 
     started_s = time.monotonic()
-    job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
+    job = case.scenario.job
     if problems := unreadable_data(job):
         raise UserError(problems)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2))
+    with folder_used(folder.path):
+        delete_dead_stores(Path(job.results))
+        return _run_in(folder, case, etcd, screen, server, started_s)
+
+
+def _run_in(
+    folder: RunFolder,
+    case: Case,
+    etcd: EtcdSettings | None,
+    screen: Screen,
+    server: ForkServer | None,
+    started_s: float,
+) -> CaseResult:
+    from engine.files.atomic_write import write_atomically
+    from engine.files.events_file import add_event, read_history
+    from engine.files.trajectory_file import write_trajectory
+    from engine.runtime.doctor.leak_check import LeakCheck
+
+    job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
     if case.file is not None:
         write_atomically(folder.path / "scenario.yaml", whole_text(case.file))
     _write_facts(folder, case)

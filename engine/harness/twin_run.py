@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,21 @@ def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     losses = {row.step: row.loss for row in twin if row.loss is not None}
     add_event(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
     return twin
+
+
+def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
+    """Returns the names of the twins that a new run of the job of one of these runs would use again."""
+    from engine.core.checks.twin import fingerprint
+    from engine.core.config.job import Job
+    from engine.files.host_facts import host_facts
+    from engine.files.twin_file import source_hash
+
+    facts, sources = host_facts(Path.cwd()), source_hash(Path(__file__).parents[1])
+    names = set()
+    for run in runs:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of another version, or half written
+            names.add(fingerprint(Job(**json.loads(run.run_json.read_text())["job"]), facts, sources))
+    return {name for name in names if name}
 
 
 def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:

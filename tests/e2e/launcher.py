@@ -141,12 +141,13 @@ class Launcher:
             time.sleep(_POLL_S)
 
     def leftovers(self) -> list[str]:
-        """Returns the leftovers after the end: processes, shared memory, temporary files."""
+        """Returns the leftovers after the end: processes, shared memory, temporary files, files of private stores."""
         deadline_s = time.monotonic() + _GONE_WITHIN_S
         while found := [
             *map(str, self.processes().items()),
             *map(str, set(_SHARED_MEMORY.iterdir()) - self._shared_memory),
             *map(str, self.temporary.iterdir()),
+            *map(str, (self.folder / "results").rglob("logs/etcd")),
         ]:
             if time.monotonic() > deadline_s:
                 break

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.files.own_files import RUN, own_files
 from tests.e2e.launcher import Done, Launcher, Listener
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -70,6 +71,8 @@ def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> No
     assert {each.address for each in seen} == {"127.0.0.1"}
     assert launcher.listeners() == set()
     assert sorted(each.name for each in launcher.folder.iterdir()) == ["results", "stderr", "stdout", "tmp"]
+    run = launcher.run_folder.resolve()
+    assert set(run.rglob("*")) == set(own_files(run, RUN))  # `bamboo clean` knows every file of a run
 
 
 def test_an_exception_in_a_layer_ends_the_run_with_its_traceback(launch: Launch) -> None:

@@ -22,6 +22,7 @@ from engine.core.message_codec import Plain
 from engine.core.process_messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import subprocesses
+from engine.runtime.process.folder_lock import folder_used
 
 _GRACE_S = 10.0
 
@@ -55,14 +56,16 @@ class Lane:
 
 
 class Lanes:
-    """A pool of `count` lanes, as a context."""
+    """A pool of `count` lanes, as a context; `logs` is marked as used meanwhile."""
 
     def __init__(self, module: str, count: int, logs: Path):
         self._module = module
         self._logs = logs
         self._lanes: list[Lane | None] = [None] * count
+        self._use = folder_used(logs)
 
     def __enter__(self) -> Lanes:
+        self._use.__enter__()
         return self
 
     def __exit__(
@@ -73,6 +76,7 @@ class Lanes:
             lane.interrupt()
         for lane in lanes:
             lane.close()
+        self._use.__exit__(None, None, None)
 
     def run(self, tasks: Iterable[Task], limit_s: float, take: Callable[[Task, Plain], None]) -> None:
         """Starts the tasks in order, one per free lane; calls `take` with each task and its answer.

@@ -1,8 +1,8 @@
 """A private etcd for one run on loopback, used if the user gives no endpoint.
 
 Rules: it dies with the thread that started it, which must be the main thread. It listens on one port, chosen by the
-kernel so that it is free; a restart uses the same port. `stop` deletes its data and keeps its log. It does not sync to
-disk, because no run outlives a power cut.
+kernel so that it is free; a restart uses the same port. `stop` deletes its data and keeps its log; after SIGKILL of
+this process another process deletes the data. It does not sync to disk, because no run outlives a power cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from engine.core.errors import EnvironmentLacksError
 from engine.runtime.ipc.link import LOOPBACK
@@ -28,6 +30,7 @@ from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 START_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
 _POLL_S = 0.002
+_PYTHON = (sys.executable, "-S", "-P", "-m")  # without site-packages it starts in milliseconds
 _PEER = "http://127.0.0.1:1"  # never called: there is only one member
 _FLAGS = (
     "--name=run",
@@ -58,6 +61,8 @@ class EmbeddedEtcd:
         self._token = uuid.uuid4().hex
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._remover: subprocess.Popen[bytes] | None = None
+        self._alive_fd = -1  # of a pipe: held open by this process and by etcd
         self.pidfd = -1
 
     def __enter__(self) -> EmbeddedEtcd:
@@ -76,12 +81,22 @@ class EmbeddedEtcd:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         environment["PYTHONPATH"] = str(Path(__file__).parents[3])
         url = f"http://{LOOPBACK}:{self._port}"
-        command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
+        command = [*_PYTHON, "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
         command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", *self._flags]
         with self.log.open("ab") as log:
-            self._process = subprocesses.start(command, log=log, folder=self._data, environment=environment)
+            if self._remover is None:
+                self._start_remover(log, environment)
+            self._process = subprocesses.start(
+                command, fd=self._alive_fd, log=log, folder=self._data, environment=environment
+            )
         self.pidfd = os.pidfd_open(self._process.pid)
+
+    def _start_remover(self, log: IO[bytes], environment: Mapping[str, str]) -> None:
+        ended_fd, self._alive_fd = os.pipe()
+        command = [*_PYTHON, "engine.runtime.process.remove_behind", str(ended_fd), str(self._data.absolute())]
+        self._remover = subprocesses.start(command, fd=ended_fd, log=log, environment=environment)
+        os.close(ended_fd)
 
     def settings(self) -> EtcdSettings:
         """Waits for its port and returns the settings of a client; the first call may have to wait until it serves.
@@ -107,6 +122,11 @@ class EmbeddedEtcd:
             self._process.terminate()
             self._reap()
         shutil.rmtree(self._data, ignore_errors=True)
+        if self._remover is not None:
+            self._remover.kill()  # its work is done
+            subprocesses.end(self._remover, _STOP_GRACE_S)
+            os.close(self._alive_fd)
+            self._remover = None
 
     def _reap(self) -> None:
         if self._process is not None:

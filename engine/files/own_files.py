@@ -1,0 +1,64 @@
+"""The files that bamboo writes into a folder of results, by name; every other file belongs to the user.
+
+Rules: links are not followed. A file counts by its name and kind, so a user's file of another name is never listed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Union
+
+from engine.files.run_folder import LATEST, RUN_NAME
+
+# The name of an entry, as a pattern -> the entries of the folder, or one of the kinds below.
+OwnNames = Mapping[str, Union[str, "OwnNames"]]
+FILE, LINK, TREE = "file", "link", "tree"  # a tree: all that is in the folder
+
+TEMPORARY: OwnNames = {r"\..+\.[0-9]+\.tmp|request-[0-9a-f]+\.json": FILE}
+_LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd)\.log": FILE, "etcd": TREE}
+_SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS}
+RUN: OwnNames = {
+    r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
+    "twin": _SESSION,
+    **_SESSION,
+    **TEMPORARY,
+}
+TWINS: OwnNames = {r"[0-9a-f]{32}\.csv": FILE, **TEMPORARY}
+_CELLS: OwnNames = {RUN_NAME: RUN, "twins": TWINS, rf"{LATEST}|\.{LATEST}-{RUN_NAME}": LINK, r".+\.yaml": FILE}
+MATRIX: OwnNames = {
+    r"(results\.jsonl|report\.html|shrunk-.+\.yaml|lane-[0-9]+\.log)": FILE,
+    "runs": _CELLS,
+    **TEMPORARY,
+}
+
+
+def own_files(folder: Path, form: OwnNames) -> Iterator[Path]:
+    """Yields the files of bamboo in a folder, and each of its folders behind the files in it; not `folder` itself."""
+    for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+        kind = next((kind for name, kind in form.items() if re.fullmatch(name, entry.name)), None)
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            if kind == TREE:
+                yield from _tree(path)
+            elif isinstance(kind, Mapping):
+                yield from own_files(path, kind)
+                yield path
+        elif (kind == LINK and entry.is_symlink()) or (kind == FILE and entry.is_file(follow_symlinks=False)):
+            yield path
+
+
+def disk_bytes(path: Path) -> int:
+    """Returns the bytes that an entry takes on disk, without the entries of a folder; 0 if it is gone."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _tree(folder: Path) -> Iterator[Path]:
+    for inner, folders, files in os.walk(folder, topdown=False):  # it does not follow links
+        yield from (Path(inner, name) for name in (*files, *folders))
+    yield folder

@@ -1,0 +1,63 @@
+"""Tells dead runs from live ones, and deletes the private stores that killed runs left in a folder of results.
+
+Rule: a launcher locks its run folder as long as it lives. Launchers without the lock are known by their process: it has
+the recorded pid and was created before the last event was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.files.run_folder import RunFolder, run_names
+from engine.runtime.process.folder_lock import unused_folder
+
+_STORES = ("logs/etcd", "twin/logs/etcd")
+_START_S = 60.0  # the time that a launcher may take from its folder to its first event
+_CLOCK_ERROR_S = 0.05  # of the times of processes, which the kernel counts in ticks
+
+
+@contextlib.contextmanager
+def dead_run(run: Path) -> Iterator[bool]:
+    """Yields whether no launcher uses a run folder; then none begins to use it during the block."""
+    with unused_folder(run) as is_unused:
+        yield is_unused and not _has_launcher(RunFolder(run))
+
+
+def stores(run: Path) -> list[Path]:
+    """Returns the data of private stores in a run folder: of the run, and of its twin."""
+    # Every launch looks at every run, so the first question is asked without objects.
+    found = [run / place for place in _STORES if os.path.isdir(f"{run}/{place}")]
+    return [each for each in found if each.resolve() == run.resolve() / each.relative_to(run)]
+
+
+def delete_dead_stores(results: Path) -> None:
+    """Deletes the private stores of killed runs in `results`; what cannot be deleted stays."""
+    for name in run_names(results):
+        run = results / name
+        if left := stores(run):
+            with dead_run(run) as is_dead:
+                for each in left if is_dead else ():
+                    shutil.rmtree(each, ignore_errors=True)
+
+
+def _has_launcher(run: RunFolder) -> bool:
+    import psutil
+
+    try:
+        with run.events.open("rb") as file:
+            first = json.loads(file.readline())
+        written_s = run.events.stat().st_mtime
+    except FileNotFoundError:
+        return time.time() - run.path.stat().st_mtime < _START_S
+    except (OSError, ValueError):
+        return False
+    try:  # a pid that was given to another process since then is not the launcher's
+        return psutil.Process(int(first["pid"])).create_time() < written_s + _CLOCK_ERROR_S
+    except (psutil.Error, LookupError, TypeError, ValueError):
+        return False
