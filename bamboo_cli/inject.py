@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from engine.core.errors import ExitCode
+from engine.core.errors import ExitCode, Problem, UserError
 
 if TYPE_CHECKING:
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.case_result import CaseResult
 
 EPILOG = (
-    "Examples:  bamboo inject --scenario kill-middle-stage  |  bamboo inject --scenario mine.yaml --dry-run  |  "
-    "bamboo inject --scenario kill-middle-stage --repeat 5 --json  |  "
+    "Examples:  bamboo inject kill-middle-stage  |  bamboo inject mine.yaml --dry-run  |  "
+    "bamboo inject kill-middle-stage --repeat 5 --json  |  "
     "bamboo inject --scenario kill-middle-stage --run latest"
 )
 # The first of these verdicts that occurs in several runs decides their exit code.
@@ -27,9 +27,12 @@ _WORST_FIRST = ("failed", "invalid", "passed")
 
 
 def inject(
+    file: Annotated[
+        str, typer.Argument(metavar="SCENARIO", help="a scenario of the library, or a file", show_default=False)
+    ] = "",
     scenario: Annotated[
-        str, typer.Option("--scenario", metavar="NAME|FILE", help="A scenario of the library, or a file.")
-    ],
+        str, typer.Option("--scenario", metavar="SCENARIO", help="The same as the argument.", show_default=False)
+    ] = "",
     run: Annotated[
         str,
         typer.Option("--run", metavar="RUN", help="Strike a job that is running, named as its folder is, or latest."),
@@ -57,7 +60,10 @@ def inject(
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
-    loaded = load_scenario(scenario, kinds(), seed, changed, offered)
+    if bool(file) == bool(scenario):
+        found = f"{file} and {scenario}" if file else "none"
+        raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
+    loaded = load_scenario(file or scenario, kinds(), seed, changed, offered)
     folder = find_run(Path(loaded.scenario.job.results), run) if run else None
     if dry_run:
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EPILOG = (
     "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
     "--set model_args.width=16  |  bamboo run --kill 5:2  |  bamboo run --redundancy eager --kill 5:2:B:3 --kill 9:0  "
-    "|  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
+    "|  bamboo run results/latest/run.json  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
 )
 
 
@@ -48,6 +48,8 @@ def run(
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin)
     faults = expand(scenario, resolved.job.seed)
     grace_s = grace_seconds(grace)
+    if resolved.with_faults and not faults:
+        typer.echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:

@@ -20,7 +20,7 @@ def validate(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE", help="files of scenarios, matrices or jobs, or scenarios of the library", show_default=False
+            metavar="FILE", help="files of scenarios, matrices or jobs, or names in the library", show_default=False
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -56,26 +56,28 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns the content of a file in words and as plain values; raises BambooError for a wrong file."""
-    from engine.files.jobs.job_file import is_job, merge
-    from engine.files.jobs.job_layers import document_layer
+    from engine.files.jobs.file_kind import kind_of
+    from engine.files.jobs.job_file import merge
+    from engine.files.jobs.job_layers import file_layer
     from engine.files.scenarios.matrix_file import read_matrix
-    from engine.files.scenarios.scenario_file import find_scenario, is_matrix, load_document
+    from engine.files.scenarios.scenario_file import find_file, library_names, load_document
     from engine.files.strict_yaml import read_yaml
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
-    path = find_scenario(name)
+    path = find_file(name, "scenario or matrix", library_names())
     document = read_yaml(path)
     if document.value is None and not document.problems:
         expected = "a scenario, a matrix or a job"
         raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
-    if is_matrix(document):
+    kind = kind_of(document)
+    if kind == "matrix":
         found = read_matrix(str(path), kinds(), offered=offered)
         cells = [each.cell.name for each in found.cells]
         text = f"a matrix of {len(cells)} cells; job: {found.job_from}"
         return text, {"cells": cells, "job_from": found.job_from}
-    if is_job(document):
-        job = merge([document_layer(document)], offered).job
+    if kind in ("job", "run"):
+        job = merge([file_layer(path)], offered).job
         return f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps", {"job": asdict(job)}
     loaded = load_document(path, document, kinds(), seed, offered=offered)
     number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"

@@ -64,7 +64,11 @@ def _text(name: str, value: str | bool) -> str:
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
-    file = typer.Argument(metavar="JOB.yaml", help="job file: YAML with the fields below", show_default=False)
+    file = typer.Argument(
+        metavar="JOB.yaml",
+        help="job file: YAML with the fields below; or run.json of a run, to repeat it",
+        show_default=False,
+    )
     setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
     parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]

@@ -188,20 +188,23 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
         scenario=name if is_shipped and loaded.source.is_whole else "scenario.yaml",
         text=copy.read_text(encoding="utf-8"),
         seed=loaded.seed,
-        settings=tuple(each for each in loaded.settings if not each.startswith("results=")),
+        settings=loaded.settings_but_results,
     )
 
 
 def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
     from engine.files.host_facts import host_facts
 
-    facts = {"job": asdict(case.scenario.job), "origins": case.origins, "host": host_facts(Path.cwd())}
+    facts: dict[str, Any] = {"job": asdict(case.scenario.job), "origins": case.origins, "host": host_facts(Path.cwd())}
     if case.file is not None:
         facts["scenario"] = {
             "name": case.scenario.name,
             "file": str(case.file.path),
             "job": case.file.job_from,
             "seed": case.file.seed,
+            "settings": case.file.settings_but_results,
             "faults": [to_plain(fault) for fault in case.faults],
         }
+    elif case.faults:
+        facts["kill"] = [fault.id for fault in case.faults]
     folder.write_run_json(facts | {"result": result})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.files.jobs.job_file import resolve_job
 from tests.e2e.launcher import Done, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -82,6 +83,8 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     assert (folder / "scenario.yaml").read_bytes() == (launcher.folder.parent / "mine.yaml").read_bytes()
     facts = json.loads((folder / "run.json").read_text())
     assert facts["scenario"]["seed"] == 0
+    assert facts["origins"]["stages"].startswith(f"{launcher.folder.parent / 'mine.yaml'}:1:")
+    assert resolve_job(folder / "run.json", {}).with_faults.endswith(f"--scenario {folder}/scenario.yaml --seed 0")
     assert [each["id"] for each in facts["scenario"]["faults"]] == ["first"]
     assert facts["result"]["case"]["verdict"] == "passed"
     (again,), (twin,) = launcher.events("scenario"), launcher.events("twin")

@@ -69,6 +69,8 @@ def test_json_is_one_object_on_stdout_and_the_files_say_the_same(launch: Launch)
     assert "\x1b" not in done.stderr
     assert re.search(r"^(starting: \d of 2 workers ready|step )", done.stderr, re.MULTILINE)
     assert "finished: 4 steps" in done.stderr
+    again = launch("run", str(folder / "run.json"), "--json", BAMBOO_STEPS="9").wait()
+    assert json.loads(again.stdout)["trajectory"] == said["trajectory"]
 
 
 def test_without_json_the_last_lines_are_the_summary_and_the_folder(launch: Launch) -> None:

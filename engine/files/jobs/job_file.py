@@ -1,7 +1,8 @@
 """Resolves a job from all its layers: default < user file < project file < job file < ``BAMBOO_*`` < ``--set`` < flag.
 
 Rules: layers are merged field by field, and ``model_args`` and the other arguments one by one. The problems of all
-layers are reported together, each at the place of its value.
+layers are reported together, each at the place of its value. The record of a run (``run.json``) repeats its job, so
+that only ``--set`` and flags change it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.errors import Problem, UserError
+from engine.files.jobs.file_kind import with_its_faults
 from engine.files.jobs.job_layers import PROJECT_FILE, Layer, environment_layer, file_layer, flag_layer, set_layer
-from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given
+from engine.files.jobs.job_value import ARGS_FIELDS, Given
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
-from engine.files.strict_yaml import Document
 
 Offered = Callable[[Job], Iterable[Problem]]  # the problems with the models, data and arguments that a job names
 
@@ -45,17 +46,13 @@ def resolve_job(
     Raises:
         UserError: with every problem of every layer.
     """
+    layers = [file_layer(job_file)] if job_file else []
+    if record := next((each.record for each in layers), None):
+        resolved = merge([*layers, set_layer(settings), flag_layer(flags or {})], offered)
+        return replace(resolved, with_faults=with_its_faults(record))
     files = [path for path in (_user_file(environment), project / PROJECT_FILE) if path and os.path.exists(path)]
-    files += [job_file] if job_file else []
-    layers = [*(file_layer(path) for path in files), environment_layer(environment), set_layer(settings)]
-    layers.append(flag_layer(flags or {}))
-    return merge(layers, offered)
-
-
-def is_job(document: Document) -> bool:
-    """Says whether a document is a job file; a scenario and a matrix, which have a name too, are none."""
-    keys = {path[0] for path in document.key_places if len(path) == 1}
-    return bool(keys & (FIELD_TYPES.keys() - {"name"})) and not keys & {"job", "faults", "expect", "cases", "axes"}
+    layers = [*(file_layer(path) for path in files), *layers, environment_layer(environment), set_layer(settings)]
+    return merge([*layers, flag_layer(flags or {})], offered)
 
 
 def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:

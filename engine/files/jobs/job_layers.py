@@ -7,11 +7,12 @@ Texts of the command line and the environment are YAML scalars; a text field tak
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import Problem, UserError, nearest
+from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 
@@ -22,10 +23,14 @@ RESERVED_PREFIX = "BAMBOO_ETCD"  # of the variables that set up etcd and no job
 
 @dataclass(slots=True)
 class Layer:
-    """The valid values of one layer, and the problems with the others."""
+    """The valid values of one layer, and the problems with the others.
+
+    `record` is the record of a run from which the layer was read: it has every field.
+    """
 
     given: list[Given] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    record: Document | None = None
 
     def add(self, given: Given) -> None:
         """Adds a value, or the problem with it."""
@@ -47,11 +52,16 @@ class Layer:
 
 
 def file_layer(path: Path) -> Layer:
-    """Returns the layer of a job file; an unreadable file is a problem of the layer."""
+    """Returns the layer of a job file, or of the record of a run; an unreadable file is a problem of the layer."""
     try:
-        return document_layer(read_yaml(path))
+        document = read_yaml(path)
     except UserError as error:
         return Layer(problems=list(error.problems))
+    if (problem := other_kind(document, "job", "run")) is not None:
+        return Layer(problems=[problem])
+    if kind_of(document) == "run":
+        return replace(document_layer(document.part("job")), record=document)
+    return document_layer(document)
 
 
 def document_layer(document: Document) -> Layer:

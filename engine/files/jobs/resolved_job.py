@@ -9,10 +9,14 @@ from engine.core.config.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``."""
+    """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``.
+
+    `with_faults` is the command that repeats the faults too, if the job is that of a run with faults.
+    """
 
     job: Job
     origins: dict[str, str]
+    with_faults: str = ""
 
 
 def explain(resolved: Resolved) -> list[tuple[str, object, str]]:

@@ -18,11 +18,12 @@ from engine.core.errors import Problem, UserError
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.matrix import SPREAD, Axis, Cell, MatrixCase, cells, spread_axes
 from engine.core.faults.scenario_plain import scenario_plain
+from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_file import Offered, anything
 from engine.files.jobs.job_layers import PROJECT_FILE
 from engine.files.jobs.job_value import shown
 from engine.files.scenarios.form import BAD, Atom, FormEntry, ListOf, Mapped, Reading, in_order, text
-from engine.files.scenarios.scenario_file import Loaded, find_file, is_matrix, library_names, load_document
+from engine.files.scenarios.scenario_file import Loaded, find_file, library_names, load_document
 from engine.files.scenarios.scenario_job import FROM, ScenarioJobs
 from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
@@ -103,7 +104,7 @@ def read_matrix(
         UserError: with every problem found.
         NothingMatchedError: the library has no such matrix.
     """
-    path = find_file(name_or_path, "matrix", library_names())
+    path = find_file(name_or_path, "scenario or matrix", library_names())
     document = read_yaml(path)
     reading = Reading(document, list(document.problems))
     settings = tuple(settings)
@@ -112,7 +113,9 @@ def read_matrix(
     def load(scenario: Document) -> Loaded:
         return load_document(path, scenario, kinds, None, settings, offered, jobs)
 
-    if isinstance(document.value, dict) and "faults" in document.value and not is_matrix(document):
+    if (problem := other_kind(document, "scenario", "matrix")) is not None:
+        raise UserError([problem])
+    if kind_of(document) == "scenario" and ("faults",) in document.key_places:
         return _of_one_scenario(path, load(document))
     values = _MATRIX.check(reading, (), document.value)
     if values is BAD:

@@ -13,13 +13,14 @@ from typing import Any
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.config.job import Job
-from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
+from engine.core.errors import NothingMatchedError, UserError, nearest
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import After, At, Fault
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
 from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.scalar import Scalar
+from engine.files.jobs.file_kind import other_kind
 from engine.files.jobs.job_file import Offered, anything, merge
 from engine.files.jobs.job_layers import Layer
 from engine.files.jobs.job_value import shown
@@ -31,7 +32,6 @@ from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 SUFFIX = ".yaml"
 MATRIX_PREFIX = "matrix-"
-RUN_MATRIX = "bamboo matrix {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class Loaded:
     source: JobSource
     origins: Mapping[str, str]
     settings: tuple[str, ...] = ()
+
+    @property
+    def settings_but_results(self) -> tuple[str, ...]:
+        """The settings that decide what is computed."""
+        return tuple(each for each in self.settings if not each.startswith("results="))
 
     @property
     def job_from(self) -> str:
@@ -89,19 +94,14 @@ def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
         NothingMatchedError: a bare name is not among `names`.
     """
     path = Path(name_or_path)
-    if path.suffix in (SUFFIX, ".yml") or len(path.parts) != 1:
+    if path.suffix in (SUFFIX, ".yml", ".json") or len(path.parts) != 1:
         return path
     if name_or_path not in names:
         is_matrix = name_or_path in library_names()
-        hint = f"it is a matrix: {RUN_MATRIX.format(name_or_path)}" if is_matrix else nearest(name_or_path, names)
+        hint = f"it is a matrix: bamboo matrix {name_or_path}" if is_matrix else nearest(name_or_path, names)
         hint = hint or f"there is {', '.join(names)}"
         raise NothingMatchedError(f"no {what} is called {name_or_path!r} ({hint}); a file is given by its path")
     return library() / f"{name_or_path}{SUFFIX}"
-
-
-def is_matrix(document: Document) -> bool:
-    """Says whether a document is a matrix, and not a single scenario."""
-    return any((name,) in document.key_places for name in ("cases", "axes"))
 
 
 def load_scenario(
@@ -122,9 +122,8 @@ def load_scenario(
     """
     path = find_scenario(name_or_path)
     document = read_yaml(path)
-    if is_matrix(document):
-        hint = f"run it with {RUN_MATRIX.format(path)}"
-        raise UserError([Problem("", "a scenario", "a matrix of many", hint, document.source)])
+    if (problem := other_kind(document, "scenario")) is not None:
+        raise UserError([problem])
     return load_document(path, document, kinds, seed, settings, offered)
 
 

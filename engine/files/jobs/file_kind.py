@@ -1,0 +1,60 @@
+"""The kind of a file, told by its keys: a job, a scenario, a matrix, or the record of a run (``run.json``).
+
+Rule: a command that gets a file of another kind names the kind, and the command for it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.core.errors import Problem
+from engine.files.jobs.job_value import FIELD_TYPES
+from engine.files.strict_yaml import Document
+
+FileKind = Literal["job", "scenario", "matrix", "run"]
+
+_NAMES: dict[FileKind, str] = {
+    "job": "a job",
+    "scenario": "a scenario",
+    "matrix": "a matrix",
+    "run": "the record of a run",
+}
+_COMMANDS: dict[FileKind, str] = {"job": "run", "scenario": "inject --scenario", "matrix": "matrix", "run": "run"}
+_OF_A_RECORD = {"job", "origins", "host"}
+
+
+def kind_of(document: Document) -> FileKind | None:
+    """Returns the kind of a document; None if no key tells it."""
+    keys = {path[0] for path in document.key_places if len(path) == 1}
+    if keys >= _OF_A_RECORD:
+        return "run"
+    if keys & {"cases", "axes"}:
+        return "matrix"
+    if keys & {"job", "faults", "expect"}:
+        return "scenario"
+    return "job" if keys & (FIELD_TYPES.keys() - {"name"}) else None
+
+
+def other_kind(document: Document, *wanted: FileKind) -> Problem | None:
+    """Returns the problem of a document of another kind than the `wanted` ones, with the command that takes it."""
+    found = kind_of(document)
+    if found is None or found in wanted:
+        return None
+    hint = f"run it with: bamboo {_COMMANDS[found]} {shlex.quote(document.source)}"
+    return Problem("", " or ".join(_NAMES[each] for each in wanted), _NAMES[found], hint, document.source)
+
+
+def with_its_faults(record: Document) -> str:
+    """Returns the command that repeats a run with its faults, from the record of the run; empty if it had none."""
+    value: Any = record.value
+    path = Path(record.source)
+    if isinstance(scenario := value.get("scenario"), dict):
+        words = ["inject", "--scenario", str(path.parent / "scenario.yaml"), "--seed", str(scenario.get("seed", 0))]
+        words += [word for each in scenario.get("settings", ()) for word in ("--set", str(each))]
+    elif kills := value.get("kill"):
+        words = ["run", str(path), *(word for each in kills for word in ("--kill", str(each)))]
+    else:
+        return ""
+    return shlex.join(["bamboo", *words])
