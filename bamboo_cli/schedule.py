@@ -145,6 +145,7 @@ def compare(
 
     Transfers cost nothing. With `--redundancy eager`: also the time that redundant forwards add to a step.
     """
+    from bamboo_cli.terminal.console import say_wrapped
     from engine.core.analysis.schedule_comparison import compare as comparison_of
     from engine.core.program.list_scheduler import op_costs
 
@@ -164,7 +165,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(asdict(comparison)))
         return
-    typer.echo(
+    say_wrapped(
         f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
         f"forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
     )
@@ -189,6 +190,7 @@ def _check_costs(forward: float, backward: float, weights: float) -> None:
 
 
 def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
+    from bamboo_cli.terminal.console import say_wrapped
     from bamboo_cli.terminal.tables import print_table
 
     titles = ["schedule", "V", "placement", "length", "over ideal", "bubble", "stash", "sends", "over none"]
@@ -202,11 +204,11 @@ def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
     shown = len(titles) if is_eager else len(titles) - 1
     numeric = [title not in ("schedule", "placement") for title in titles]
     print_table(titles[:shown], numeric[:shown], [row[:shown] for row in rows])
-    for name, reason in comparison.skipped.items():
-        typer.echo(f"{name:<22}  left out: {reason}")
-    typer.echo("stash: residuals of stages, each a part 1/V of a worker's layers")
+    skipped = [(name, f"not compared: {reason}") for name, reason in comparison.skipped.items()]
+    print_table(("schedule", "reason"), (False, False), skipped, has_head=False)
+    say_wrapped("stash: residuals of stages, each a part 1/V of a worker's layers")
     if is_eager:
-        typer.echo("over none: time that redundant forwards add to a step; they count in bubble and stash")
+        say_wrapped("over none: time that redundant forwards add to a step; they count in bubble and stash")
 
 
 def _read(path: Path) -> str:

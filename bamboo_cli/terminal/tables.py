@@ -25,7 +25,7 @@ FIRST_TO_GO = (
     *("replay ms", "total ms", "detect ms"),
     *("epoch", "commit ms", "grad norm", "validation loss", "samples/s"),
     *("code", "peak stash", "actions", "end ms", "last action", "peak memory MiB", "busy ms", "pid", "slots"),
-    *("start ns", "end ns", "kind", "microbatch", "redundant", "replayed", "pipeline", "stage", "op"),
+    *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),
     *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
     *("placement", "V", "sends", "stash", "over ideal"),
 )

@@ -46,7 +46,6 @@ _UNITS = {
     "_ns": " ns",
     "_mib": " MiB",
     "_bytes": " bytes",
-    "_per_s": "/s",
     "_p50": " p50 ms",
     "_p95": " p95 ms",
 }
@@ -59,7 +58,8 @@ def title_of(name: str) -> str:
         if name.endswith(ending):
             name = f"{name.removesuffix(ending)}{unit}"
             break
-    first, _, rest = name.removeprefix("num_").replace("_", " ").partition(" ")
+    name = name.removeprefix("num_").replace("_per_s", "/s").replace("_", " ")
+    first, _, rest = name.partition(" ")
     return f"{first.upper() if first in _RUNS else first} {rest}".rstrip()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_schedules_are_compared_for_any_number_of_stages_per_worker() -> None:
     assert {"zbv", "dualpipev"} <= {*found["skipped"]}
     assert {*found["skipped"]} | {row["schedule"] for row in found["rows"]} == {*SCHEDULES}
     table = said("compare", "job.yaml").stdout
-    assert "zbv                     left out: stages_per_worker: expected 2" in table
+    assert re.search("zbv +not compared: stages_per_worker: expected 2", table)
     assert "over none" not in table
 
 

