@@ -58,7 +58,7 @@ _SUMS_TAKEN = (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.COUNTED, by=By.SHADOW))
 def _transfer(about: str, value: Term, peer: int, *, sends: bool) -> OpRow:
     here, wire = (value,), (value._replace(at=Where.WIRE),)
     needs, makes = (here, wire) if sends else (wire, here)
-    return OpRow(about, Stands.BORDER, Shown.TRANSFER, needs, makes, peer=peer)
+    return OpRow(about, Stands.BORDER, Shown.TRANSFER if sends else Shown.WAITING, needs, makes, peer=peer)
 
 
 OP_TABLE: Final[dict[Op, OpRow]] = {

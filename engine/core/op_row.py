@@ -46,10 +46,11 @@ class Shown(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     PARTS = "backward in parts"
-    TRANSFER = "transfer, waiting"
+    TRANSFER = "transfer"
     REDUCE = "reduce, log"
     COMMIT = "commit, step"
     HEAL = "heal"
+    WAITING = "waiting"
 
 
 class WeightForm(Enum):

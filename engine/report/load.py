@@ -28,7 +28,7 @@ from engine.report.exposure import exposure_table
 from engine.report.history import history_table
 from engine.report.recovery import recovery_table
 from engine.report.steps import steps_table
-from engine.report.workers import workers_table
+from engine.report.workers import takeovers_table, workers_table
 
 TABLES = ("recovery", "steps", "workers", "actions")
 
@@ -53,6 +53,7 @@ class RunTables:
     actions: pd.DataFrame
     history: pd.DataFrame
     exposure: pd.DataFrame
+    takeovers: pd.DataFrame
     twin_loss: Mapping[int, float]  # by step; empty if the run was not compared with a twin
     scenario: ScenarioRecord | None  # of `bamboo inject`
     raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
@@ -90,6 +91,7 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         actions,
         history_table(history),
         exposure_table(history.job, recovery, end_ms),
+        takeovers_table(history),
         dict(twin.losses) if twin else {},
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),

@@ -1,4 +1,4 @@
-"""The table of workers: the first slots of each, its work and its end."""
+"""The table of workers: the first slots of each, its work and its end; and the slots that it took over."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pandas as pd
 from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
+from engine.core.ownership import by_slot
 from engine.report.actions import KINDS
 
-TRANSFER = KINDS.index("transfer, waiting")
+NOT_BUSY = (KINDS.index("transfer"), KINDS.index("waiting"))
+TAKEOVER_COLUMNS = ["from_ms", "pipeline", "stage", "before", "heir"]
 _COLUMNS = ["worker", "pid", "slots", "state", "code", "seen_ns", "peak_memory_mib", "peak_stash"]
 
 
@@ -33,12 +35,25 @@ def workers_table(history: RunHistory, actions: pd.DataFrame, origin_ns: int) ->
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)
     table = table.astype({"code": "Int64", "peak_memory_mib": "float64", "peak_stash": "Int64"})
-    busy = actions[actions["kind"] != TRANSFER].assign(busy_ms=(actions["end_ns"] - actions["start_ns"]) / 1e6)
+    busy = actions[~actions["kind"].isin(NOT_BUSY)].assign(busy_ms=(actions["end_ns"] - actions["start_ns"]) / 1e6)
     table["num_actions"] = table["worker"].map(actions.groupby("worker").size()).fillna(0).astype("int64")
     table["busy_ms"] = table["worker"].map(busy.groupby("worker")["busy_ms"].sum()).fillna(0.0)
     last = actions.sort_values("end_ns").groupby("worker").tail(1).set_index("worker")["action"]
     table["last_action"] = table["worker"].map(last)
     return table
+
+
+def takeovers_table(history: RunHistory) -> pd.DataFrame:
+    """Returns one row per slot and change of its owner: since when, the owner before, and the heir."""
+    owners = {slot: each.of for each in history.of(StartedRecord) for slot in each.slots}
+    rows = []
+    for epoch in history.epochs:
+        for slot, heir in by_slot(epoch.owners, history.job.stages).items():
+            before = owners.get(slot, heir)
+            if heir != before:
+                rows.append(((epoch.at_ns - history.begin_ns) / 1e6, *slot, before, heir))
+            owners[slot] = heir
+    return pd.DataFrame(rows, columns=TAKEOVER_COLUMNS).astype(dict.fromkeys(TAKEOVER_COLUMNS[1:], "int64"))
 
 
 def how_it_ended(end: ExitRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,54 @@ def test_every_action_in_view_is_a_bar(standard: Browser, run: RunTables) -> Non
     ((data, left, width),) = [each for each in drawn if each[0][0] == "2f0"]
     row = expected[expected["action"] == "2f0"].iloc[0]
     ends = [(row[name] - run.origin_ns) / 1e6 for name in ("start_ns", "end_ns")]
-    assert data[6] == ", replayed"
+    assert data[6] == ", replayed, of a slot that was taken over"
     assert [left, left + width] == pytest.approx([pixel_of(standard, at_ms, 1)[0] for at_ms in ends], abs=2)
+
+
+def test_a_takeover_is_seen_at_the_heir_and_at_the_dead(standard: Browser, run: RunTables) -> None:
+    """The heir kept the label of its first slot, and its work for the slot of the dead worker looked like its own."""
+    names = standard.ask("document.getElementById('timeline').layout.yaxis.ticktext")
+    since_s = run.takeovers["from_ms"].iloc[0] / 1e3
+    assert names[1:4] == [
+        "worker 0: <b>stage 0</b>",
+        f"worker 1: <b>stage 1</b><br>from {since_s:.1f} s also stage 2 (of worker 2)",
+        "worker 2: <b>stage 2</b>",
+    ]
+    notes = standard.ask("document.getElementById('timeline').layout.annotations.map((each) => each.text)")
+    assert "SIGKILL; worker 1 took over" in notes
+    drawn = bars(standard, "(data, trace) => data[1] === 1 && data[2] === 5")
+    taken_over = {data[0] for data, *_ in drawn if "taken over" in data[6]}
+    assert {"2f0", "2F7", "2B7"} <= taken_over
+    assert all(text.startswith("2") for text in taken_over)
+    dots = "[...document.querySelectorAll('#legend span')].map((each) => each.innerText)"
+    assert "for a slot that was taken over" in standard.ask(dots)
+
+
+def test_waiting_is_the_quietest_colour_and_a_transfer_another_one(
+    browser: Browser, run: RunTables, tmp_path: Path
+) -> None:
+    """One colour stood for both, and on a dark page it was the brightest of all."""
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        opened(browser, run, tmp_path)
+        entries = "[...document.querySelectorAll('#legend span')].map((each) => [each.innerText, COLOUR])".replace(
+            "COLOUR", "getComputedStyle(each.querySelector('i')).backgroundColor"
+        )
+        card = luminance(browser.ask("getComputedStyle(document.querySelector('section')).backgroundColor"))
+        away = {
+            name: abs(luminance(colour) - card) for name, colour in browser.ask(entries) if colour != "rgba(0, 0, 0, 0)"
+        }
+        assert len(away) >= 5
+        assert min(away, key=lambda name: away[name]) == "waiting", (scheme, away)
+        assert away["transfer"] > 1.5 * away["waiting"], (scheme, away)
+    browser.prefer("light")
+
+
+def luminance(colour: str) -> float:
+    """Returns the relative luminance of a colour such as ``rgb(1, 2, 3)``, from 0 to 1."""
+    parts = [float(each) / 255 for each in re.findall(r"[0-9.]+", colour)[:3]]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_pointing_at_a_bar_names_the_action(standard: Browser, run: RunTables) -> None:
@@ -121,7 +168,7 @@ def test_pointing_at_a_bar_names_the_action(standard: Browser, run: RunTables) -
     middle_ms = ((action["start_ns"] + action["end_ns"]) / 2 - run.origin_ns) / 1e6
     standard.point_at(*pixel_of(standard, middle_ms, 1))
     said = standard.wait_for("document.querySelector('#timeline .hoverlayer .hovertext')?.textContent")
-    assert said.startswith("2f3, replayed")
+    assert said.startswith("2f3, replayed, of a slot that was taken over")
     assert "worker 1, step 5, epoch 2" in said
 
 

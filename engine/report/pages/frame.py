@@ -56,7 +56,7 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         when=html.escape(heading.when),
         facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in heading.facts),
         mood=heading.mood,
-        headline=re.sub(r"(\d) (ms|s)\b", r"\1&nbsp;\2", html.escape(heading.sentence)),
+        headline=re.sub(r"(\d) (ms|s|%|units?)(?!\w)", r"\1&nbsp;\2", html.escape(heading.sentence)),
         tiles="".join(_tile(*each) for each in heading.tiles),
         note=heading.note,
         sections=sections,

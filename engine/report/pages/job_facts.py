@@ -9,21 +9,20 @@ from engine.core.history.process_records import HostRecord
 from engine.core.schedules.csv_text import name_of
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str, nouns: str = "") -> str:
     """Returns a number with its noun, such as ``1 stage`` or ``4 stages``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number:g} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def job_line(job: Job) -> str:
     """Returns the job in one line: model, data, shape, schedule and redundancy."""
     pipelines = f"{counted(job.pipelines, 'pipeline')} of " if job.pipelines > 1 else ""
     per_worker = f", {job.stages_per_worker} per worker" if job.stages_per_worker > 1 else ""
-    batches = "1 microbatch" if job.microbatches == 1 else f"{job.microbatches} microbatches"
     parts = [
         f"model {job.model} on data {job.data}",
         f"{pipelines}{counted(job.stages, 'stage')}{per_worker}",
         f"schedule {name_of(job.schedule)}",
-        f"{batches} of {job.microbatch_size}",
+        f"{counted(job.microbatches, 'microbatch', 'microbatches')} of {job.microbatch_size}",
         f"redundancy {job.redundancy}",
         counted(job.steps, "step"),
         f"seed {job.seed}",

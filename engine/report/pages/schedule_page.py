@@ -1,7 +1,8 @@
-"""The page of a job's program: its dry run as a timeline, and the number of residuals that each worker keeps over time.
+"""The page of a job's program: its dry run as a timeline, and the activations that each worker stashes over time.
 
-Rules: only compute actions are shown, because all others take no time in a dry run. A bar for another worker's slot is
-striped. The lower chart follows the zoom of the upper one.
+Rules: only compute actions are shown, because all others take no time in a dry run. A box has the number of its
+microbatch where that fits, and is the darker the later its stage. A box for another worker's slot is striped. The lower
+chart follows the zoom of the upper one.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ from engine.report.pages.charts import (
     title,
 )
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
-from engine.report.pages.timeline import REDUNDANT, packed
+from engine.report.pages.job_facts import counted
+from engine.report.pages.timeline import REDUNDANT, packed, slots_text
 
 _OPS = [op for op, row in OP_TABLE.items() if row.work and row.stands is not Stands.AGAIN]
 _COLOURS = (SKY, ORANGE, YELLOW, GREEN)
 _LINES = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, GREY)
+_UNIT = (
+    "A unit is a forward of one stage; a backward takes two, or one for each of its parts. Numbers are microbatches."
+)
+_DARKEST = 255
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -47,22 +53,30 @@ def schedule_page(job: Job) -> str:
     program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     idle = bubbles(run)
-    told = f"{len(idle)} workers, {run.makespan:g} units, of which a worker waits {run.bubble:.1%} on average"
+    name = name_of(job.schedule)
+    shape = f"{counted(job.stages, 'stage')}, {counted(job.microbatches, 'microbatch', 'microbatches')}"
+    all_alike = max(idle.values()) - min(idle.values()) < 0.005
+    waits = (
+        f"each worker waits {run.bubble:.0%} of them"
+        if all_alike
+        else f"a worker waits {run.bubble:.0%} of them on average"
+    )
+    told = f"{name}, {shape}: {counted(run.makespan, 'unit')}, {waits}".replace("%", " %")
     tiles: list[Tile] = [
-        ("length", f"{run.makespan:g}", "forwards of a stage"),
-        ("bubble", f"{run.bubble:.1%}", "of the time"),
-        ("most residuals", f"{max(run.peak_stash.values())}", "on one worker"),
-        ("microbatches", f"{job.microbatches}", f"through {job.stages} stages"),
+        ("length", f"{run.makespan:g}", "units"),
+        ("bubble", f"{run.bubble:.1%}".replace("%", " %"), "of the time"),
+        ("peak stashed activations", f"{max(run.peak_stash.values())}", "microbatches, on one worker"),
+        ("workers", f"{len(idle)}", f"for {counted(job.stages * job.pipelines, 'stage')}"),
     ]
     if job.redundancy == "eager":
         tiles.append(("redundant forwards", f"{over_none(run, job.schedule, ownership):.1%}", "longer than none"))
-    slots = {worker: " ".join(f"{d}.{stage}" for d, stage in ownership.slots_of(worker)) for worker in idle}
+    slots = {worker: slots_text(ownership.slots_of(worker), job.pipelines == 1) for worker in idle}
     table = pd.DataFrame(
         {
             "worker": list(idle),
-            "slots": [slots[worker] for worker in idle],
-            "bubble, %": [100 * share for share in idle.values()],
-            "most residuals": [run.peak_stash[worker] for worker in idle],
+            "stages": [slots[worker] for worker in idle],
+            "waits, % of the time": [100 * share for share in idle.values()],
+            "peak stashed activations": [run.peak_stash[worker] for worker in idle],
         }
     )
     data = {
@@ -72,7 +86,8 @@ def schedule_page(job: Job) -> str:
         "phase_colours": {},
     }
     sections = asset("schedule.html").replace("$workers", html_table(table))
-    return framed(Heading("bamboo schedule", name_of(job.schedule), "open", told, tiles), sections, data)
+    heading = Heading("bamboo schedule", name, "open", told, tiles, facts=[_UNIT, f"Redundancy {job.redundancy}."])
+    return framed(heading, sections, data)
 
 
 def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: dict[int, float]) -> dict[str, Any]:
@@ -80,15 +95,20 @@ def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: di
     spans = [span for span in run.spans if span.action.op in COMPUTE_OPS]
     redundant = [ownership.owner(each.action.pipeline, each.action.stage) != each.worker for each in spans]
     nothing, all_bars = np.zeros(len(spans)), np.zeros(len(idle))
+    last_stage = max(1, *(each.action.stage for each in spans))
     return {
-        "unit": "units",
-        "axis": "forwards of a stage",
+        "unit": "unit",
+        "axis": "units",
+        "numbered": True,
         "all": "Whole step",
         "told": "worker %{customdata[1]}",
         "follower": "stash",
         "kinds": [OP_TABLE[op].about for op in _OPS],
         "texts": [str(span.action) for span in spans],
-        "workers": [{"worker": each, "slots": slots[each], "state": "", "end": None} for each in idle],
+        "workers": [
+            {"worker": each, "slots": slots[each], "also": [], "also_short": "", "state": "", "end": None}
+            for each in idle
+        ],
         "actions": {
             "worker": packed([span.worker for span in spans], "<i4"),
             "start": packed([span.start for span in spans], "<f8"),
@@ -98,6 +118,7 @@ def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: di
             "text": packed(range(len(spans)), "<i4"),
             "kind": packed([_OPS.index(span.action.op) for span in spans], "<u1"),
             "mark": packed(np.array(redundant) * REDUNDANT, "<u1"),
+            "shade": packed([each.action.stage * _DARKEST // last_stage for each in spans], "<u1"),
         },
         "bars": {
             "worker": packed(list(idle), "<i4"),
@@ -135,7 +156,7 @@ def _stash(run: DryRun) -> Figure:
         "dragmode": False,
         "showlegend": True,
         "legend": LEGEND,
-        "xaxis": title("forwards of a stage") | {"range": [0, run.makespan], "fixedrange": True},
-        "yaxis": title("residuals") | {"rangemode": "tozero", "fixedrange": True},
+        "xaxis": title("units") | {"range": [0, run.makespan], "fixedrange": True},
+        "yaxis": title("microbatches") | {"rangemode": "tozero", "fixedrange": True},
     }
     return {"data": lines, "layout": layout}

@@ -21,9 +21,11 @@ const LONGEST = ACTIONS.length.reduce((most, each) => Math.max(most, each), 0);
 const PRESENT = LINE.kinds.map((_, kind) => ACTIONS.kind.includes(kind));
 let view = [0, LINE.end];
 
-// Dark blue is lost on a dark page.
+// Dark blue is lost on a dark page; waiting is the colour nearest to the page, and a transfer the next one.
 const DARK = matchMedia("(prefers-color-scheme: dark)");
-const suited = (value) => JSON.parse(DARK.matches ? JSON.stringify(value).replaceAll("#0072B2", "#4C9FE0") : JSON.stringify(value));
+const IN_THE_DARK = { "#0072B2": "#4C9FE0", "#E6E9ED": "#2A3039", "#9AA5B1": "#66707D" };
+const suited = (value) => JSON.parse(JSON.stringify(value).replace(/#[0-9A-F]{6}/g,
+  (light) => (DARK.matches && IN_THE_DARK[light]) || light));
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const escaped = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const shortened = (text, most) => (text.length > most ? text.slice(0, most - 1) + "\u2026" : text);
@@ -71,10 +73,45 @@ function singleActions() {
   return found === null || (found.length === 0 && barsIn(view).length > 0) ? null : found;
 }
 
+// The bits of a mark, with their pattern; of several patterns the first is drawn.
+const MARKS = [
+  { bit: 2, pattern: "x", word: "replayed", told: "replayed after a failure", style: "crossed" },
+  { bit: 1, pattern: "/", word: "redundant", told: "redundant: for another worker's slot", style: "striped" },
+  { bit: 4, pattern: ".", word: "of a slot that was taken over", told: "for a slot that was taken over", style: "dotted" },
+];
+const patternOf = (mark) => MARKS.find(({ bit }) => mark & bit)?.pattern ?? "";
+const said = (mark) => MARKS.filter(({ bit }) => mark & bit).map(({ word }) => ", " + word).join("");
+
+// A time with its unit: 1 unit, 2 units; 1 ms, 2 ms.
+function amount(time) {
+  const rounded = Number(time.toFixed(3));
+  return `${rounded} ${LINE.unit}${LINE.unit === "unit" && rounded !== 1 ? "s" : ""}`;
+}
+
+// The microbatch of an action, if its box has room for it.
+function numberIn(i) {
+  const number = LINE.texts[ACTIONS.text[i]].match(/^\d+[A-Za-z_]+(\d*)/)[1];
+  return ACTIONS.length[i] * pixelsPerMs() > 8 * number.length + 3 ? number : "";
+}
+
+// A colour mixed with white for the first stage, and with black for the last one.
+function shaded(light, shade) {
+  const part = shade / 255;
+  const [target, share] = part < 0.5 ? [255, 0.55 - 1.1 * part] : [0, 0.6 * (part - 0.5)];
+  const parts = [1, 3, 5].map((at) => parseInt(light.slice(at, at + 2), 16));
+  return `rgb(${parts.map((each) => Math.round(each + (target - each) * share)).join()})`;
+}
+
+const colourOf = (i) => shaded(DATA.colours[ACTIONS.kind[i]], ACTIONS.shade?.[i] ?? 127);
+
+function isDark(rgb) {
+  const [red, green, blue] = rgb.match(/\d+/g).map(Number);
+  return 0.299 * red + 0.587 * green + 0.114 * blue < 95;
+}
+
 function traceOf(kind, which) {
   const at = which.filter((i) => ACTIONS.kind[i] === kind);
   const some = at.length ? at : [null];
-  const said = { 0: "", 1: ", redundant", 2: ", replayed", 3: ", redundant, replayed" };
   return {
     type: "bar",
     orientation: "h",
@@ -84,15 +121,21 @@ function traceOf(kind, which) {
     y: some.map((i) => (i === null ? null : ROW_OF.get(ACTIONS.worker[i]))),
     width: 0.78,
     customdata: at.map((i) => [LINE.texts[ACTIONS.text[i]], ACTIONS.worker[i], ACTIONS.step[i], ACTIONS.epoch[i],
-      ACTIONS.length[i], ACTIONS.start[i], said[ACTIONS.mark[i]]]),
+      amount(ACTIONS.length[i]), amount(ACTIONS.start[i]), said(ACTIONS.mark[i])]),
+    text: LINE.numbered ? at.map((i) => numberIn(i)) : undefined,
+    textposition: "inside",
+    insidetextanchor: "middle",
+    textangle: 0,
+    constraintext: "none",
+    insidetextfont: { color: at.map((i) => (isDark(colourOf(i)) ? "#ffffff" : "#16191d")), size: 12 },
     marker: {
-      color: suited(DATA.colours[kind]),
+      color: ACTIONS.shade ? at.map(colourOf) : suited(DATA.colours[kind]),
       line: { width: 0.5, color: colour("card") },
-      pattern: { shape: at.map((i) => ["", "/", "x", "x"][ACTIONS.mark[i]]), size: 6, solidity: 0.35,
+      pattern: { shape: at.map((i) => patternOf(ACTIONS.mark[i])), size: 6, solidity: 0.35,
         fgcolor: "#16191d", fillmode: "overlay" },
     },
     hovertemplate: `<b>%{customdata[0]}</b>%{customdata[6]}<br>${LINE.told}<br>` +
-      `%{customdata[4]:.3~f} ${LINE.unit} from %{customdata[5]:.3~f} ${LINE.unit}<extra></extra>`,
+      "%{customdata[4]} from %{customdata[5]}<extra></extra>",
   };
 }
 
@@ -101,8 +144,10 @@ function drawLegend(single, kinds) {
   const marks = single === null ? [] : [...new Set(single.map((i) => ACTIONS.mark[i]))];
   const entries = single === null ? [["a step, the stronger the colour the busier", "#56B4E9", ""]]
     : kinds.map((kind) => [LINE.kinds[kind], suited(DATA.colours[kind]), ""]);
-  if (marks.some((mark) => mark & 1)) entries.push(["redundant: for another worker's slot", "", "striped"]);
-  if (marks.some((mark) => mark & 2)) entries.push(["replayed after a failure", "", "crossed"]);
+  if (ACTIONS.shade) entries.push(["the darker, the later the stage", "", "shades"]);
+  for (const { pattern, told, style } of MARKS) {
+    if (marks.some((mark) => patternOf(mark) === pattern)) entries.push([told, "", style]);
+  }
   document.getElementById("legend").replaceChildren(...entries.map(([name, background, style]) => {
     const [entry, swatch] = [document.createElement("span"), document.createElement("i")];
     swatch.style.backgroundColor = background;
@@ -247,6 +292,14 @@ function annotations() {
   return found;
 }
 
+// A name may be as wide as a quarter of the chart, and as high as its row.
+function nameOf({ worker, slots, also, also_short }) {
+  if (document.getElementById("timeline").clientWidth < 700) return `<b>${worker}</b> ${escaped(also_short)}`;
+  const most = LINE.workers.length > 16 ? 0 : 2;
+  const lines = also.length > most ? [...also.slice(0, most - 1), also_short] : also;
+  return [`worker ${worker}: <b>${escaped(slots)}</b>`, ...lines.map(escaped)].join(most ? "<br>" : " ");
+}
+
 function draw() {
   const single = singleActions();
   const kinds = LINE.kinds.map((_, kind) => kind).filter((kind) => PRESENT[kind]);
@@ -254,7 +307,7 @@ function draw() {
   drawLegend(single, kinds);
   if (LINE.recoveries.length) traces.push(phaseTrace(), faultTrace());
   const rows = LINE.workers.length;
-  const names = LINE.workers.map((each) => `worker ${each.worker}  <b>${escaped(each.slots)}</b>`);
+  const names = LINE.workers.map(nameOf);
   const withPhases = LINE.recoveries.length > 0;
   Plotly.react("timeline", traces, themed({
     barmode: "overlay",

@@ -7,6 +7,7 @@ bar per worker. Times are milliseconds since training began.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ import pandas as pd
 from engine.report.actions import KINDS
 from engine.report.load import RunTables
 from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
-from engine.report.workers import TRANSFER
+from engine.report.workers import NOT_BUSY
 
 MAX_ACTIONS = 150_000
-REDUNDANT, _REPLAYED = 1, 2  # bits that choose the pattern of a bar
+REDUNDANT, _REPLAYED, _TAKEN_OVER = 1, 2, 4  # bits that choose the pattern of a bar
 
 
 def timeline(run: RunTables) -> dict[str, Any]:
@@ -26,15 +27,17 @@ def timeline(run: RunTables) -> dict[str, Any]:
     shown = _nearest(run.actions, run.recovery)
     codes, texts = pd.factorize(shown["action"])
     origin_ns = run.origin_ns
-    marks = shown["redundant"] * REDUNDANT + shown["replayed"] * _REPLAYED
+    taken_over = _of_others(shown, run) & ~shown["redundant"]
+    marks = shown["redundant"] * REDUNDANT + shown["replayed"] * _REPLAYED + taken_over * _TAKEN_OVER
     return {
         "unit": "ms",
+        "numbered": False,
         "axis": "ms since training began",
         "all": "Whole run",
         "told": "worker %{customdata[1]}, step %{customdata[2]}, epoch %{customdata[3]}",
         "kinds": list(KINDS),
         "texts": [str(text) for text in texts],
-        "workers": [_worker(row) for row in run.workers.itertuples()],
+        "workers": [_worker(row, run) for row in run.workers.itertuples()],
         "actions": {
             "worker": packed(shown["worker"], "<i4"),
             "start": packed((shown["start_ns"] - origin_ns) / 1e6, "<f8"),
@@ -71,14 +74,53 @@ def packed(values: Any, dtype: str) -> tuple[str, str]:
     return dtype[1:], base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()
 
 
-def _worker(row: Any) -> dict[str, Any]:
+def _of_others(actions: pd.DataFrame, run: RunTables) -> pd.Series:
+    """Returns for each action whether its worker took over the slot from another worker."""
+    slot = ["worker", "pipeline", "stage"]
+    since_ms = run.takeovers.groupby(["heir", "pipeline", "stage"])["from_ms"].min()
+    known = pd.MultiIndex.from_frame(actions[slot])
+    begin_ms = pd.Series(since_ms.reindex(known).fillna(np.inf).to_numpy(), index=actions.index)
+    return (actions["start_ns"] - run.origin_ns) / 1e6 >= begin_ms
+
+
+def _worker(row: Any, run: RunTables) -> dict[str, Any]:
+    """Returns the line of a worker: its name, its first slots, the slots that it took over, and its end."""
+    one_pipeline = run.job.pipelines == 1
+    slots = [tuple(map(int, each.split("."))) for each in row.slots.split()]
+    lost = run.takeovers[run.takeovers["before"] == row.worker]
+    gained = run.takeovers[run.takeovers["heir"] == row.worker]
+    also = []
+    for (from_ms, before), each in gained.groupby(["from_ms", "before"]):
+        taken = slots_text(each[["pipeline", "stage"]].to_numpy(), one_pipeline)
+        also.append(f"from {from_ms / 1e3:.1f} s also {taken} (of worker {before})")
     dead = row.state not in ("finished", "stopped", "running")
-    return {"worker": row.worker, "slots": row.slots, "state": row.state, "end": row.end_ms if dead else None}
+    heirs = [f"worker {heir}" for heir in dict.fromkeys(lost["heir"])]
+    goes_on = f"; {' and '.join(heirs)} took over" if heirs else ""
+    return {
+        "worker": row.worker,
+        "slots": slots_text(slots, one_pipeline),
+        "also": also,
+        "also_short": " ".join(f"+{each.pipeline}.{each.stage}" for each in gained.itertuples()),
+        "state": f"{row.state}{goes_on}",
+        "end": row.end_ms if dead else None,
+    }
+
+
+def slots_text(slots: Iterable[Sequence[int]], one_pipeline: bool) -> str:
+    """Returns slots in words, such as ``stages 0, 7`` or, beside other pipelines, ``stage 1 of pipeline 0``."""
+    by_pipeline: dict[int, list[str]] = {}
+    for pipeline, stage in slots:
+        by_pipeline.setdefault(pipeline, []).append(str(stage))
+    return ", ".join(
+        f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(stages)}"
+        + ("" if one_pipeline else f" of pipeline {pipeline}")
+        for pipeline, stages in by_pipeline.items()
+    )
 
 
 def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
     """Returns one bar per worker and step: its start, its length, and the busy share of that length."""
-    busy_ns = (actions["end_ns"] - actions["start_ns"]).where(actions["kind"] != TRANSFER, 0)
+    busy_ns = (actions["end_ns"] - actions["start_ns"]).where(~actions["kind"].isin(NOT_BUSY), 0)
     grouped = actions.assign(busy_ns=busy_ns).groupby(["worker", "step", "epoch"], as_index=False)
     bars = grouped.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), busy_ns=("busy_ns", "sum"))
     length_ns = (bars["end_ns"] - bars["start_ns"]).clip(lower=1)
