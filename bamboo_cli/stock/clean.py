@@ -101,7 +101,11 @@ def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: li
             typer.echo(f"{each.path} stays: it is in use again, or has files that bamboo did not write", err=True)
     total = _mib(sum(num_bytes for _, num_bytes, _ in rows))
     verb = "to delete" if dry_run else "deleted"
-    typer.echo(f"{verb}: {total} MiB in {len(rows)} places" if rows else f"nothing to delete in {str(results)!r}")
+    typer.echo(
+        f"{verb}: {total} MiB in {len(rows)} {'place' if len(rows) == 1 else 'places'}"
+        if rows
+        else f"nothing to delete in {str(results)!r}"
+    )
     if busy:
         typer.echo(f"left alone, because it goes on: {', '.join(busy)}")
 

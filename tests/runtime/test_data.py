@@ -15,8 +15,10 @@ from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, Problem, UserError
 from engine.models.data import Data
 from engine.models.datasets.images import split
+from engine.models.descriptions import DATA_TEXTS, MODEL_TEXTS, SAMPLES
 from engine.models.layers import Batch
 from engine.models.model_loader import open_data
+from engine.models.model_registry import DATA, MODELS
 
 BUILTIN_JOBS = {
     "text": Job(model="gpt"),
@@ -265,3 +267,22 @@ def test_every_wrong_argument_is_named_at_once() -> None:
         ("data_args.features", "'many'"),
     ]
     assert caught.value.problems[0].hint == "did you mean 'features'?"
+
+
+def test_the_list_of_data_says_the_samples_that_they_yield() -> None:
+    def sample(data: Data) -> str:
+        batch = data.microbatch(0, 0, 0, 2)
+        inputs, targets = batch.inputs[0], batch.targets[0]
+        kind, shape = str(inputs.dtype).removeprefix("torch."), "x".join(map(str, inputs.shape[1:]))
+        match data.facts.task:
+            case "classify":
+                return f"{kind} {shape}, {data.facts.num_classes} classes"
+            case "regress":
+                return f"{kind} {shape}, target {str(targets.dtype).removeprefix('torch.')} {targets.shape[1]}"
+            case _:
+                return f"{kind} {shape}, below {data.facts.vocabulary}"
+
+    found = {name: {task: sample(factory(0)) for task, factory in tasks.items()} for name, tasks in DATA.items()}
+    assert found == SAMPLES
+    assert list(DATA_TEXTS) == list(DATA)
+    assert list(MODEL_TEXTS) == list(MODELS)
