@@ -59,8 +59,9 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     from engine.files.jobs.file_kind import kind_of
     from engine.files.jobs.job_file import merge
     from engine.files.jobs.job_layers import file_layer
+    from engine.files.scenarios.library import find_file, library_names
     from engine.files.scenarios.matrix_file import read_matrix
-    from engine.files.scenarios.scenario_file import find_file, library_names, load_document
+    from engine.files.scenarios.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds

@@ -78,7 +78,7 @@ def _rows(kind: Kind, results: Path) -> list[dict[str, Any]]:
 
 def _files(*, matrices: bool) -> list[dict[str, Any]]:
     """Returns the scenarios, or the matrices, of the library and of the user's folder."""
-    from engine.files.scenarios.scenario_file import SUFFIX, library
+    from engine.files.scenarios.library import SUFFIX, library
 
     own = sorted(_SCENARIOS.glob(f"*{SUFFIX}")) if _SCENARIOS.resolve() != library().resolve() else []
     rows = []

@@ -180,7 +180,7 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
 
     The text comes from the `copy` that the run made at its start, because the user may have changed the file since.
     """
-    from engine.files.scenarios.scenario_file import library
+    from engine.files.scenarios.library import library
 
     name = loaded.scenario.name
     is_shipped = loaded.path == library() / f"{name}.yaml"

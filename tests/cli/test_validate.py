@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.schema import schema
 from bamboo_cli.validate import validate
-from engine.files.scenarios.scenario_file import library, load_scenario, scenario_names
+from engine.files.scenarios.library import library, scenario_names
+from engine.files.scenarios.scenario_file import load_scenario
 from engine.files.scenarios.scenario_schema import json_schema
 from engine.runtime.faults.registry import kinds
 

@@ -10,7 +10,8 @@ import pytest
 from engine.core.faults.fault import After
 from engine.core.faults.scenario import Every, Expect, Limits, Scenario
 from engine.core.faults.scenario_plain import scenario_plain
-from engine.files.scenarios.scenario_file import load_document, load_scenario, scenario_names
+from engine.files.scenarios.library import scenario_names
+from engine.files.scenarios.scenario_file import load_document, load_scenario
 from engine.files.strict_yaml import read_text
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted

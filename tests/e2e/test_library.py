@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.files.scenarios.scenario_file import load_scenario, scenario_names
+from engine.files.scenarios.library import scenario_names
+from engine.files.scenarios.scenario_file import load_scenario
 from engine.harness.case_runner import case_of_file, run_case
 from engine.harness.screen import lines_only
 from engine.runtime.doctor.leak_check import mark_processes

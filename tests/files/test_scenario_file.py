@@ -10,7 +10,8 @@ import pytest
 from engine.core.errors import NothingMatchedError, UserError
 from engine.core.faults.fault import After, Owner, Role
 from engine.core.faults.scenario import Every, Expect, Limits, Target
-from engine.files.scenarios.scenario_file import Loaded, find_scenario, library, load_scenario
+from engine.files.scenarios.library import find_scenario, library
+from engine.files.scenarios.scenario_file import Loaded, load_scenario
 from engine.files.scenarios.scenario_schema import ACTIONS
 from tests.core.scenario_cases import KINDS, at
 
@@ -267,7 +268,7 @@ expect: {recovery: {max: 1s}, outcome: state-lost, steps_lost: none}
 
 
 def test_a_matrix_is_no_scenario(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"expected a scenario, found a matrix of many \(run it with bamboo matrix /"):
+    with pytest.raises(UserError, match=r"expected a scenario, found a matrix \(run it with: bamboo matrix /"):
         load_scenario(str(library() / "matrix-smoke.yaml"), KINDS)
     with pytest.raises(NothingMatchedError, match=r"'matrix-smoke' \(it is a matrix: bamboo matrix matrix-smoke\)"):
         find_scenario("matrix-smoke")

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from bamboo_cli.app import app
 from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.files.scenarios.library import scenario_names
 from engine.files.scenarios.matrix_file import read_matrix
-from engine.files.scenarios.scenario_file import Loaded, load_document, load_scenario, scenario_names
+from engine.files.scenarios.scenario_file import Loaded, load_document, load_scenario
 from engine.files.strict_yaml import read_text
 from engine.harness.case_runner import case_of_file, scenario_record, whole_text
 from engine.runtime.faults.registry import kinds

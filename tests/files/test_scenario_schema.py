@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
-from engine.files.scenarios.scenario_file import library, library_names, load_scenario, scenario_names
+from engine.files.scenarios.library import library, library_names, scenario_names
+from engine.files.scenarios.scenario_file import load_scenario
 from engine.files.scenarios.scenario_schema import job_file_schema, json_schema
 from engine.files.strict_yaml import read_text
 from tests.core.scenario_cases import KINDS

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from engine.core.history.run_records import ScenarioRecord
-from engine.files.scenarios.scenario_file import find_scenario, load_scenario
+from engine.files.scenarios.library import find_scenario
+from engine.files.scenarios.scenario_file import load_scenario
 from engine.harness.case_runner import scenario_record
 from engine.runtime.faults.registry import kinds
 

@@ -23,7 +23,8 @@ from engine.files.jobs.job_file import Offered, anything
 from engine.files.jobs.job_layers import PROJECT_FILE
 from engine.files.jobs.job_value import shown
 from engine.files.scenarios.form import BAD, Atom, FormEntry, ListOf, Mapped, Reading, in_order, text
-from engine.files.scenarios.scenario_file import Loaded, find_file, library_names, load_document
+from engine.files.scenarios.library import find_file, library_names
+from engine.files.scenarios.scenario_file import Loaded, load_document
 from engine.files.scenarios.scenario_job import FROM, ScenarioJobs
 from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
 from engine.files.strict_yaml import Document, KeyPath, read_yaml

@@ -1,7 +1,6 @@
 """Reads scenario files; all mistakes of a file are reported together, each at its line and column.
 
-Rules: `scenario_job` says which job a scenario means. A scenario is found by its path, or by its bare name in the
-library that comes with the program.
+Rules: `scenario_job` says which job a scenario means, and `library` where a scenario is found.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.config.job import Job
-from engine.core.errors import NothingMatchedError, UserError, nearest
+from engine.core.errors import UserError, nearest
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import After, At, Fault
 from engine.core.faults.fault_kind import FaultKind
@@ -26,12 +25,10 @@ from engine.files.jobs.job_layers import Layer
 from engine.files.jobs.job_value import shown
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.scenarios.form import Reading, in_order
+from engine.files.scenarios.library import find_scenario
 from engine.files.scenarios.scenario_job import JobSource, ScenarioJobs
 from engine.files.scenarios.scenario_schema import CHECKPOINT, scenario_form
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
-
-SUFFIX = ".yaml"
-MATRIX_PREFIX = "matrix-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,50 +55,6 @@ class Loaded:
     def job_from(self) -> str:
         """The source of the job, in words."""
         return self.source.text(self.scenario.job)
-
-
-def library() -> Path:
-    """Returns the folder of the scenarios that come with the program: in the package, or beside it in a checkout."""
-    package = Path(__file__).parents[2]
-    return next((each for each in (package / "scenarios", package.parent / "scenarios") if each.is_dir()), package)
-
-
-def library_names() -> list[str]:
-    """Returns the bare names of the library, in order."""
-    return sorted(path.stem for path in library().glob(f"*{SUFFIX}"))
-
-
-def scenario_names() -> list[str]:
-    """Returns the bare names of the library's scenarios, without its matrices."""
-    return [name for name in library_names() if not name.startswith(MATRIX_PREFIX)]
-
-
-def find_scenario(name_or_path: str) -> Path:
-    """Returns the file of a scenario, given by its path or its bare name in the library.
-
-    Raises:
-        NothingMatchedError: the library has no scenario of this name.
-    """
-    return find_file(name_or_path, "scenario", scenario_names())
-
-
-def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
-    """Returns the path that is given, or the file in the library of one of the bare `names`.
-
-    `what` is the noun for the message: a scenario or a matrix.
-
-    Raises:
-        NothingMatchedError: a bare name is not among `names`.
-    """
-    path = Path(name_or_path)
-    if path.suffix in (SUFFIX, ".yml", ".json") or len(path.parts) != 1:
-        return path
-    if name_or_path not in names:
-        is_matrix = name_or_path in library_names()
-        hint = f"it is a matrix: bamboo matrix {name_or_path}" if is_matrix else nearest(name_or_path, names)
-        hint = hint or f"there is {', '.join(names)}"
-        raise NothingMatchedError(f"no {what} is called {name_or_path!r} ({hint}); a file is given by its path")
-    return library() / f"{name_or_path}{SUFFIX}"
 
 
 def load_scenario(
