@@ -121,16 +121,18 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
 
 def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
     """Prints the summary of all runs; returns the exit code."""
-    from engine.harness.case_result import pauses_ms
+    from engine.harness.case_result import stalls_of
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict), not each.exit_code))
-    pauses = pauses_ms(cases)
+    stalls = stalls_of(cases)
     if len(cases) > 1:
         passed = sum(each.verdict == "passed" for each in cases)
-        parts = [f"{passed} of {len(cases)} passed", *(f"{name} {pause:.1f} ms" for name, pause in pauses.items())]
-        typer.echo("; pause ".join(parts[:2]) + "".join(f", {each}" for each in parts[2:]), err=as_json)
+        parts = [f"{passed} of {len(cases)} passed"]
+        parts += [f"training stalled for {', '.join(f'{name} {each}' for name, each in stalls.items())}"] * bool(stalls)
+        typer.echo("; ".join(parts), err=as_json)
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict}
-        found |= {"exit_code": int(worst.exit_code), "pause_ms": pauses, "runs": [each.as_dict() for each in cases]}
+        stalls_ms = {name: round(each.least_ns / 1e6, 3) for name, each in stalls.items()}
+        found |= {"exit_code": int(worst.exit_code), "stall_ms": stalls_ms, "runs": [each.as_dict() for each in cases]}
         typer.echo(json.dumps(found))
     return int(worst.exit_code)

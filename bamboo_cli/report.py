@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Examples:  bamboo report  |  bamboo report --table steps --format csv  |  bamboo report --trace trace.json  |  "
-    "bamboo report --fail-if 'recovery.total_ms.p95 > 500'"
+    "bamboo report --fail-if 'recovery.stall_ms.p95 > 500'"
 )
 
 

@@ -73,6 +73,7 @@ replay: the part of a plan that computes again results that are gone.
 recovery: the time from a failure to the first commit after it.
 phase: one part of a recovery, or the state of a job in the membership protocol.
 pause: the time of a recovery in which nothing new is computed.
+stall: the time between the commits around a failure, less a usual step.
 rendezvous: the store through which the members of an epoch find each other.
 
 Processes:

@@ -36,12 +36,17 @@ class Position(NamedTuple):
 
 
 class Exclusion(NamedTuple):
-    """One worker of a verdict; `why` is a sentence that follows "worker N", and names `seen` at its end."""
+    """One worker of a verdict; `why` is a sentence that follows "worker N", and names `seen` at its end.
+
+    `alive_ns` is the last sign of life of a worker that is silent or hangs, on the clock of the coordinator: reports
+    use it, decisions do not.
+    """
 
     worker: int
     why: str
     cause: Cause
     seen: Position | None = None
+    alive_ns: int | None = None
 
     @property
     def how(self) -> str:
@@ -52,9 +57,11 @@ class Exclusion(NamedTuple):
 Verdict = tuple[Exclusion, ...]
 
 
-def excluded(worker: int, cause: Cause, how: str, seen: Position | None = None) -> Exclusion:
+def excluded(
+    worker: int, cause: Cause, how: str, seen: Position | None = None, alive_ns: int | None = None
+) -> Exclusion:
     """Returns the entry of a verdict; its sentence consists of `how` and the position."""
-    return Exclusion(worker, f"{how}, {seen}" if seen else how, cause, seen)
+    return Exclusion(worker, f"{how}, {seen}" if seen else how, cause, seen, alive_ns)
 
 
 def in_words(out: Iterable[Exclusion]) -> str:
@@ -69,5 +76,7 @@ def verdict_of(event: Mapping[str, Any]) -> Verdict:
 
 def exclusion_of(entry: Sequence[Any]) -> Exclusion:
     """Returns an entry of a verdict from its form in JSON; an entry without a cause, as of old, tells of a death."""
-    worker, why, cause, seen = (*entry, Cause.DEATH, None)[:4]
-    return Exclusion(worker, why, Cause(cause), Position(*seen) if seen else None)
+    worker, why, *more = entry
+    told: list[Any] = [*more, *[Cause.DEATH, None, None][len(more) :]]
+    cause, seen, alive_ns = told
+    return Exclusion(worker, why, Cause(cause), Position(*seen) if seen else None, alive_ns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from engine.core.checks.expectations import Check, Observed, Result, check, exit_code, verdict, why_not_struck
 from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.stall import Stall, quantile
 from engine.core.checks.strike_accuracy import strike_accuracy
 from engine.core.checks.twin import TwinComparison
 from engine.core.errors import BambooError, ExitCode
@@ -53,7 +53,7 @@ class CaseResult:
         if isinstance(twin, TwinComparison) and twin.difference is None and twin.num_steps:
             is_last = twin.last_step == self.summary["steps"] - 1
             proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
-        return [f"{each}{proved if each.pause_ns is not None or each.after_end else ''}" for each in self.recoveries]
+        return [f"{each}{proved if each.resume_ns is not None or each.after_end else ''}" for each in self.recoveries]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the case as plain values."""
@@ -95,8 +95,9 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
     return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries))
 
 
-def pauses_ms(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Returns p50, p95 and max of the pauses of all recoveries in some cases: nearest rank, milliseconds."""
-    pauses = sorted(each.pause_ns for case in results for each in case.recoveries if each.pause_ns is not None)
-    parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if pauses else {}
-    return {name: round(pauses[math.ceil(part * len(pauses)) - 1] / 1e6, 3) for name, part in parts.items()}
+def stalls_of(results: Sequence[CaseResult]) -> dict[str, Stall]:
+    """Returns p50, p95 and max of the times that training stalled in some cases; unfinished recoveries do not count."""
+    recoveries = [each for case in results for each in case.recoveries if each.resume_ns is not None]
+    stalls = [each.stall for each in recoveries if each.stall]
+    parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if stalls else {}
+    return {name: quantile(stalls, part) for name, part in parts.items()}

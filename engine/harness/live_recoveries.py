@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from engine.core.checks.recovery_log import RecoveryLog
+from engine.core.checks.stall import USUAL
 from engine.core.config.job import Job
 from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory
@@ -28,7 +29,8 @@ class LiveRecoveries:
         self.owners: dict[Slot, int] = {}  # after the last recovery
         self._job = job
         self._events = events
-        self._marks: deque[tuple[int, int]] = deque()  # the last few (steps committed, size of the file)
+        # The last few (steps committed, size of the file, owners); the stall needs the usual steps before.
+        self._marks: deque[tuple[int, int, dict[Slot, int]]] = deque()
         self._slots: dict[int, tuple[Slot, ...]] = {}  # of each worker, while it ran
         self._known_gone: set[int] = set()
         self._looks_left = 0
@@ -60,14 +62,14 @@ class LiveRecoveries:
     def _note(self, num_steps: int) -> None:
         """Keeps a mark before the open step; a worker may be a step ahead of the agent's run state."""
         size = self._events.stat().st_size if self._events.exists() else 0
-        self._marks.append((num_steps, size))
-        while len(self._marks) > 1 and self._marks[1][0] <= num_steps - 2:
+        self._marks.append((num_steps, size, self.owners))
+        while len(self._marks) > 1 and self._marks[1][0] <= num_steps - USUAL - 2:
             self._marks.popleft()
 
     def _read(self) -> list[str]:
         # A mark before the first commit may lie before the first epoch, which is no recovery: then read all.
-        num_steps, start = self._marks[0] if self._marks else (0, 0)
-        log = RecoveryLog(RunHistory(self._job, True, self.owners) if num_steps else RunHistory())
+        num_steps, start, owners = self._marks[0] if self._marks else (0, 0, {})
+        log = RecoveryLog(RunHistory(self._job, True, owners) if num_steps else RunHistory())
         try:
             read = read_events(self._events, start if num_steps else 0)
             found = [each for record in read for each in log.read(record) if each.epoch > self._told]
@@ -76,5 +78,4 @@ class LiveRecoveries:
         if found and not log.epochs:
             self._looks_left, self._told = 0, found[-1].epoch
             self.owners = log.history.owners
-            self._marks.clear()
         return [str(recovery) for recovery in found] if not self._looks_left else []

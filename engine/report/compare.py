@@ -26,7 +26,7 @@ def compare(a: RunTables, b: RunTables) -> pd.DataFrame:
 
 def _figures(run: RunTables) -> dict[str, np.ndarray]:
     found = {"step": run.steps["duration_ms"].iloc[1:]}  # without the first step, which warms up
-    for column in (*PHASE_COLUMNS, "pause_ms", "total_ms"):
+    for column in ("stall_ms", *PHASE_COLUMNS, "pause_ms"):
         found[f"recovery: {column.removesuffix('_ms')}"] = run.recovery[column]
     lengths_ms = (run.actions["end_ns"] - run.actions["start_ns"]) / 1e6
     for op, each in lengths_ms.groupby(run.actions["op"]):

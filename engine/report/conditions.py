@@ -1,8 +1,8 @@
-"""Conditions on tables, such as ``recovery.total_ms.p95 > 500``; a condition that is met fails the check of a run.
+"""Conditions on tables, such as ``recovery.stall_ms.p95 > 500``; a condition that is met fails the check of a run.
 
 Rules: a condition is a table, a column, a figure, a comparison and a number. Missing values are ignored, except that
-a time of an unfinished recovery fails the check. A column without values is no pass: there is nothing to measure. The
-figure ``count`` is 0 there.
+a time of an unfinished recovery fails the check; so does a time of which only bounds are known, if it may meet the
+condition. A column without values is no pass: there is nothing to measure. The figure ``count`` is 0 there.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ _FIGURES: dict[str, Callable[[pd.Series], float]] = {
     "sum": pd.Series.sum,
     "count": pd.Series.count,
 }
-_FORM = "TABLE.COLUMN.FIGURE OPERATOR NUMBER, such as 'recovery.total_ms.p95 > 500'"
+_FORM = "TABLE.COLUMN.FIGURE OPERATOR NUMBER, such as 'recovery.stall_ms.p95 > 500'"
 _TEXT = re.compile(r"\s*(\w+)\.(\w+)\.(\w+)\s*(>=|<=|==|!=|>|<)\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*")
 _QUANTILE = re.compile(r"p(\d{1,2}|100)")
+_AT_MOST = {"stall_ms": "stall_most_ms"}  # a condition is met if it may be met within the bounds
+_FORMER = dict.fromkeys(("total_ms", "gap_ms", "extra_ms"), "stall_ms")  # of the recoveries
 _NOT_OVER = ("not recovered", "under way")  # outcomes of recoveries
 
 
@@ -53,19 +55,29 @@ class FailCondition:
         """Returns the exit code of the check and its reason, such as the figure found, in the unit of its column."""
         if self.figure != "count" and self._never_over(tables[self.table]):
             return ExitCode.EXPECTATION_FAILED, "not recovered"
-        values = tables[self.table][self.column].dropna().astype("float64")
-        if values.empty and self.figure != "count":
+        if tables[self.table][self.column].isna().all() and self.figure != "count":
             return ExitCode.NOTHING_MATCHED, "nothing to measure"
+        found = self._found(tables[self.table][self.column])
+        most = found if self.figure == "count" else self._found(tables[self.table][self._most])
+        is_met = any(_COMPARISONS[self.comparison](each, self.number) for each in (found, most))
+        text = f"found {found:.6g}" if found == most else f"found at least {found:.6g}, at most {most:.6g}"
+        return ExitCode.EXPECTATION_FAILED if is_met else ExitCode.OK, text
+
+    @property
+    def _most(self) -> str:
+        """The column of the upper bounds of the values."""
+        return _AT_MOST.get(self.column, self.column)
+
+    def _found(self, column: pd.Series) -> float:
+        values = column.dropna().astype("float64")
         quantile = _QUANTILE.fullmatch(self.figure)
-        found = float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
-        is_met = _COMPARISONS[self.comparison](found, self.number)
-        return ExitCode.EXPECTATION_FAILED if is_met else ExitCode.OK, f"found {found:.6g}"
+        return float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
 
     def _never_over(self, table: pd.DataFrame) -> bool:
-        """Says whether the column is a time that an unfinished recovery lacks."""
+        """Says whether the column is a time whose end an unfinished recovery lacks."""
         if self.table != "recovery" or not self.column.endswith("_ms"):
             return False
-        return bool((table["outcome"].isin(_NOT_OVER) & table[self.column].isna()).any())
+        return bool((table["outcome"].isin(_NOT_OVER) & table[self._most].isna()).any())
 
 
 def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> FailCondition:
@@ -82,7 +94,8 @@ def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> FailCondit
         raise _refusal(f"a table: one of {', '.join(tables)}", text, nearest(table, tables))
     columns = [name for name in tables[table].columns if pd.api.types.is_numeric_dtype(tables[table][name].dtype)]
     if column not in columns:
-        raise _refusal(f"a column of numbers of {table}: one of {', '.join(columns)}", text, nearest(column, columns))
+        hint = nearest(_FORMER.get(column, column), columns)
+        raise _refusal(f"a column of numbers of {table}: one of {', '.join(columns)}", text, hint)
     if figure not in _FIGURES and not _QUANTILE.fullmatch(figure):
         raise _refusal(f"a figure: one of {', '.join(_FIGURES)}, or p0 to p100", text, nearest(figure, _FIGURES))
     try:

@@ -70,9 +70,10 @@ _SUMMARY = [
     "outcome",
     "step",
     "heirs",
+    "stall_ms",
+    "stall_bound",
     *(f"{phase}_ms" for phase in PHASES),
     "pause_ms",
-    "total_ms",
     "redone_actions",
     "rung",
 ]

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from engine.core.checks.stall import quantile
 from engine.core.config.job import Job
 from engine.report.load import RunTables
-from engine.report.recovery import AFTER_END, NO_WORKER_LOST
+from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
 
 Mood = Literal["good", "bad", "open"]
 
@@ -43,7 +44,7 @@ def _cause(run: RunTables) -> str:
 
 
 def _deaths(recovery: pd.DataFrame) -> str:
-    """Returns a sentence about the lost workers, the heirs and the pauses."""
+    """Returns a sentence about the lost workers, the heirs and the time that training stalled."""
     late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
     recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
     if late and recovery.empty:
@@ -52,18 +53,15 @@ def _deaths(recovery: pd.DataFrame) -> str:
     out = recovery[recovery["who"] != ""]
     if out.empty:
         return "No worker was lost." if recovery.empty else "No worker was lost; one link was mended."
-    pause = _milliseconds(out["pause_ms"].median())
+    stalls = stalls_of(out)
+    told = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
     if len(out) == 1:
         row = out.iloc[0]
         who = "Worker" if "," not in row["who"] else "Workers"
         heirs = f"worker {row['heirs']} took over" if row["heirs"] else "the others went on"
-        return f"{who} {row['who']} was lost in step {row['step']}; {heirs} after a pause of {pause}."
-    slowest = _milliseconds(out["pause_ms"].max())
-    return f"Workers were lost {len(out)} times; others took over after a pause of {pause} (the longest: {slowest})."
-
-
-def _milliseconds(value: float) -> str:
-    return "unknown length" if pd.isna(value) else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+        return f"{who} {row['who']} was lost in step {row['step']}; {heirs}; {told}."
+    longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls else ""
+    return f"Workers were lost {len(out)} times; others took over; {told}{longest}."
 
 
 def command(run: RunTables) -> str:

@@ -1,9 +1,10 @@
 """The table of recoveries: a row per recovery, per death without a recovery, and per fault without either.
 
-Rules: the phases of the pause come from `recovery_times`. The phase *heal* lasts from the first commit after the pause
-to the commit with which every slot has its shadows again. Bytes are counted by their senders: `plan_bytes` in the
-plan's program, `heal_bytes` to the new shadows. Throughput before and after is the median of up to ten steps. Times are
-milliseconds; the points in time, such as `begin_ms`, count from the beginning of training.
+Rules: `stall_ms` is how long training stood; it is at most `stall_most_ms`, which differs only where `stall_bound` says
+"at least". The phases, whose sum is the pause, come from `recovery_times`. The phase *heal* lasts from the first commit
+after the pause to the commit with which every slot has its shadows again. Bytes are counted by their senders:
+`plan_bytes` in the plan's program, `heal_bytes` to the new shadows. Throughput before and after is the median of up to
+ten steps. Times are milliseconds; the points in time, such as `begin_ms`, count from the beginning of training.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pandas as pd
 from engine.core.action import COMPUTE_OPS
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import PHASES, Recovery
+from engine.core.checks.stall import Stall
 from engine.core.config.job import Job
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.run_history import RunHistory
@@ -25,17 +27,17 @@ from engine.report.workers import how_it_ended
 ALL_PHASES = (*PHASES, "merged", "heal")
 PHASE_COLUMNS = [f"{phase}_ms" for phase in ALL_PHASES]
 _TEXTS = ["outcome", "what", "verdict", "who", "slots", "step", "last_action"]
-_TIMES = [*PHASE_COLUMNS, "pause_ms", "total_ms", "extra_ms", "gap_ms"]
+_TIMES = ["stall_ms", "stall_most_ms", *PHASE_COLUMNS, "pause_ms"]
 _COSTS = ["redone_actions", "samples_redone", "lost_steps", "plan_bytes", "heal_bytes"]
 _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_after"]
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
-COLUMNS = [*_TEXTS, *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
+COLUMNS = [*_TEXTS, "stall_bound", *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
 AFTER_END = "after the end"  # no step was left
 # Outcomes in which training lost no worker: the fault had no effect; the run noticed it and ended; the worker had given
 # notice and left; training was over.
 NO_WORKER_LOST = ("harmless", "noticed", "left", AFTER_END)
-_NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "rung", "heirs"), "")
+_NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "stall_bound", "rung", "heirs"), "")
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 
@@ -55,6 +57,15 @@ def recovery_table(history: RunHistory, actions: pd.DataFrame, steps: pd.DataFra
         rows += _without_death(history, told, steps)
     table = pd.DataFrame(rows, columns=COLUMNS).sort_values("begin_ms", kind="stable", ignore_index=True)
     return table.astype(dict.fromkeys(_FLOATS, "float64") | dict.fromkeys([*_COSTS, "step", "epoch"], "Int64"))
+
+
+def stalls_of(table: pd.DataFrame) -> list[Stall]:
+    """Returns the stalls of some rows, without rows that have none."""
+    return [
+        Stall(round(least_ms * 1e6), None if pd.isna(most_ms) else round(most_ms * 1e6))
+        for least_ms, most_ms in zip(table["stall_ms"], table["stall_most_ms"], strict=True)
+        if not pd.isna(least_ms)
+    ]
 
 
 def _outcome(recovery: Recovery, ended: bool) -> dict[str, str]:
@@ -84,9 +95,8 @@ def _row(
         "merged_ms": _since(recovery.merged_ns, 0),
         "heal_ms": _since(healed_ns, recovery.resume_ns),
         "pause_ms": _since(recovery.pause_ns, 0),
-        "total_ms": _since(recovery.resume_ns, recovery.begin_ns),
-        "extra_ms": _since(recovery.extra_ns, 0),
-        "gap_ms": _since(recovery.gap_ns, 0),
+        "stall_ms": _since(recovery.stall.least_ns, 0) if recovery.stall else None,
+        "stall_most_ms": _since(recovery.stall.most_ns, 0) if recovery.stall else None,
     }
     who = ", ".join(str(each.worker) for each in recovery.verdict)
     verdict = "; ".join(f"worker {each.worker} {each.why}" for each in recovery.verdict) or "no worker was lost"
@@ -98,6 +108,7 @@ def _row(
         "slots": " ".join(f"{pipeline}.{stage}" for (pipeline, stage), _, _ in recovery.heirs),
         "step": recovery.step,
         "last_action": ", ".join(at[1] for at in recovery.last_actions.values() if at),
+        "stall_bound": recovery.stall.bound if recovery.stall else "",
         "rung": recovery.rung,
         "heirs": ", ".join(dict.fromkeys(str(heir) for _, _, heir in recovery.heirs)),
         "lost_steps": recovery.lost_steps,

@@ -184,7 +184,7 @@ class World:
             raise Violation(f"epoch {new.epoch} after {old.epoch}")
         if set(new.members) | {each.worker for each in new.verdict} != set(old.members):
             raise Violation("members changed without a verdict")
-        for worker, why, cause, _ in new.verdict:
+        for worker, why, cause, *_ in new.verdict:
             if cause is Cause.LEFT:
                 guilty = worker in self.noticed and worker not in old.owners and not self.is_missed(worker, old)
             elif cause is Cause.FINISHED:

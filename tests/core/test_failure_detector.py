@@ -35,7 +35,7 @@ def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
     assert beating(running(), 31, inside).epoch == 1
     state = beating(running(), 32, inside)
     why = "hangs for 31.0 s, longer than 30.0 s, inside action 4 of step 0"
-    assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False)),)
+    assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False), S),)
     assert state.verdict[0].how == "hangs for 31.0 s, longer than 30.0 s"
 
 
@@ -60,9 +60,9 @@ def test_time_spent_waiting_is_no_slow_action() -> None:
 def test_a_silent_worker_is_out() -> None:
     state = told(running(), Heartbeat(S, 1, 1, 0, 4, inside=False))
     how = "has been silent for 6.0 s"
-    assert unresponsive(state, 6 * S) == tuple(excluded(worker, Cause.SILENCE, how) for worker in (0, 2))
+    assert unresponsive(state, 6 * S) == tuple(excluded(worker, Cause.SILENCE, how, None, worker) for worker in (0, 2))
     late = unresponsive(state, 7 * S)[1]
-    assert late == excluded(1, Cause.SILENCE, how, Position(0, 4, waiting=True))
+    assert late == excluded(1, Cause.SILENCE, how, Position(0, 4, waiting=True), S)
     assert (late.why, late.how) == (f"{how}, after action 4 of step 0", how)
 
 

@@ -125,9 +125,9 @@ def test_recovery(launch: Launch) -> None:
 
 
 def test_recovery_beside_torchrun(launch: Launch) -> None:
-    pause, extra, attempts = rows_of(launch, "recovery", "--case", "torchrun", positive=False)
-    assert (pause["goal"], extra["goal"], extra["n"]) == (0.0285714, 0.0666667, 1)
-    assert pause["peer"] == extra["peer"] > max(extra["ours"], pause["ours"])
+    stall, attempts = rows_of(launch, "recovery", "--case", "torchrun", positive=False)
+    assert (stall["goal"], stall["n"]) == (0.0666667, 1)
+    assert stall["peer"] > stall["ours"]
     assert (attempts["ours"], attempts["peer"] >= 1) == (1, True)
 
 

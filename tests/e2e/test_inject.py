@@ -75,7 +75,7 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     assert (done.code, said["exit_code"], said["verdict"]) == (0, 0, "passed"), done.stderr
     assert set(checks_of(done).values()) == {"passed"}
     assert checks_of(done).keys() == {"faults", *(EXPECT.keys() - {"recovery"}), "recovery.max", "precision"}
-    assert said["pause_ms"]["max"] > 0
+    assert said["stall_ms"]["max"] > 0
     lines = done.stderr.splitlines()
     assert "mine: passed" in lines
     assert any(line.startswith("  passed   trajectory    identical in 6 steps") for line in lines)
@@ -139,14 +139,14 @@ def test_a_job_that_does_not_survive_says_so(launch: Launch, scenario: Write) ->
     assert (done.code, json.loads(done.stdout)["verdict"]) == (0, "passed"), done.stderr
 
 
-def test_repeated_runs_give_quantiles_of_the_pause(launch: Launch, scenario: Write) -> None:
+def test_repeated_runs_give_quantiles_of_the_stall(launch: Launch, scenario: Write) -> None:
     launcher = launch("inject", "--scenario", scenario(), "--repeat", "2", "--json")
     done = launcher.wait()
     said = json.loads(done.stdout)
     assert (done.code, len(said["runs"])) == (0, 2)
-    pauses = sorted(run["recoveries"][0]["pause_ms"] for run in said["runs"])
-    assert said["pause_ms"] == {"p50": pauses[0], "p95": pauses[1], "max": pauses[1]}
-    assert "2 of 2 passed; pause p50 " in done.stderr
+    stalls = sorted(run["recoveries"][0]["stall_ms"] for run in said["runs"])
+    assert said["stall_ms"] == {"p50": stalls[0], "p95": stalls[1], "max": stalls[1]}
+    assert "2 of 2 passed; training stalled for p50 " in done.stderr
     assert done.stderr.count("running the fault-free twin") == 1
     assert launcher.leftovers() == []
 

@@ -12,6 +12,7 @@ import pytest
 from bamboo_cli.options.faults import grace_seconds, scenario_of
 from engine.core.checks.expectations import Observed
 from engine.core.checks.recovery_times import Recovery
+from engine.core.checks.stall import Stall
 from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, UserError
@@ -34,6 +35,7 @@ RECOVERY = Recovery(
     0,
     {"detect": 0, "replay": 120_000_000},
     1,
+    stall=Stall(120_000_000, 120_000_000),
 )
 SCENARIO = Scenario("", "", JOB, (), Expect(trajectory="as far as hashed"))
 SUMMARY = {"steps": 9, "outcome": "finished", "exit_code": 0, "error": None}
@@ -57,7 +59,7 @@ def result_of(
 
 
 def test_weights_are_called_identical_only_when_they_were_compared() -> None:
-    text = "worker 2 died; recovered in 0.12 s, 0 steps lost"
+    text = "worker 2 died; training stalled for 120 ms, 0 steps lost"
     assert result_of().recovery_lines() == [text]
     assert result_of(TwinComparison(9, 8, None)).recovery_lines() == [f"{text}, weights identical"]
     assert result_of(TwinComparison(8, 7, None)).recovery_lines() == [f"{text}, weights identical up to step 7"]
@@ -113,7 +115,7 @@ def test_the_summary_has_plain_values() -> None:
     said = result_of(TwinComparison(9, 8, None)).of_run()
     assert json.loads(json.dumps(said))["faults"] == [{"fault": "5:2:B:3", "fired": True}]
     assert said["twin"] == {"steps_compared": 9, "difference": None}
-    assert said["recoveries"][0]["pause_ms"] == 120.0
+    assert said["recoveries"][0]["stall_ms"] == 120.0
     assert result_of().of_run()["twin"] is None
 
 

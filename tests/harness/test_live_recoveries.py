@@ -12,7 +12,7 @@ from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import lines_of
 
-JOB = Job(stages=2, steps=9)
+JOB = Job(stages=2, steps=99)
 
 
 def view(num_steps: int, *states: str) -> RunView:
@@ -42,10 +42,17 @@ def failure(worker: int, heir: int, at_ms: int, number: int = 1) -> list[dict[st
     ]
 
 
+STARTED: list[dict[str, Any]] = [
+    {"event": "job", "stages": 2, "steps": 99},
+    *({"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(2)),
+]
+
+
 def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     live = LiveRecoveries(JOB, path)
     assert live.look(view(0, "starting", "starting")) == []
+    append(path, *STARTED, {"event": "go", "epoch": 0, "at_ns": 0})
     for step in range(4):
         append(path, commit(step, step))
         assert live.look(view(step + 1, "running", "running")) == []
@@ -55,7 +62,7 @@ def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> N
     assert live.owners[0, 1] == 1
     append(path, commit(4, 300))
     assert live.look(view(5, "running", "dead")) == [
-        "worker 1 was ended by SIGKILL; worker 0 took over stage 1; recovered in 0.25 s, 0 steps lost"
+        "worker 1 was ended by SIGKILL; worker 0 took over stage 1; training stalled for 296 ms, 0 steps lost"
     ]
     assert live.look(view(6, "running", "dead")) == []
     assert live.slots(0) == ((0, 0), (0, 1))
@@ -65,8 +72,7 @@ def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> N
 
 def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    started = [{"event": "started", "of": worker, "slots": [[0, worker]]} for worker in range(2)]
-    append(path, {"event": "job", "stages": 2, "steps": 9}, *started)
+    append(path, *STARTED)
     live = LiveRecoveries(JOB, path)
     live.look(view(0, "starting", "starting"))
     joined = {"event": "epoch", "epoch": 1, "owners": [0, 1], "verdict": [], "reason": "all have joined"}
@@ -74,7 +80,8 @@ def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -
     append(path, *failure(1, 0, 10, 2))
     assert live.look(view(0, "running", "dead")) == []
     append(path, commit(0, 300))
-    told = ["worker 1 was ended by SIGKILL; worker 0 took over stage 1; recovered in 0.25 s, 0 steps lost"]
+    stalled = "training stalled for at least 250 ms, at most 300 ms"  # no step was usual before it
+    told = [f"worker 1 was ended by SIGKILL; worker 0 took over stage 1; {stalled}, 0 steps lost"]
     assert live.look(view(1, "running", "dead")) == told
     append(path, *failure(0, 1, 400, 3), commit(1, 800))  # at once, before the picture has looked again
     assert live.look(view(1, "dead", "dead")) == []
@@ -86,20 +93,20 @@ def test_what_happened_long_before_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text("no event\n")
     live = LiveRecoveries(JOB, path)
-    for num_steps in range(4):
+    for num_steps in range(14):
         live.look(view(num_steps, "running", "running"))
-    append(path, commit(3, 3))
-    live.look(view(4, "running", "running"))
-    append(path, *failure(1, 0, 10), commit(4, 300))
-    assert live.look(view(4, "running", "dead")) == []
-    assert len(live.look(view(5, "running", "dead"))) == 1
+    append(path, commit(13, 3))
+    live.look(view(14, "running", "running"))
+    append(path, *failure(1, 0, 10), commit(14, 300))
+    assert live.look(view(14, "running", "dead")) == []
+    assert len(live.look(view(15, "running", "dead"))) == 1
 
 
 def test_the_end_of_a_run_is_no_failure(tmp_path: Path) -> None:
     live = LiveRecoveries(JOB, tmp_path / "events.jsonl")
     live.look(view(0, "running", "running"))
-    assert live.look(view(9, "left", "left")) == []
-    assert live.look(view(9, "left", "left")) == []
+    assert live.look(view(99, "left", "left")) == []
+    assert live.look(view(99, "left", "left")) == []
 
 
 def test_one_that_left_without_a_recovery_is_not_looked_for_for_ever(tmp_path: Path) -> None:

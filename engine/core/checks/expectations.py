@@ -6,7 +6,6 @@ nothing. An expectation that could not be checked makes it invalid too. An inval
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Literal, TypeVar
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.samples import miscounted
+from engine.core.checks.stall import Stall, quantile
 from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
@@ -228,18 +228,25 @@ def _leftovers(seen: Observed) -> Check:
 
 
 def _limits(limits: Limits, found: Sequence[Recovery]) -> Iterator[Check]:
-    pauses = sorted(each.pause_ns for each in found if each.pause_ns is not None)
-    if not pauses:
+    stalls = [each.stall for each in found if each.stall and each.resume_ns is not None]
+    if not stalls:
         yield Check("recovery", "invalid", "there was no recovery to time")
         return
-    p95_ns = pauses[math.ceil(0.95 * len(pauses)) - 1]  # nearest rank
-    for name, taken_ns, limit_ns in (("p95", p95_ns, limits.p95_ns), ("max", pauses[-1], limits.max_ns)):
+    for name, part, limit_ns in (("p95", 0.95, limits.p95_ns), ("max", 1.0, limits.max_ns)):
         if limit_ns is not None:
-            yield _within(f"recovery.{name}", taken_ns, limit_ns)
+            yield _short_enough(f"recovery.{name}", quantile(stalls, part), limit_ns)
     for phase, limit in limits.phases_ns.items():
         taken = [each.phases_ns[phase] for each in found if phase in each.phases_ns]
         name = f"recovery.phases.{phase}"
         yield _within(name, max(taken), limit) if taken else Check(name, "invalid", "no recovery had this phase")
+
+
+def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
+    """Checks a limit of stalls; what lies between the bounds of a stall cannot be judged."""
+    text = f"training stalled for {stall}; {duration_text(limit_ns)} allowed"
+    if stall.least_ns <= limit_ns and (stall.most_ns is None or stall.most_ns > limit_ns):
+        return Check(name, "invalid", text)
+    return _judged(name, stall.least_ns <= limit_ns, text)
 
 
 def _within(name: str, taken_ns: int, limit_ns: int) -> Check:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine.core.action import COMPUTE_OPS, Action, parse_action
-from engine.core.checks.baseline_step import FinishedAction, baseline_ns, remaining_ns
 from engine.core.checks.recovery_times import Recovery
-from engine.core.history.process_records import ExitRecord
+from engine.core.checks.stall import USUAL, Stall, StepLengths
+from engine.core.exclusion import Cause, Exclusion
+from engine.core.history.process_records import ExitRecord, FailedRecord
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import (
@@ -22,8 +23,6 @@ from engine.core.history.run_records import (
 )
 from engine.core.ownership import Slot
 from engine.core.program.replay import replayed
-
-_USUAL = 10  # steps that make the usual time of a step
 
 FailureSign = FaultRecord | SuspicionRecord | ExitRecord
 
@@ -41,7 +40,8 @@ class RecoveryLog:
 
     history: RunHistory = field(default_factory=RunHistory)
     owners: dict[Slot, int] = field(default_factory=dict)  # before the recovery
-    commits: list[tuple[int, int]] = field(default_factory=list)  # (step, time) of the last ones since a recovery
+    lengths: StepLengths = field(default_factory=StepLengths)
+    committed: int = -1  # the last step before the open one
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
     signs: list[FailureSign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
@@ -72,6 +72,7 @@ class RecoveryLog:
                 self.adopted |= {*(record.adopted or ())}
             case GoRecord():
                 self.is_over = self.is_over or record.end  # the run was interrupted during a recovery
+                self.lengths.begin(record.at_ns)
                 self.marks.append((record.epoch, "plan", record.at_ns))
             case CommitRecord():
                 if self.epochs:
@@ -79,24 +80,21 @@ class RecoveryLog:
                 self._close(record)
 
     def _close(self, commit: CommitRecord) -> None:
-        if self.epochs:
-            self.commits = []
-        self.commits = [*self.commits[-_USUAL:], (commit.step, commit.at_ns)]
+        self.lengths.commit(commit.at_ns, recovered=bool(self.epochs))
+        self.committed = commit.step
         self.is_over = self.is_over or commit.last
         self.epochs, self.adopted = [], set()
         # Workers write on their own: records of the time after a commit may stand before the commit's record.
         self.signs = [sign for sign in self.signs if sign.at_ns > commit.at_ns]
         self.marks = [mark for mark in self.marks if mark[2] > commit.at_ns]
         # A fast worker may have begun the next step before this record was written.
-        since = self.commits[0][0]
-        self.actions = {step: entries for step, entries in self.actions.items() if step >= since}
+        self.actions = {step: entries for step, entries in self.actions.items() if step > commit.step - USUAL}
 
     def recovery(self, commit: CommitRecord | None) -> Recovery:
         """Returns the open recovery; `commit` ends it if given."""
         last = self.epochs[-1]
-        before = self.commits[-1][0] if self.commits else -1
         after_end = commit is None and self.is_over
-        step = before + (not after_end) if commit is None else commit.step
+        step = self.committed + (not after_end) if commit is None else commit.step
         verdict = tuple(each for epoch in self.epochs for each in epoch.verdict)
         out = {each.worker for each in verdict}
         now = self.history.owners
@@ -106,21 +104,8 @@ class RecoveryLog:
             for slot, old in sorted(self.owners.items())
             if not (after_end or is_lost) and now[slot] != old
         )
-        faults = [each for each in self.signs if isinstance(each, FaultRecord)]
-        usual = baseline_ns(self.commits)
-        seen_ns = [
-            each.seen_ns if isinstance(each, ExitRecord) else each.at_ns
-            for each in self.signs
-            if not isinstance(each, FaultRecord)
-        ]
-        detect_ns = min([*seen_ns, self.epochs[0].at_ns])
-        begin_ns = min([detect_ns, *(each.at_ns for each in faults)])
-        points = {"detect": detect_ns, "agree": last.at_ns}
-        for phase in ("fence", "regroup", "inventory", "plan"):
-            # A worker's mark may stand before the agent's record of the same epoch.
-            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last.epoch, phase)]
-            if at_ns:
-                points[phase] = max(at_ns)
+        begin_ns = self._begin_ns()
+        points = self._points_ns(begin_ns)
         if commit is not None and "plan" in points:
             points["replay"] = max([*points.values(), *self._redone(step, out, last.at_ns)])
         return Recovery(
@@ -130,20 +115,63 @@ class RecoveryLog:
             verdict,
             {worker: self.last_action(worker) for worker in sorted(out)},
             tuple(moved),
-            tuple(each.fault for each in faults),
+            tuple(each.fault for each in self.signs if isinstance(each, FaultRecord)),
             begin_ns,
             points,
             None if commit is None else commit.at_ns,
-            max(0, before + 1 - step),
-            remaining_ns(self.commits, self._entries(), begin_ns),
-            None if commit is None or usual is None else commit.at_ns - self.commits[-1][1] - usual,
+            max(0, self.committed + 1 - step),
+            None if after_end else self._stall(points, begin_ns, commit),
             frozenset(self.adopted),
             after_end,
             last.planned,
         )
 
-    def _entries(self) -> list[FinishedAction]:
-        return [(step, *entry) for step, entries in self.actions.items() for entry in entries]
+    def _points_ns(self, begin_ns: int) -> dict[str, int]:
+        """Returns the end of each phase before replay.
+
+        Without an injected fault, the moment of an exit or of a broken link is not known, so detect is left out.
+        """
+        last = self.epochs[-1]
+        seen_ns = [_at_ns(each) for each in self.signs if not isinstance(each, FaultRecord)]
+        detect_ns = min([*seen_ns, self.epochs[0].at_ns])
+        points = {"agree": last.at_ns} | ({"detect": detect_ns} if begin_ns < detect_ns else {})
+        for phase in ("fence", "regroup", "inventory", "plan"):
+            # A worker's mark may stand before the agent's record of the same epoch.
+            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last.epoch, phase)]
+            if at_ns:
+                points[phase] = max(at_ns)
+        return points
+
+    def _begin_ns(self) -> int:
+        """Returns the injected fault, else the last sign of life before the failure, else the first sign of it."""
+        first = self.epochs[0]
+        struck = {each.of for each in self.signs if isinstance(each, FaultRecord)}
+        unseen = [self._alive_ns(each) for each in first.verdict if each.worker not in struck]
+        if not (self.signs or first.verdict or first.planned):  # every worker waited for a word that was lost
+            unseen = [max((entry[-1] for entry in self._entries()), default=None)]
+        return min([first.at_ns, *map(_at_ns, self.signs), *(at_ns for at_ns in unseen if at_ns is not None)])
+
+    def _alive_ns(self, out: Exclusion) -> int | None:
+        """Returns the last sign of life of a worker whose failure gave no sign; None for any other failure."""
+        done_ns = max((end_ns for _, worker, _, end_ns in self._entries() if worker == out.worker), default=None)
+        if out.cause is Cause.HANG:  # its heart goes on: it stands since its last action
+            return out.alive_ns if done_ns is None else done_ns
+        if out.alive_ns is None or done_ns is None:
+            return out.alive_ns
+        return max(out.alive_ns, done_ns)
+
+    def _stall(self, points: Mapping[str, int], begin_ns: int, commit: CommitRecord | None) -> Stall:
+        """Returns the time that training stood in the open recovery."""
+        quiet_until_ns = points.get("plan", max(points.values()))
+        done_ns = [end_ns for *_, end_ns in self._entries() if end_ns <= quiet_until_ns]
+        failed = self.history.first(FailedRecord)
+        latest_ns = max(quiet_until_ns, failed.at_ns if failed else 0)
+        idle_ns = quiet_until_ns - max(done_ns, default=begin_ns)
+        return self.lengths.stall(None if commit is None else commit.at_ns, latest_ns, idle_ns)
+
+    def _entries(self) -> Iterator[tuple[int, int, Action, int]]:
+        """Yields (step, worker, action, end) of the last few steps."""
+        return ((step, *entry) for step, entries in self.actions.items() for entry in entries)
 
     def _redone(self, step: int, out: set[int], since_ns: int) -> list[int]:
         """Returns the times at which survivors redid the actions that excluded workers had finished for their slots."""
@@ -160,3 +188,7 @@ class RecoveryLog:
         """Returns (step, action) of a worker's last finished action; None if the last few steps have none."""
         mine = [(end_ns, step, str(action)) for step, by, action, end_ns in self._entries() if by == worker]
         return max(mine)[1:] if mine else None
+
+
+def _at_ns(sign: FailureSign) -> int:
+    return sign.seen_ns if isinstance(sign, ExitRecord) else sign.at_ns

@@ -2,14 +2,13 @@
 
 Rules:
 - All times are nanoseconds on the host's monotonic clock.
-- A recovery begins with the injected fault, else with the first sign of the failure, and ends with the next commit.
-  After the last commit of a job no step is left to recover.
+- A recovery begins with the injected fault, else with the last sign of life of a worker that went silent or hangs, else
+  with the first sign of the failure. It ends with the next commit. After the last commit of a job no step is left to
+  recover.
 - A further failure before that commit belongs to the same recovery. The phases are then those of its last epoch.
 - Phases overlap: regrouping, for instance, overlaps all phases until replay. Each phase counts only its time after the
   end of the phase before, so the phases add up to the pause. Pause plus *merged* is the time to the first commit.
-- The cost of a recovery has two measures, which share only that commit. `extra_ns` is the pause plus merged, minus the
-  usual rest of the step. `gap_ns` is the time between the commits around the recovery, minus the usual time of a step.
-  Usual times come from the last few steps under the same ownership.
+- The cost of a recovery is its stall, which comes from the commits alone: `stall` has the rules.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.checks.stall import Stall
 from engine.core.exclusion import Cause, Exclusion, Verdict
 from engine.core.ownership import Slot
 
@@ -42,12 +42,11 @@ class Recovery:
     last_actions: Mapping[int, tuple[int, str] | None]
     heirs: tuple[tuple[Slot, int, int], ...]
     faults: tuple[str, ...]
-    begin_ns: int  # the injected fault, else the first sign of the failure
+    begin_ns: int
     points_ns: Mapping[str, int]
     resume_ns: int | None = None  # the first commit afterwards
     lost_steps: int = 0  # committed before, and redone
-    remaining_ns: int | None = None  # usual rest of a step, from the action at which the recovery began
-    gap_ns: int | None = None  # time between the commits around the recovery, minus the usual time of a step
+    stall: Stall | None = None  # None if no step was left
     adopted: frozenset[Slot] = frozenset()
     after_end: bool = False  # no step was left
     planned: bool = False  # the last epoch was made for a worker's notice
@@ -72,13 +71,6 @@ class Recovery:
         return None if self.resume_ns is None or self.pause_ns is None else self.resume_ns - self.points_ns["replay"]
 
     @property
-    def extra_ns(self) -> int | None:
-        """The extra time of the open step: pause plus merged, minus the usual rest of the step; None if unknown."""
-        if self.pause_ns is None or self.merged_ns is None or self.remaining_ns is None:
-            return None
-        return self.pause_ns + self.merged_ns - self.remaining_ns
-
-    @property
     def rung(self) -> str:
         """The source of the state of the slots that changed owners, such as ``shadow``."""
         if self.after_end:
@@ -97,19 +89,18 @@ class Recovery:
     def __str__(self) -> str:
         planned = self.planned and all(each.cause is Cause.LEFT for each in self.verdict)
         parts = [f"worker {each.worker} {self._how(each)}" for each in self.verdict if not planned]
-        takes = "was to take over" if self.pause_ns is None else "took over"
+        takes = "was to take over" if self.resume_ns is None else "took over"
         parts = parts or [self.reason]
         if self.after_end:
             return "; ".join([*parts, "that was after the last commit, no step was left to recover"])
         parts += [
             f"worker {heir} {takes} {_stages(self.heirs, heir)}" for heir in sorted({new for *_, new in self.heirs})
         ]
-        if self.pause_ns is None:
+        if self.resume_ns is None:
             return "; ".join([*parts, "not recovered"])
-        if planned:
-            return "; ".join([*parts, f"a pause of {self.pause_ns / 1e9:.2f} s"])
         steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps} steps"
-        return "; ".join([*parts, f"recovered in {self.pause_ns / 1e9:.2f} s, {steps} lost"])
+        lost = f", {steps} lost" if not planned else ""
+        return "; ".join([*parts, f"training stalled for {self.stall}{lost}"])
 
     def _how(self, out: Exclusion) -> str:
         """Returns why a worker is out, after its last action; the last heartbeat, which lags, only without one."""
@@ -130,8 +121,9 @@ class Recovery:
             "phases_ms": {phase: _ms(taken) for phase, taken in self.phases_ns.items()},
             "pause_ms": _ms(self.pause_ns),
             "merged_ms": _ms(self.merged_ns),
-            "extra_ms": _ms(self.extra_ns),
-            "gap_ms": _ms(self.gap_ns),
+            "stall_ms": _ms(self.stall.least_ns if self.stall else None),
+            "stall_bound": self.stall.bound if self.stall else "",
+            "stall_most_ms": _ms(self.stall.most_ns if self.stall else None),
             "rung": self.rung,
             "lost_steps": self.lost_steps,
         }

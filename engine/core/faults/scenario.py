@@ -65,7 +65,7 @@ class FaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper limits of recoveries in nanoseconds: the 95th percentile of the pauses, the longest, and phases."""
+    """Upper limits of recoveries in nanoseconds: the 95th percentile of the stalls, the longest, and phases."""
 
     p95_ns: int | None = None
     max_ns: int | None = None

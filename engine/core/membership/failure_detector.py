@@ -44,10 +44,10 @@ def unresponsive(state: State, now_ns: int) -> Verdict:
         allowed_ns = max(options.hang_ns, options.hang_factor * max(seen.slowest_ns, seen.slowest_before_ns))
         if now_ns - seen.heard_ns > options.silence_ns:
             how = f"has been silent for {_seconds(now_ns - seen.heard_ns)}"
-            found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker)))
+            found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker), seen.heard_ns))
         elif _is_inside(seen) and now_ns - seen.since_ns > allowed_ns:
             how = f"hangs for {_seconds(now_ns - seen.since_ns)}, longer than {_seconds(allowed_ns)}"
-            found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker)))
+            found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker), seen.since_ns))
     return tuple(found)
 
 

@@ -1,8 +1,8 @@
 """The state of the membership protocol: one immutable value with all that a coordinator needs to continue.
 
-Rules: the state round-trips to JSON, so that the next coordinator can resume it from the store. Times are left out:
-they belong to the monotonic clock of one coordinator. The state is a named tuple, because simulations copy it millions
-of times and a data class takes seven times as long to copy.
+Rules: the state round-trips to JSON, so that the next coordinator can resume it from the store. Times that decide are
+left out: they belong to the monotonic clock of one coordinator. The state is a named tuple, because simulations copy it
+millions of times and a data class takes seven times as long to copy.
 """
 
 from __future__ import annotations

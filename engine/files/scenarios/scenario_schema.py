@@ -90,8 +90,8 @@ EXPECT = Mapped(
         "recovery": FormEntry(
             Mapped(
                 {
-                    "p95": FormEntry(DURATION, "the 95th percentile of the pauses, at most"),
-                    "max": FormEntry(DURATION, "the longest pause, at most"),
+                    "p95": FormEntry(DURATION, "the 95th percentile of the times that training stalled, at most"),
+                    "max": FormEntry(DURATION, "the longest time that training stalled, at most"),
                     "phases": FormEntry(
                         Mapped({name: FormEntry(DURATION, f"{name}, at most") for name in TIMED_PHASES}),
                         "the longest duration of a phase, at most",

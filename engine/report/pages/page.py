@@ -10,13 +10,14 @@ from string import Template
 
 import pandas as pd
 
+from engine.core.checks.stall import quantile
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
 from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.job_facts import host_line, job_line, when_text
 from engine.report.pages.timeline import timeline
-from engine.report.recovery import NO_WORKER_LOST, PHASE_COLUMNS
+from engine.report.recovery import NO_WORKER_LOST, PHASE_COLUMNS, stalls_of
 
 _RECOVERY_COLUMNS = {
     "what": "what",
@@ -25,10 +26,10 @@ _RECOVERY_COLUMNS = {
     "step": "step",
     "last_action": "last action",
     "heirs": "heir",
+    "stall_ms": "training stalled",
+    "stall_bound": "bound",
     **{column: column.removesuffix("_ms") for column in PHASE_COLUMNS},
     "pause_ms": "pause",
-    "total_ms": "to commit",
-    "extra_ms": "extra",
     "redone_actions": "redone",
     "samples_redone": "samples redone",
     "samples_per_s_before": "samples/s before",
@@ -65,12 +66,12 @@ def page(run: RunTables) -> str:
 
 
 def _tiles(run: RunTables) -> list[Tile]:
-    pause, steps = run.recovery["pause_ms"], run.steps
+    stalls, steps = stalls_of(run.recovery), run.steps
     tiles = [("steps committed", f"{steps['step'].nunique()}", f"of {run.job.steps}")]
     outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(outcomes):
         tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))
-        tiles.append(("median pause", _figure(pause.median()), "ms"))
+        tiles.append(("training stalled", str(quantile(stalls, 0.5)) if stalls else "-", "in the median"))
     tiles.append(("median step", _figure(steps["duration_ms"].median()), "ms"))
     tiles.append(("throughput", _figure(steps["samples_per_s"].median()), "samples/s"))
     tiles.append(("training loss", f"{steps['loss'].iloc[-1]:.4g}" if len(steps) else "-", ""))
