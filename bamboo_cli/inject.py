@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from engine.core.errors import ExitCode, Problem, UserError
+from engine.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.case_result import CaseResult
 
@@ -55,7 +56,7 @@ def inject(
     """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
     from engine.files.run_folder import find_run
     from engine.files.scenarios.scenario_file import load_scenario
-    from engine.harness.attach import as_of_now, attach
+    from engine.harness.attach import as_of_now
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
@@ -69,12 +70,21 @@ def inject(
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
         return
     if folder is not None:
-        cases = [attach(loaded, folder, partial(typer.echo, err=True))]
-        _print_case(loaded, cases[0], as_json)
+        cases = _attach(loaded, folder, as_json)
     else:
         typer.echo(f"job: {loaded.job_from}", err=True)
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http)
     raise typer.Exit(_print_all(loaded, cases, as_json))
+
+
+def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult]:
+    from engine.harness.attach import attach
+    from engine.runtime.process.interrupts import holding
+
+    with holding():
+        case = attach(loaded, folder, partial(typer.echo, err=True))
+        _print_case(loaded, case, as_json)
+    return [case]
 
 
 def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[CaseResult]:
@@ -82,15 +92,16 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     from engine.harness.case_runner import case_of_file, run_case
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.process.fork_client import ForkServer
+    from engine.runtime.process.interrupts import holding
 
     store = etcd_settings(etcd, plain_http)
     cases: list[CaseResult] = []
     mark_processes()
-    with ForkServer() as server:  # one for all runs and twins: its start takes as long as a short job
+    with holding() as interrupts, ForkServer() as server:  # for all runs: its start takes as long as a short job
         for _ in range(repeat):
             cases.append(run_case(case_of_file(loaded), store, SCREEN, server))
             _print_case(loaded, cases[-1], as_json)
-            if cases[-1].exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            if interrupts.first is not None:
                 break
     return cases
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
-from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
+from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
@@ -64,15 +66,17 @@ def matrix(
     if form != "text":
         _print_cells(file, chosen, form, num_shards, seconds)
         return
-    from engine.harness.matrix_runner import MatrixRun, end_by_exception, usual_jobs
+    from engine.harness.matrix_runner import MatrixRun, usual_jobs
+    from engine.runtime.process.interrupts import holding
 
-    end_by_exception()
     typer.echo(f"job: {found.job_from}", err=True)
-    run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
-    done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
-    _write(found, done, run, junit, page or run.folder / "report.html")
-    _print(found, chosen, done, run, shrunk, as_json)
-    raise typer.Exit(_code(done))
+    with holding() as interrupts:
+        run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
+        done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
+        _write(found, chosen, done, run, junit, page or run.folder / "report.html")
+        code = _code(done) if interrupts.first is None else 128 + interrupts.first
+        _print(found, chosen, done, run, shrunk, code, as_json)
+    raise typer.Exit(code)
 
 
 def _print_cells(
@@ -126,11 +130,15 @@ def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) 
 def _run(
     found: Matrix, chosen: Sequence[PlannedCell], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
-    """Returns the results of the chosen cells, also those of earlier runs, and the outcome of shrinking."""
+    """Returns the results of the chosen cells, also those of earlier runs, and the outcome of shrinking.
+
+    After a signal the cells that had not ended are left out.
+    """
     from engine.core.checks.cell_result import key_of
     from engine.core.faults.ci_shards import estimated
     from engine.files.matrix_results import read_results
     from engine.harness.matrix_runner import LANE
+    from engine.runtime.process.interrupts import RunInterruptedError
     from engine.runtime.process.lanes import Lanes
 
     before = read_results(run.folder)
@@ -146,8 +154,13 @@ def _run(
         [each.cell.name for each in left], {**seconds, **{name: each.seconds for name, each in before.items()}}
     )
     shrunk = None
-    with Lanes(LANE, min(jobs, max(1, len(left))), run.folder) as lanes:
-        done |= {each.cell: each for each in run.run(lanes, left, expected_s, _tell)}
+
+    def tell(number: int, count: int, result: CellResult, left_s: float) -> None:
+        done[result.cell] = result
+        _tell(number, count, result, left_s)
+
+    with contextlib.suppress(RunInterruptedError), Lanes(LANE, min(jobs, max(1, len(left))), run.folder) as lanes:
+        run.run(lanes, left, expected_s, tell)
         first = next((each for each in left if done[each.cell.name].result == "failed"), None)
         if budget and first is not None:
             path, search = run.shrink(
@@ -159,7 +172,7 @@ def _run(
                 "tries": search.num_tries,
                 "minimal": search.is_minimal,
             }
-    return [done[each.cell.name] for each in chosen], shrunk
+    return [done[each.cell.name] for each in chosen if each.cell.name in done], shrunk
 
 
 def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
@@ -171,7 +184,14 @@ def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
     say(f"[{number}/{count}] ", (f"{result.result:<7}", style), text, err=True)
 
 
-def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Path | None, page: Path) -> None:
+def _write(
+    found: Matrix,
+    chosen: Sequence[PlannedCell],
+    done: Sequence[CellResult],
+    run: MatrixRun,
+    junit: Path | None,
+    page: Path,
+) -> None:
     """Writes the page; JUnit if a file is given; the summary and errors of GitHub in its workflows."""
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
@@ -179,7 +199,7 @@ def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Pat
     from engine.report.pages.matrix_page import matrix_page
 
     if junit is not None:
-        _write_file(junit, junit_xml(found.name, done))
+        _write_file(junit, junit_xml(found.name, done, _not_run(chosen, done)))
     cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
     grid = grid_of(cells, {each.cell: each for each in done})
     _write_file(page, matrix_page(found.name, grid, done, lambda cell: _replay(found, run, cell)))
@@ -189,6 +209,12 @@ def _write(found: Matrix, done: Sequence[CellResult], run: MatrixRun, junit: Pat
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in error_commands(str(found.path), done):
             typer.echo(line, err=True)  # the runner reads both streams
+
+
+def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[str]:
+    """Returns the names of the chosen cells without a result: the matrix was interrupted."""
+    names = {each.cell for each in done}
+    return [each.cell.name for each in chosen if each.cell.name not in names]
 
 
 def _replay(found: Matrix, run: MatrixRun, cell: str) -> str:
@@ -211,6 +237,7 @@ def _print(
     done: Sequence[CellResult],
     run: MatrixRun,
     shrunk: dict[str, Any] | None,
+    code: int,
     as_json: bool,
 ) -> None:
     from bamboo_cli.terminal.console import has_colour, width_of
@@ -219,8 +246,9 @@ def _print(
 
     if as_json:
         cells = [each.to_plain() for each in done]
-        values = {"matrix": found.name, "exit_code": _code(done), "folder": str(run.folder), "shrunk": shrunk}
-        typer.echo(json.dumps(values | {"cells": cells}))
+        values = {"matrix": found.name, "exit_code": code, "folder": str(run.folder), "shrunk": shrunk}
+        missing = {"interrupted": code in BY_SIGNAL, "not_run": _not_run(chosen, done)}
+        typer.echo(json.dumps(values | missing | {"cells": cells}))
         return
     grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
     typer.echo(grid_text(grid, has_colour(), width_of()))
@@ -231,5 +259,11 @@ def _print(
             typer.echo(f"  again: {_replay(found, run, each.cell)}")
     if shrunk is not None:
         typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
-    typer.echo(f"{found.name}: {counted(done)}; {sum(each.seconds for each in done):.1f} s of cases")
+    told = f"{counted(done)}; {sum(each.seconds for each in done):.1f} s of cases"
+    if code in BY_SIGNAL:
+        told = f"interrupted after {len(done)} of {len(chosen)} cells: {told}"
+    typer.echo(f"{found.name}: {told}")
     typer.echo(str(run.folder))
+    if code in BY_SIGNAL:
+        again = [*sys.argv[1:], *(["--resume"] if "--resume" not in sys.argv else [])]
+        typer.echo(f"go on: {shlex.join(['bamboo', *again])}")

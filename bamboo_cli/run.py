@@ -59,15 +59,18 @@ def run(
     if not (explained or dry_run):
         from bamboo_cli.terminal.live import SCREEN
         from engine.harness.case_runner import Case, run_case
+        from engine.runtime.process.interrupts import holding
 
         name = resolved.job.name or _run_name(resolved.job.model)
         case = Case(name, scenario, faults, resolved.origins, grace_s=grace_s)
         settings = etcd_settings(etcd, etcd_plain_http)
         try:
-            result = run_case(case, settings, SCREEN)
+            with holding():
+                result = run_case(case, settings, SCREEN)
+                code = _print_result(result, resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None
-        raise typer.Exit(_print_result(result, resolved, as_json))
+        raise typer.Exit(code)
 
 
 def _print_explanation(resolved: Resolved, as_json: bool) -> None:

@@ -25,6 +25,8 @@ from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import RunView, WorkerView
+from engine.runtime.process.first_answer import ANSWER
+from engine.runtime.process.interrupts import Interrupts, present
 
 _PLAIN_EVERY_S = 2.0
 _RATE_OVER_S = 3.0
@@ -43,11 +45,15 @@ class LivePicture:
         self._said_s = 0.0
         self._run_state: RunState | None = None  # of the last view
         self._num_notes = 0
+        self._interrupts: Interrupts | None = None  # that leave the answer to this picture
         self._history: deque[tuple[float, dict[int, int], int]] = deque()
 
     def __enter__(self) -> LivePicture:
         if self._is_terminal:
             self._live.start()
+            self._interrupts = present()
+            if self._interrupts is not None:
+                self._interrupts.has_picture = True
         return self
 
     def __exit__(
@@ -56,6 +62,8 @@ class LivePicture:
         if self._is_terminal:
             with contextlib.suppress(OSError):
                 self._live.stop()
+        if self._interrupts is not None:
+            self._interrupts.has_picture = False
 
     def show(self, view: RunView) -> None:
         """Shows one view: redraws the table, or prints a line if the last one is some seconds old."""
@@ -70,6 +78,9 @@ class LivePicture:
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
         self._run_state = view.run_state
+        if view.is_interrupted and self._interrupts is not None and not self._interrupts.is_answered:
+            self._interrupts.is_answered = True
+            self._say(ANSWER)
         self._tell_notes()
         for text in self._recoveries.look(view):
             self._say(text)
@@ -98,6 +109,9 @@ class LivePicture:
             typer.echo(text, err=True)
 
     def _line(self, view: RunView) -> str:
+        return ("stopping: " if view.is_interrupted else "") + self._progress(view)
+
+    def _progress(self, view: RunView) -> str:
         run_state = view.run_state
         if not run_state.losses:
             waiting = sum(each.state == "starting" for each in view.workers)

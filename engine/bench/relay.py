@@ -33,7 +33,7 @@ from engine.runtime.agent.worker_handles import RendezvousStore, close_workers, 
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.interrupts import Interrupts, holding
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
 _RELAY_S = 0.005
@@ -104,7 +104,7 @@ def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterato
     """Yields an iterator that runs the rounds and gives the events of each; they share fork server, store and etcd."""
     with contextlib.ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        interrupts = stack.enter_context(Interrupts())
+        interrupts = stack.enter_context(holding())
         server = stack.enter_context(ForkServer())
         etcd = stack.enter_context(EmbeddedEtcd(own))
         from engine.runtime.store.etcd_kv import EtcdKV

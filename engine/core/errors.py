@@ -29,9 +29,13 @@ class ExitCode(IntEnum):
     STATE_LOST = 80
     FENCED = 85
     LEFT_WITH_NOTICE = 86
+    HUNG_UP = 129
     INTERRUPTED = 130
     UNHEARD = 141  # the reader of the program's output is gone: SIGPIPE
     TERMINATED = 143
+
+
+BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, JobRecord, RefusedRecord, RequestRecord
 from engine.files.events_file import events_of
 from engine.harness.case_result import CaseResult, judged
+from engine.runtime.process.interrupts import RunInterruptedError, breakable
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -56,6 +57,10 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
     request = _request(folder, loaded.faults)
     try:
         _wait(events, loaded.faults, request.name)
+    except RunInterruptedError:
+        strikes = "the faults still strike it" if events.has_taken(request.name) else "no fault strikes it"
+        say(f"the job runs on; {strikes}")
+        raise
     finally:
         request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
     ended = events.history.ended
@@ -128,8 +133,7 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
         refused = next((each for each in history.of(RefusedRecord) if each.request == request), None)
         if refused is not None:
             raise UserError([Problem("--run", "faults that the run can take", "", refused.reason)])
-        taken = any(each.request == request for each in history.of(RequestRecord))
-        if not taken and time.monotonic() > heard_s:
+        if not events.has_taken(request) and time.monotonic() > heard_s:
             error = BambooError(f"{events.folder.path}: its launcher does not answer, and did not take the faults")
             error.exit_code = ExitCode.NOT_RECOVERED
             raise error
@@ -144,6 +148,11 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
             raise error
         if have_shown(faults, history) and not events.is_recovering:
             return
+        _pause()
+
+
+def _pause() -> None:
+    with breakable():
         time.sleep(_POLL_S)
 
 
@@ -173,7 +182,7 @@ class _Events:
             if time.monotonic() > until_s:
                 about = f"{self.folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
                 raise NothingMatchedError(f"{about}: see the output of its launcher, or name a run that goes on")
-            time.sleep(_POLL_S)
+            _pause()
 
     def _update(self) -> bool:
         """Reads the new records; returns whether there is any record yet."""
@@ -192,6 +201,10 @@ class _Events:
         (job,) = self.history.of(JobRecord)
         return self.history.ended is not None or not Path(f"/proc/{job.pid}").exists()
 
+    def has_taken(self, request: str) -> bool:
+        """Returns whether the launcher has taken the request of that name."""
+        return any(each.request == request for each in self.history.of(RequestRecord))
+
     @property
     def history(self) -> RunHistory:
         """The history of the run so far."""
@@ -209,7 +222,7 @@ class _Events:
         """
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
-            time.sleep(_POLL_S)
+            _pause()
         return pace(self._commits_ns())
 
     def _commits_ns(self) -> list[int]:

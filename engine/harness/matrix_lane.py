@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.cell_result import CellResult, judged
-from engine.core.errors import BambooError, ExitCode
+from engine.core.errors import BY_SIGNAL, BambooError
 
 if TYPE_CHECKING:
     from engine.core.message_codec import Plain
@@ -43,7 +43,8 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
         result, failure, text, run = _checked(loaded, server, keep=task["keep"])
     except BambooError as error:
         result, failure, text = "invalid", "", f"could not be run: {error}"
-    path.unlink(missing_ok=True)
+    finally:
+        path.unlink(missing_ok=True)
     seconds = round(time.monotonic() - started_s, 3)
     return CellResult(task["cell"], result, failure, text, do, seconds, seed, run)
 
@@ -53,23 +54,26 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
     from engine.harness.screen import lines_only
 
     case = run_case(case_of_file(loaded), None, lines_only(partial(print, flush=True)), server)
-    if case.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-        sys.exit(int(case.exit_code))
-    if not keep and case.verdict == "passed":
+    is_interrupted = case.exit_code in BY_SIGNAL
+    if not keep and (is_interrupted or case.verdict == "passed"):
         shutil.rmtree(case.folder, ignore_errors=True)
+    if is_interrupted:
+        sys.exit(int(case.exit_code))
     return *judged(case.checks), case.folder.name
 
 
 def main(fd: int) -> None:
-    """Runs a case for each message, until the other end is closed."""
+    """Runs a case for each message, until the other end is closed; an interrupted case does not end its open step."""
     from engine.core.process_messages import CaseMessage, DoneMessage
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.ipc.link import Link
     from engine.runtime.process.fork_client import ForkServer
+    from engine.runtime.process.interrupts import holding
 
     link = Link.from_fd(fd)
     mark_processes()
-    with ForkServer() as server:
+    with holding() as interrupts, ForkServer() as server:
+        interrupts.step_grace_s = 0.0
         while isinstance(message := link.receive(), CaseMessage):
             result = run_cell(message.task, server)
             print(json.dumps(result.to_plain()), flush=True)

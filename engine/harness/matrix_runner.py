@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.cell_result import CellResult, key_of
@@ -120,16 +117,6 @@ class MatrixRun:
         head += f"# Run it: bamboo matrix {path}\n"
         write_atomically(path, head + scenario_text(scenario_plain(shrunk.scenario)))
         return path, shrunk
-
-
-def end_by_exception() -> None:
-    """Makes Ctrl-C and SIGTERM raise SystemExit, so that each `finally` runs and the lanes end."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
 
 
 def usual_jobs() -> int:

@@ -67,7 +67,6 @@ def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     ending = run(twin_of(job), own)
     if ending.exit_code:
         error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
-        interrupted = ending.outcome == "interrupted"
-        error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode(ending.exit_code)
+        error.exit_code = ExitCode(ending.exit_code)
         raise error
     return ending.view.run_state.rows

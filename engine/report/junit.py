@@ -1,7 +1,7 @@
 """JUnit XML of a matrix for CI servers: one suite, one test case per cell that ran.
 
-Rules: a failed cell is a failure with its type; an invalid cell, which proved nothing, is an error. Characters that XML
-cannot hold become question marks.
+Rules: a failed cell is a failure with its type; an invalid cell, which proved nothing, is an error; a cell that an
+interrupted matrix did not run is skipped. Characters that XML cannot hold become question marks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from engine.core.checks.cell_result import CellResult
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit_xml(matrix: str, results: Sequence[CellResult]) -> str:
-    """Returns the results of a matrix as a JUnit XML document."""
+def junit_xml(matrix: str, results: Sequence[CellResult], not_run: Sequence[str] = ()) -> str:
+    """Returns the results of a matrix as a JUnit XML document; `not_run` names the cells without a result."""
     failed = sum(each.result == "failed" for each in results)
     invalid = sum(each.result == "invalid" for each in results)
-    counts = {"tests": str(len(results)), "failures": str(failed), "errors": str(invalid), "skipped": "0"}
+    num_tests, num_skipped = len(results) + len(not_run), len(not_run)
+    counts = {"tests": num_tests, "failures": failed, "errors": invalid, "skipped": num_skipped}
+    counted = {name: str(count) for name, count in counts.items()}
     time = f"{sum(each.seconds for each in results):.3f}"
-    suites = ET.Element("testsuites", {"name": "bamboo", **counts, "time": time})
-    suite = ET.SubElement(suites, "testsuite", {"name": matrix, **counts, "time": time})
+    suites = ET.Element("testsuites", {"name": "bamboo", **counted, "time": time})
+    suite = ET.SubElement(suites, "testsuite", {"name": matrix, **counted, "time": time})
     for each in results:
         _case(suite, each)
+    for name in not_run:
+        case = ET.SubElement(suite, "testcase", {"classname": "bamboo", "name": _clean(name)})
+        ET.SubElement(case, "skipped", {"message": "not run: the matrix was interrupted"})
     ET.indent(suites)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"
 

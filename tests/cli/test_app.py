@@ -105,14 +105,28 @@ def test_what_cannot_be_written_is_said_and_the_end_of_a_run_too(tmp_path: Path)
 
 
 @pytest.mark.parametrize("module", ["typer", "yaml"])
-def test_ctrl_c_ends_a_program_that_is_still_being_loaded_without_a_word(tmp_path: Path, module: str) -> None:
+def test_ctrl_c_is_answered_while_the_program_is_being_loaded(tmp_path: Path, module: str) -> None:
+    """A run died by the raw signal, without a word, with --json too."""
     (tmp_path / "sitecustomize.py").write_text(STRUCK_AT.format(module=module))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    arguments = ["run", "--steps", "0"]
-    done = subprocess.run(
-        [*BAMBOO, *arguments], cwd=tmp_path, check=False, timeout=60, env=environment, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # which a shell calls 130
+
+    def struck(*arguments: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [*BAMBOO, *arguments],
+            cwd=tmp_path,
+            check=False,
+            timeout=60,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    code, shown, told = struck("run", "--steps", "0", "--json")
+    assert (code, told) == (130, "stopping; again to kill\n")
+    assert json.loads(shown)["outcome"] == "interrupted"
+    assert struck("schedule", "show", "--data", "none") == (-signal.SIGINT, "", "")  # which a shell calls 130
+    assert not (tmp_path / "results").exists()
 
 
 def test_the_installed_command_and_the_module_are_the_same() -> None:

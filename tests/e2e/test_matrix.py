@@ -7,6 +7,7 @@ that cannot hold, a cell that does not end.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -101,15 +102,26 @@ def test_what_fails_is_shrunk_and_fails_again(launch: Launch, tmp_path: Path) ->
     assert "microbatches: 1" in text and "stages: 2" in text
 
 
-def test_an_interrupted_matrix_leaves_nothing_and_goes_on(launch: Launch, tmp_path: Path) -> None:
-    path = tmp_path / "controls.yaml"
+def test_an_interrupted_matrix_tells_what_it_has_leaves_nothing_and_goes_on(launch: Launch, tmp_path: Path) -> None:
+    """It printed nothing, with --json too, and wrote neither JUnit nor the page."""
+    path, junit = tmp_path / "controls.yaml", tmp_path / "cells.xml"
     path.write_text(HEAD + "".join(f"  - name: {name}\n    {CASES[name]}\n" for name in ("good", "for-ever")))
     results = str(tmp_path / "kept")
-    first = launch("matrix", str(path), "--jobs", "1", "--results", results)
+    first = launch("matrix", str(path), "--jobs", "1", "--results", results, "--junit", str(junit))
     first.wait_until(lambda: "passed" in (first.folder / "stderr").read_text())
     first.process.send_signal(signal.SIGTERM)
-    assert first.wait(30).code == 128 + signal.SIGTERM
+    told = first.wait(30)
+    assert told.code == 128 + signal.SIGTERM
     assert first.leftovers() == []
+    assert told.stderr.endswith("stopping; again to kill\n")
+    assert re.search(r"^good +P$", told.stdout, re.MULTILINE) and re.search(r"^for-ever +-$", told.stdout, re.MULTILINE)
+    assert "controls: interrupted after 1 of 2 cells: 1 passed, 0 failed, 0 invalid" in told.stdout
+    assert told.stdout.splitlines()[-1].endswith(f"--results {results} --junit {junit} --resume")
+    (suite,) = ET.parse(junit).getroot()  # noqa: S314 - it is our own
+    assert (suite.get("tests"), suite.get("skipped")) == ("2", "1")
+    (page,) = Path(results).rglob("report.html")
+    assert "not run" in page.read_text()
+    assert list(Path(results).glob("matrices/*/runs/*-*")) == [], "what was interrupted proves nothing"
     second = launch("matrix", str(path), "--resume", "--cell", "good", "--results", results, "--json")
     done = second.wait(60)
     assert done.code == 0, done.stderr

@@ -18,7 +18,7 @@ from engine.core.checks.stall import Stall, quantile
 from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
-from engine.core.errors import BambooError, ExitCode
+from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
 from engine.core.faults.fault import WHOLE_AFTERWARDS, At, Fault
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
@@ -38,16 +38,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.INTERNAL: "noticed",
 }
 # The run did not begin, or was interrupted: it proves nothing about the case.
-_NOT_RUN = frozenset(
-    {
-        ExitCode.USAGE,
-        ExitCode.ENVIRONMENT,
-        ExitCode.COORDINATOR_UNAVAILABLE,
-        ExitCode.STORAGE,
-        ExitCode.INTERRUPTED,
-        ExitCode.TERMINATED,
-    }
-)
+_NOT_RUN = BY_SIGNAL | {ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.COORDINATOR_UNAVAILABLE, ExitCode.STORAGE}
 
 
 @dataclass(frozen=True, slots=True)

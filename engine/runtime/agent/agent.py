@@ -64,7 +64,7 @@ _LEAVE_GRACE_S = 2.0  # from the permission to leave to the end of all workers
 _LAST_WORDS_S = 1.0  # the same, for the last messages if a worker is missing after the last commit
 _KILL_GRACE_S = 5.0  # from SIGKILL until a process is left behind
 _START_GRACE_S = 0.3
-_INTERRUPT_GRACE_S = 10.0
+_FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
 AGENT = -1  # the number of the agent in records that name a worker
 
@@ -219,8 +219,8 @@ class Agent:
             self.run_state.close_book()
 
     def fail(self, cause: BambooError) -> None:
-        """Keeps the first cause and stops every worker."""
-        if self.cause is None:
+        """Keeps the first cause and stops every worker; an interrupted run has nothing to recover."""
+        if self.cause is None and (self.interrupted is None or cause.exit_code in _FINDINGS):
             if isinstance(cause, CoordinatorUnavailableError):
                 cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
             self.cause = cause
@@ -232,18 +232,22 @@ class Agent:
             self.is_stopping = True
             self.effects.broadcast(StopMessage())
             # Before training, workers may be blocked in forming a group; killing them early loses no work.
-            self.deadline_s = time.monotonic() + (_STOP_GRACE_S if self.run_state.going_at_ns else _START_GRACE_S)
+            grace_s = _STOP_GRACE_S if self.run_state.going_at_ns else _START_GRACE_S
+            latest_s = float("inf") if self.interrupted is None else self.deadline_s
+            self.deadline_s = min(latest_s, time.monotonic() + grace_s)
 
     def overdue(self) -> None:
         """Handles a deadline that has passed: stops the run, then kills its workers, then leaves them behind."""
-        if not self.is_stopping:
+        if not self.is_stopping and self.interrupted is None:
             self._stop()
             return
+        self.is_stopping = True
+        why = "it did not end before its deadline" if self.interrupted is None else "the run was interrupted"
         for member in self.members.values():
             if member.exit_code is None and self._has_killed:
                 self._leaves_behind(member)
             elif member.exit_code is None:
-                self.recorder.write(KilledRecord(of=member.worker, why="it did not end before its deadline"))
+                self.recorder.write(KilledRecord(of=member.worker, why=why))
                 member.child.signal(signal.SIGKILL)
         self.deadline_s = float("inf") if self._has_killed else time.monotonic() + _KILL_GRACE_S
         self._has_killed = True
@@ -255,16 +259,19 @@ class Agent:
             f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind"
         )
 
-    def interrupt(self, number: signal.Signals) -> None:
-        """Ends the run after the open step; ends it at once at a second signal or before the first step."""
+    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
         again = self.interrupted is not None
         self.interrupted = self.interrupted or number
         self.recorder.write(InterruptRecord(signal=number.name))
-        if again or not self.run_state.going_at_ns:
+        if again and not self._has_killed:
+            self.overdue()
+        elif not self.run_state.going_at_ns:
             self._stop()
-        elif not self.is_stopping:
-            self.decide(Notice(now_ns(), None, round(_INTERRUPT_GRACE_S * 1e9)))
-            self.deadline_s = min(self.deadline_s, time.monotonic() + _INTERRUPT_GRACE_S)
+        elif not again:
+            self.deadline_s = min(self.deadline_s, time.monotonic() + step_grace_s)
+            self.decide(Notice(now_ns(), None, round(step_grace_s * 1e9)))
+        self.tick(self)
 
     def _ended_by(self, text: str) -> WorkerFailedError:
         """Returns the error that ends the run, with the log of every worker that is out."""

@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import time
 from collections.abc import Callable
+from functools import partial
 
 from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
 from engine.core.message_codec import Message
@@ -23,7 +24,7 @@ def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrup
     members = list(agent.members.values())
     server_pid = _look_at(server, agent, 0)
     with selectors.DefaultSelector() as selector:
-        selector.register(interrupts, selectors.EVENT_READ, lambda: agent.interrupt(interrupts.take()))
+        selector.register(interrupts, selectors.EVENT_READ, partial(_interrupted, agent, interrupts))
         _watch_store(selector, agent)
         for member in members:
             _watch(selector, agent, hear, member)
@@ -45,6 +46,10 @@ def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrup
                 agent.look_at_clock()
                 server_pid = _look_at(server, agent, server_pid)
     agent.close()
+
+
+def _interrupted(agent: Agent, interrupts: Interrupts) -> None:
+    agent.interrupt(interrupts.take(), interrupts.step_grace_s)
 
 
 def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: WorkerHandle) -> None:

@@ -28,6 +28,7 @@ class RunView:
 
     run_state: RunState
     workers: tuple[WorkerView, ...]
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

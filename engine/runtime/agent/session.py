@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.faults.fault import Fault, to_plain
-from engine.core.history.process_records import EndedRecord, HostRecord, KeysLeftRecord, StartedRecord, StoreRecord
+from engine.core.history.process_records import (
+    EndedRecord,
+    HostRecord,
+    InterruptRecord,
+    KeysLeftRecord,
+    StartedRecord,
+    StoreRecord,
+)
 from engine.core.history.record import VERSION
 from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, State, begin
@@ -24,17 +33,19 @@ from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
 from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.interrupts import RunInterruptedError, holding
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
 from engine.runtime.store.store_keeper import StoreKeeper
 
 _PATIENCE_S = 600
+_CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
 
 def run_session(
@@ -66,27 +77,53 @@ def run_session(
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership = shadowed(job, ownership, ownership.workers())
     first = first_state(job, ownership, silence_s, hang_s)
-    with contextlib.ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
-        recorder = _recording(stack, events, job, host)
-        server = server or stack.enter_context(ForkServer())
-        node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
-        board = ProgressBoard.create(max(ownership.workers()) + 1)
-        stack.callback(board.close)
-        with server.forking():
-            store = RendezvousStore(server, logs)
-            stack.callback(store.close)
-            members = start_workers(server, ownership, recorder.fd, board, logs)
-        stack.callback(close_workers, list(members.values()))
-        node.enrol(members.values())
-        tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
-        agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
-        for member in members.values():
-            _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
-        supervise(agent, dispatch, server, interrupts)
-        ending = _ending(agent, _view(agent, board), started_at_ns)
-        recorder.write(EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
-        return ending
+    with contextlib.ExitStack() as files, holding() as interrupts:
+        recorder = _recording(files, events, job, host)
+        try:
+            with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
+                interrupts.check()
+                server = server or stack.enter_context(ForkServer())
+                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
+                board, store, members = _fork(stack, server, ownership, recorder, logs)
+                node.enrol(members.values())
+                tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
+                agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
+                for member in members.values():
+                    _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
+                interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
+                supervise(agent, dispatch, server, interrupts)
+                return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
+        except RunInterruptedError as error:
+            view = RunView(RunState(job), ())
+            recorder.write(InterruptRecord(signal=error.number.name))
+            return _ended(recorder, Ending("interrupted", error.exit_code, None, view, started_at_ns, now_ns()))
+
+
+def _fork(
+    stack: contextlib.ExitStack, server: ForkServer, ownership: Ownership, recorder: Recorder, logs: Path
+) -> tuple[ProgressBoard, RendezvousStore, dict[int, WorkerHandle]]:
+    """Starts the rendezvous store and the workers; `stack` ends them."""
+    board = ProgressBoard.create(max(ownership.workers()) + 1)
+    stack.callback(board.close)
+    with server.forking():
+        store = RendezvousStore(server, logs)
+        stack.callback(store.close)
+        members = start_workers(server, ownership, recorder.fd, board, logs)
+    stack.callback(close_workers, list(members.values()))
+    return board, store, members
+
+
+def _ended(recorder: Recorder, ending: Ending) -> Ending:
+    """Records the end of a run."""
+    recorder.write(EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    return ending
+
+
+def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:
+    """Records the end of a run whose process is about to end, and releases its resources."""
+    recorder.write(InterruptRecord(signal=number.name))
+    recorder.write(EndedRecord(outcome="interrupted", exit_code=128 + number))
+    stack.close()
 
 
 def _recording(stack: contextlib.ExitStack, events: Path, job: Job, host: HostRecord | None) -> Recorder:
@@ -186,7 +223,7 @@ def _leave(node: Node, recorder: Recorder) -> None:
     """Deletes the keys of the run in a store of the user; an error is recorded and does not change the outcome."""
     try:
         node.leave()
-    except CoordinatorUnavailableError as error:
+    except (CoordinatorUnavailableError, RunInterruptedError) as error:
         recorder.write(KeysLeftRecord(error=str(error)))
 
 
@@ -203,7 +240,8 @@ def _refuse_backend(job: Job) -> None:
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:
-    return RunView(agent.run_state, tuple(_worker_view(member, board) for member in agent.members.values()))
+    workers = tuple(_worker_view(member, board) for member in agent.members.values())
+    return RunView(agent.run_state, workers, agent.interrupted is not None)
 
 
 def _worker_view(member: WorkerHandle, board: ProgressBoard) -> WorkerView:

@@ -24,6 +24,7 @@ from engine.core.process_messages import (
 )
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import subprocesses
+from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.prctl import adopting
 from engine.runtime.process.subprocesses import is_readable
 
@@ -141,14 +142,16 @@ class ForkServer:
             self._link.send(BeginMessage())
             self._has_begun = True
         told, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
-        self._link.send(ForkMessage(role, name), [told, *fds])
-        reply, came_along = self._reply(_ANSWER_S if self._has_served else _START_S)
-        self._has_begun = reply is not None and not isinstance(reply, LeftMessage)
-        if reply is not None:
-            self._has_served = True
-            os.write(tell, b"!")
-        os.close(told)
-        os.close(tell)
+        try:
+            self._link.send(ForkMessage(role, name), [told, *fds])
+            reply, came_along = self._reply(_ANSWER_S if self._has_served else _START_S)
+            self._has_begun = reply is not None and not isinstance(reply, LeftMessage)
+            if reply is not None:
+                self._has_served = True
+                os.write(tell, b"!")
+        finally:
+            os.close(told)
+            os.close(tell)
         return reply, came_along
 
     def _settle(self) -> None:
@@ -161,7 +164,9 @@ class ForkServer:
                 self._reply(_GONE_S)  # returns at the end of file
 
     def _reply(self, timeout_s: float) -> tuple[Message | None, list[int]]:
-        return self._link.receive_with_fds() if is_readable(self._link.fileno(), timeout_s) else (None, [])
+        with breakable():
+            has_come = is_readable(self._link.fileno(), timeout_s)
+        return self._link.receive_with_fds() if has_come else (None, [])
 
     def _end(self) -> int:
         """Ends the server and returns its exit code, negative for a signal."""
@@ -169,7 +174,8 @@ class ForkServer:
         return subprocesses.end(self._process, _GONE_S)
 
     def close(self) -> None:
-        """Ends the server and every child that is not closed."""
+        """Ends the server, which may be busy with imports, and every child that is not closed."""
+        self._process.kill()
         self._end()
         for child in self._children:
             child.close()

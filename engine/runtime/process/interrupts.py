@@ -1,14 +1,207 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a descriptor that becomes readable, for a selector."""
+"""Ctrl-C, SIGTERM and SIGHUP to a launcher: the answer to the user, and an end within a limit.
+
+    first signal    "stopping; again to kill" on stderr. Then the innermost block decides: `holding` notes the signal,
+                    and its run ends; `raising` raises SystemExit; outside of both the process ends at once
+    second signal   a run kills its workers at once
+    third signal    the process ends at once, and the kernel kills its children with it; the same happens `_LIMIT_S`
+                    after the first signal, and `_AGAIN_S` after the second
+
+Rules: in a `holding` block only a wait inside `breakable` raises. An exception at any other place could leave half-made
+resources behind, and Python drops an exception that comes in a destructor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
+
+from engine.core.errors import BambooError, ExitCode
+from engine.runtime.process.first_answer import leave, tell
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PICTURE_S = 0.15  # a live table has this time to show the answer: written by a handler it would spoil the table
+_LIMIT_S = 4.0  # every wait ends sooner; this is for a process that its host does not let run
+_AGAIN_S = 1.0
+_RITES_S = 0.5
+STEP_GRACE_S = 1.0  # for the open step of an interrupted run
+
+Act = Callable[[signal.Signals], object]
+
+
+class RunInterruptedError(BambooError):
+    """A signal has asked this process to end, and a wait was broken off."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(f"interrupted by {number.name}")
+        self.number = number
+        self.exit_code = ExitCode(128 + number)
+
+
+class Interrupts:
+    """The signals that have asked this process to end."""
+
+    def __init__(self, on_first: Act) -> None:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.first: signal.Signals | None = None
+        self.on_first = on_first
+        self.step_grace_s = STEP_GRACE_S
+        self.patience_s = 0.0  # from the first signal until a wait is broken off
+        self.has_picture = False  # a live table is on the terminal, and shows the answer
+        self.is_answered = False
+        self._last_rites: Act | None = None
+        self._count = 0
+        self._first_s = self._limit_s = 0.0
+        self._is_waiting = False
+
+    def close(self) -> None:
+        """Closes its descriptors."""
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable if a signal has come that `take` has not returned."""
+        return self._read_fd
+
+    def take(self) -> signal.Signals:
+        """Returns the oldest signal that has come; raises BlockingIOError if there is none."""
+        return signal.Signals(os.read(self._read_fd, 1)[0])
+
+    def check(self) -> None:
+        """Raises RunInterruptedError if a signal has come."""
+        if self.first is not None:
+            raise RunInterruptedError(self.first)
+
+    @contextlib.contextmanager
+    def breakable(self) -> Iterator[None]:
+        """Raises RunInterruptedError out of the block, a wait, when a signal has come `patience_s` seconds ago."""
+        before = self._is_waiting
+        self._is_waiting = threading.current_thread() is threading.main_thread()  # handlers run in that thread
+        try:
+            if self.first is not None:
+                self._act()
+            yield
+        finally:
+            self._is_waiting = before
+
+    def answer(self) -> None:
+        """Tells the user once that the signal was heard."""
+        if not self.is_answered:
+            self.is_answered = True
+            tell()
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal that asks this process to end."""
+        self._count += 1
+        self._limit_s = time.monotonic() + {1: _LIMIT_S, 2: _AGAIN_S}.get(self._count, 0.0)
+        with contextlib.suppress(BlockingIOError):  # the reader has enough of them
+            os.write(self._write_fd, bytes([number]))
+        if self.first is None:
+            self.first, self._first_s = signal.Signals(number), time.monotonic()
+            signal.signal(signal.SIGALRM, lambda number, frame: self._act())
+            self._act()
+            self.on_first(self.first)
+        else:
+            self._act()
+
+    def _act(self) -> None:
+        """Does all that is due after a signal, and sets the alarm for the next."""
+        assert self.first is not None
+        now_s = time.monotonic()
+        if now_s >= self._limit_s:
+            self._end_by_force(self.first)
+        answers_s = self._first_s + (_PICTURE_S if self.has_picture else 0.0)
+        if now_s >= answers_s:
+            self.answer()
+        breaks_s = self._first_s + (self.patience_s if self._count == 1 else 0.0)
+        signal.setitimer(
+            signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self._limit_s) if each > now_s)
+        )
+        if self._is_waiting and now_s >= breaks_s:
+            raise RunInterruptedError(self.first)
+
+    @contextlib.contextmanager
+    def forcing(self, last_rites: Act) -> Iterator[None]:
+        """Runs `last_rites` before an end by force inside the block, in which waits are broken off at once at first."""
+        self.patience_s, self._last_rites = 0.0, last_rites
+        try:
+            yield
+        finally:
+            self._last_rites = None
+
+    def _end_by_force(self, number: signal.Signals) -> NoReturn:
+        rites, self._last_rites = self._last_rites, None
+        signal.signal(signal.SIGALRM, lambda number, frame: os._exit(128 + int(self.first or number)))
+        signal.setitimer(signal.ITIMER_REAL, _RITES_S)
+        if rites is not None:
+            with contextlib.suppress(Exception):
+                rites(number)
+        os._exit(128 + number)
+
+
+_present: list[Interrupts] = []  # one, or none in a process that handles signals itself
+
+
+def answer_signals() -> None:
+    """Makes this process answer the signals from now on; outside of `holding` and `raising` the first one ends it."""
+    interrupts = Interrupts(leave)
+    _present.append(interrupts)
+    for number in _TAKEN:
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
+            signal.signal(number, interrupts.hear)
+
+
+@contextlib.contextmanager
+def holding() -> Iterator[Interrupts]:
+    """Inside the block the first signal is noted, and the block ends its run; use it in the main thread."""
+    with _acting(lambda number: None) as interrupts:
+        yield interrupts
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[Interrupts]:
+    """Inside the block the first signal raises SystemExit, so that each `finally` runs."""
+    with _acting(lambda number: sys.exit(128 + number)) as interrupts:
+        yield interrupts
+
+
+def present() -> Interrupts | None:
+    """Returns the signals to this process, or None if it handles signals itself."""
+    return _present[0] if _present else None
+
+
+def breakable() -> contextlib.AbstractContextManager[None]:
+    """Returns the block of a wait that a signal may break off, see `Interrupts.breakable`."""
+    return _present[0].breakable() if _present else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _acting(act: Act) -> Iterator[Interrupts]:
+    before = {number: signal.getsignal(number) for number in (*_TAKEN, signal.SIGALRM, signal.SIGCHLD)}
+    is_outermost = not _present
+    if is_outermost:
+        answer_signals()
+    interrupts, act_before = _present[0], _present[0].on_first
+    interrupts.on_first = act
+    if before[signal.SIGCHLD] is signal.SIG_IGN:  # the kernel would drop the exit codes of children
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield interrupts
+    finally:
+        interrupts.on_first = act_before
+        if act_before is leave:  # this process ends now; at the end of Python an alarm would kill it
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if is_outermost:  # this process is a library's or a test's, which handles signals itself
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            _present.remove(interrupts)
+            interrupts.close()
 
 
 @contextlib.contextmanager
@@ -28,35 +221,3 @@ def ignore_ctrl_c() -> None:
     """Ignores Ctrl-C, also one that came while it was blocked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
-
-
-class Interrupts:
-    """A context that receives the signals that ask this process to end; use it in the main thread."""
-
-    def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> Interrupts:
-        for number in _TAKEN:
-            self._before[number] = signal.signal(number, self._note)
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the kernel would drop exit codes of children
-            self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        os.close(self._read_fd)
-        os.close(self._write_fd)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        os.write(self._write_fd, bytes([number]))
-
-    def fileno(self) -> int:
-        """Returns the descriptor that is readable if a signal has come."""
-        return self._read_fd
-
-    def take(self) -> signal.Signals:
-        """Returns the oldest signal that has come."""
-        return signal.Signals(os.read(self._read_fd, 1)[0])

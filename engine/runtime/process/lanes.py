@@ -23,8 +23,10 @@ from engine.core.process_messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import subprocesses
 from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.process.interrupts import RunInterruptedError, breakable
 
 _GRACE_S = 10.0
+_INTERRUPTED_GRACE_S = 1.0
 
 Task = TypeVar("Task", bound=Plain)
 
@@ -34,6 +36,7 @@ class Lane:
 
     def __init__(self, module: str, log: Path):
         self.link, far = Link.pair()
+        self._grace_s = _GRACE_S
         command = [sys.executable, "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [sys.executable, "-m", module, str(far.fileno())]
         with log.open("ab") as file:
@@ -48,10 +51,11 @@ class Lane:
     def close(self) -> int:
         """Ends the lane and returns its exit code, negative for a signal; an idle lane ends at once."""
         self.link.close()
-        return subprocesses.end(self._process, _GRACE_S)
+        return subprocesses.end(self._process, self._grace_s)
 
-    def interrupt(self) -> None:
-        """Sends SIGTERM, on which the running case may clean up."""
+    def interrupt(self, grace_s: float = _GRACE_S) -> None:
+        """Sends SIGTERM, on which the running case cleans up within `grace_s`."""
+        self._grace_s = grace_s
         self._process.send_signal(signal.SIGTERM)
 
 
@@ -73,7 +77,7 @@ class Lanes:
     ) -> None:
         lanes = [lane for lane in self._lanes if lane is not None]
         for lane in lanes if kind is not None else ():
-            lane.interrupt()
+            lane.interrupt(_INTERRUPTED_GRACE_S if isinstance(error, RunInterruptedError) else _GRACE_S)
         for lane in lanes:
             lane.close()
         self._use.__exit__(None, None, None)
@@ -82,7 +86,7 @@ class Lanes:
         """Starts the tasks in order, one per free lane; calls `take` with each task and its answer.
 
         The answer is ``{"result": the lane's}``, or ``{"ended": "hang"}`` if the lane exceeded `limit_s` seconds, or
-        ``{"ended": exit code}`` if the lane ended.
+        ``{"ended": exit code}`` if the lane ended. Raises RunInterruptedError after a signal to this process.
         """
         left = iter(tasks)
         running: dict[int, tuple[Task, float]] = {}
@@ -108,7 +112,8 @@ class Lanes:
             for number in running:
                 selector.register(self._lane(number).link, selectors.EVENT_READ, number)
             first_s = min(deadline for _, deadline in running.values())
-            ready = [key.data for key, _ in selector.select(max(0.0, first_s - time.monotonic()))]
+            with breakable():
+                ready = [key.data for key, _ in selector.select(max(0.0, first_s - time.monotonic()))]
         answers: list[tuple[int, Plain]] = []
         for number in ready:
             done = self._lane(number).link.receive()

@@ -24,6 +24,7 @@ from typing import IO
 from engine.core.errors import EnvironmentLacksError
 from engine.runtime.ipc.link import LOOPBACK
 from engine.runtime.process import subprocesses
+from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.listening import listening_port
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
@@ -112,14 +113,15 @@ class EmbeddedEtcd:
                 if late or "address already in use" not in reason:
                     raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
                 self.start()
-            time.sleep(_POLL_S)
+            with breakable():
+                time.sleep(_POLL_S)
         self._port = port
         return EtcdSettings((Endpoint(LOOPBACK, port),))
 
     def stop(self) -> None:
-        """Stops it and deletes its data."""
+        """Kills it, even if it is stopped, and deletes its data."""
         if self._process is not None:
-            self._process.terminate()
+            self._process.kill()
             self._reap()
         shutil.rmtree(self._data, ignore_errors=True)
         if self._remover is not None:

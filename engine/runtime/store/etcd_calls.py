@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
+from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
@@ -86,7 +87,8 @@ class EtcdCalls:
         timeout_s = min(ATTEMPT_S, max(PAUSE_S, until_s - time.monotonic()))
         try:
             connection = self._connect(endpoint)
-            return connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
+            with breakable():
+                return connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
         except grpc.RpcError as error:
             self._judge(error, endpoint)
             if time.monotonic() + PAUSE_S >= until_s:
