@@ -29,7 +29,7 @@ COMMANDS = {
     "validate": "Check scenarios, matrices and jobs: fields, possible moments, existing victims.",
     "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a matrix of scenarios.",
-    "init": "Write a job and a first scenario; with --ci also a workflow.",
+    "init": "Write a job, a scenario and a matrix of it; with --ci also a workflow.",
     "report": "Report a run: tables, a page that opens without a network, a trace.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",

@@ -1,4 +1,4 @@
-"""`bamboo init`: writes the first files of a project: a job, a scenario, and a workflow that runs matrices in CI."""
+"""`bamboo init`: writes the first files of a project: a job, a scenario, a matrix, and a workflow for CI."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ _HERE = Path()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder for the files", show_default=False)] = _HERE,
     ci: Annotated[
-        Literal["none", "github"], typer.Option("--ci", help="github: also the workflow that runs the matrices.")
+        Literal["none", "github"], typer.Option("--ci", help="github: also a workflow that runs them.")
     ] = "none",
 ) -> None:
-    """Write a job and a first scenario; with --ci also a workflow. Existing files are kept."""
-    from engine.files.scenarios.starter import SCENARIO, starter, write_new
+    """Write a job, a scenario and a matrix of it; with --ci also a workflow. Existing files are kept."""
+    from engine.files.scenarios.starter import SCENARIO, WORKFLOW, reference, starter, write_new
 
-    for path in write_new(folder, starter(ci == "github")):
-        typer.echo(str(path))
-    typer.echo(f"next: bamboo inject --scenario {folder / SCENARIO}")
+    files = starter(ci == "github")
+    written = write_new(folder, files)
+    for path in (folder / name for name in files):
+        typer.echo(f"{path}{'' if path in written else ' (kept: it exists)'}")
+    if folder / WORKFLOW in written and not reference():
+        typer.echo("next: put a wheel of bamboo into wheels/, or say in the workflow from where pip gets it (BAMBOO)")
+    typer.echo(f"next: bamboo inject {folder / SCENARIO}")
