@@ -26,20 +26,25 @@ class WorkerException:
 
     def in_step(self, step: int) -> str:
         """Returns the exception as words that follow "worker N", with the step and the line of code."""
-        where = f"{self.place} of step {step}" if self.place else f"step {step}"
+        where = f"{self.place} of step {step}" if self._place_is_news() else f"step {step}"
         return f"raised {self._short()}, in {where}{self._line()}"
 
     def in_verdict(self) -> str:
         """Returns the exception as words that follow "worker N", without the line of code."""
-        return f"raised {self._short()}{f', in {self.place}' if self.place else ''}"
+        return f"raised {self._short()}{f', in {self.place}' if self._place_is_news() else ''}"
 
     def at_start(self) -> str:
         """Returns the exception as a mistake that was found before training: its place first, then its text."""
-        return f"in {self.place}: {self._short()}{self._line()}"
+        return f"{f'in {self.place}: ' if self._place_is_news() else ''}{self._short()}{self._line()}"
+
+    def _place_is_news(self) -> bool:
+        """Returns whether the place is known, and the text does not name it itself."""
+        return bool(self.place) and self.place not in self.error
 
     def _short(self) -> str:
         text = " ".join(self.error.split())
         return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
     def _line(self) -> str:
-        return f" ({self.file}:{self.line}, in {self.function})" if self.file else ""
+        function = f", in {self.function}" if self.function else ""
+        return f" ({self.file}:{self.line}{function})" if self.file else ""

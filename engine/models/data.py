@@ -7,7 +7,7 @@ alone. Any worker can therefore load any of them, repeatedly and in any order. A
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 
@@ -36,6 +36,11 @@ class DataFacts:
     features: int = 0
     outputs: int = 0
     form: object = None  # of the first layer's arguments if they are a tree (engine.models.pytree)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an unknown task."""
+        if self.task not in get_args(Task):
+            raise ValueError(f"DataFacts: expected one of {', '.join(get_args(Task))} as task, found {self.task!r}")
 
 
 @runtime_checkable

@@ -1,11 +1,16 @@
-"""The loss and the metric of the built-in models: pure functions of (outputs, targets), means over the microbatch."""
+"""The loss and the metric of the built-in models, and the call of a model's loss and metric.
+
+They are pure functions of (outputs, targets), means over the microbatch.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.layers import Tensors
+from engine.models.layers import Loss, Model, Tensors
+from engine.models.user_code import blame
 
 IGNORED = -100  # the target of a position that does not count; torch's own value
 
@@ -24,3 +29,45 @@ def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
 def accuracy(outputs: Tensors, targets: Tensors) -> Tensor:
     """Returns the fraction of samples, in 0..1, whose largest output is the target class."""
     return (outputs[0].argmax(dim=-1) == targets[0]).float().mean()
+
+
+def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
+    """Returns the loss of a microbatch; an exception in it names the loss, and what the loss was called with."""
+    return _called("the loss", model.loss, outputs, targets)
+
+
+def metric_of(model: Model, outputs: Tensors, targets: Tensors) -> float | None:
+    """Returns the metric of a microbatch, None without one; an exception in it names the metric."""
+    return None if model.metric is None else float(_called("the metric", model.metric, outputs, targets))
+
+
+def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> Tensor:
+    outputs = tuple(each.float() if each.dtype is torch.bfloat16 else each for each in outputs)
+    try:
+        found = function(outputs, targets)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            told = shapes_of((found,)) if isinstance(found, Tensor) else type(found).__name__
+            raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {told}")
+    except Exception as error:
+        blame(error, place, function, _hint(error, outputs, targets, function is default_loss))
+        raise
+    return found
+
+
+def _hint(error: Exception, outputs: Tensors, targets: Tensors, is_default: bool) -> str:
+    """Returns the values that torch's own words lack: the wrong class, or the shapes."""
+    output, target = outputs[0], targets[0] if targets else outputs[0]
+    has_classes = output.dim() == 2 or (is_default and output.dim() > 2)
+    if isinstance(error, IndexError) and has_classes and not target.is_floating_point() and target.numel():
+        counted = target[target != IGNORED]
+        wrong = [each for each in counted.flatten().tolist() if not 0 <= each < output.shape[-1]]
+        if wrong:
+            expected = f"targets from 0 to {output.shape[-1] - 1}, or a last layer with one output for each class"
+            return f"{output.shape[-1]} classes, target {wrong[0]}; expected {expected}"
+    told = f"outputs {shapes_of(outputs)}, targets {shapes_of(targets)}"
+    return f"{told}; both are tuples: take outputs[0] and targets[0]" if isinstance(error, TypeError) else told
+
+
+def shapes_of(tensors: Tensors) -> str:
+    """Returns the dtypes and shapes of tensors, such as ``float32 [4, 10]``."""
+    return " and ".join(f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in tensors) or "none"

@@ -7,7 +7,7 @@ copies equal, so that no forward may change them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +66,10 @@ def _foreign(layer: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"sparse gradients of {name or type(module).__name__!r}", "give sparse=False"
 
 
-def shared_buffers(layers: Iterable[nn.Module]) -> tuple[Uses, ...]:
+def shared_buffers(layers: Mapping[int, nn.Module]) -> tuple[Uses, ...]:
     """Returns the uses of each buffer whose memory several layers share."""
     uses: dict[int, list[tuple[int, str]]] = {}
-    for index, layer in enumerate(layers):
+    for index, layer in layers.items():
         for name, buffer in layer.named_buffers():
             for address in _addresses(buffer):
                 uses.setdefault(address, []).append((index, name))

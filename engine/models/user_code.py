@@ -7,11 +7,12 @@ line: then the function that returned the result stands for it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -20,29 +21,52 @@ import torch
 from engine.core.worker_exception import WorkerException
 
 _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 2_000, 10_000  # characters; they travel in one message
-_PLACE, _CALLED = "_bamboo_place", "_bamboo_called"  # attributes of an exception
+_PLACE, _CALLED, _HINT = "_bamboo_place", "_bamboo_called", "_bamboo_hint"  # attributes of an exception
+_RAISES = re.compile(r"\b(raise|assert)\b")
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
 _FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", Path(torch.__file__).parent)
 
 
-def blame(error: Exception, place: str, called: Callable[..., object] | None = None) -> None:
+def blame(error: Exception, place: str, called: Callable[..., object] | None = None, hint: str = "") -> None:
     """Marks an exception with the place in the job that raised it; an inner place that is known already stays.
 
-    `called` is the user's function whose result is wrong; its first line counts if no frame is the user's.
+    `called` is the user's function whose result is wrong; its first line counts if no frame is the user's. `hint`
+    explains an exception that no `raise` statement of Python made: torch's own words lack the values of the job.
     """
     if not hasattr(error, _PLACE):
         setattr(error, _PLACE, place)
         setattr(error, _CALLED, called)
+        setattr(error, _HINT, hint)
         error.add_note(f"in {place}")
+
+
+@contextlib.contextmanager
+def running(place: str, called: Callable[..., object] | None = None) -> Iterator[None]:
+    """Marks an exception in the user's code with its place; an attempt to end the process becomes an exception."""
+    try:
+        yield
+    except SystemExit as end:
+        error = RuntimeError(f"SystemExit: {end}").with_traceback(end.__traceback__)
+        blame(error, place, called)
+        raise error from None
+    except Exception as error:
+        blame(error, place, called)
+        raise
 
 
 def exception_of(error: BaseException) -> WorkerException:
     """Returns an exception as data, without characters that would steer a terminal."""
     frames = traceback.extract_tb(error.__traceback__)
     file, line, function = _own_line(frames, getattr(error, _CALLED, None))
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
+        file, line, function = _shown(error.filename), error.lineno or 0, ""
+        text = f"{type(error).__name__}: {error.msg}"
+    if (hint := getattr(error, _HINT, "")) and not _has_raise_statement(frames):
+        text = f"{text.rstrip('.')}: {hint}"
     return WorkerException(
-        printable(f"{type(error).__name__}: {error}".removesuffix(": "))[:_MOST_OF_ERROR],
+        printable(text)[:_MOST_OF_ERROR],
         getattr(error, _PLACE, ""),
         file,
         line,
@@ -69,6 +93,16 @@ def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | No
     return _shown(code.co_filename), code.co_firstlineno, code.co_name
 
 
+def _has_raise_statement(frames: Sequence[FrameSummary]) -> bool:
+    """Returns whether Python code raised the exception on purpose, outside of torch: its words say enough."""
+    last = frames[-1] if frames else None
+    return last is not None and bool(_RAISES.search(last.line or "")) and not _is_of_torch(last.filename)
+
+
+def _is_of_torch(filename: str) -> bool:
+    return Path(filename).is_relative_to(Path(torch.__file__).parent)
+
+
 def _is_own(filename: str) -> bool:
     path = Path(filename)
     if filename.startswith("<") or any(path.is_relative_to(folder) for folder in _FOLDED):
@@ -87,12 +121,11 @@ def _shown(filename: str) -> str:
 
 
 def _folded(frames: Sequence[FrameSummary]) -> Iterator[str]:
-    """Yields the lines of a traceback, innermost frame first; frames that are not the user's are only counted."""
-    for own, group in groupby(reversed(frames), key=lambda each: _is_own(each.filename)):
-        some = list(group)
-        if not own:
-            yield f"... {len(some)} {'frame' if len(some) == 1 else 'frames'} of bamboo and torch"
-        for each in some if own else ():
-            yield f"{_shown(each.filename)}:{each.lineno}, in {each.name}"
-            if each.line:
-                yield f"    {each.line}"
+    """Yields the lines of the user's frames with their source, innermost first, and the number of the other frames."""
+    own = [each for each in reversed(frames) if _is_own(each.filename)]
+    for each in own:
+        yield f"{_shown(each.filename)}:{each.lineno}, in {each.name}"
+        if each.line:
+            yield f"    {each.line}"
+    if folded := len(frames) - len(own):
+        yield f"... {folded} {'frame' if folded == 1 else 'frames'} of bamboo and torch"

@@ -395,7 +395,19 @@ def test_a_layer_that_returns_another_shape_the_second_time_is_named(
     assert str(refused.value) == f"layer 1 (layer1): a layer must return the same shapes every time, found {found}"
 
 
-@pytest.mark.parametrize(("returned", "kind"), [("text", "str"), (None, "NoneType"), ((), "tuple"), ([1.0], "list")])
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        ("text", "str"),
+        (None, "NoneType: its forward has no return"),
+        ((), "an empty tuple"),
+        ([1.0], "a list with a float inside, at position 0"),
+        (
+            (torch.ones(1), (torch.ones(1), torch.ones(1))),
+            "a tuple with a tuple inside, at position 1: return out, not (out, (h, c))",
+        ),
+    ],
+)
 def test_a_layer_that_returns_no_tensors_is_named(returned: object, kind: str) -> None:
     stage = Stage(job_of(), model_of([partial(Changing, lambda x: returned)]), 0, 0, 1)
     with pytest.raises(TypeError) as refused:

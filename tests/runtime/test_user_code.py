@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_the_users_own_line_is_the_innermost_one_and_frames_of_torch_are_only_co
     assert lines[0] == "mine_of_user_code.py:10, in cached"
     assert lines[1].strip() == 'raise RuntimeError("my own bug: cache is corrupt")'
     assert lines[2] == "mine_of_user_code.py:7, in forward"
-    assert "... 2 frames of bamboo and torch" in lines
+    assert re.fullmatch(r"\.\.\. \d+ frames of bamboo and torch", lines[-1])
     assert "_call_impl" in found.traceback
     assert found.traceback.rstrip().endswith("in layer 2 (fc2)")
 

@@ -9,12 +9,14 @@ from engine.core.config.job import Job
 from engine.core.random_key import weights_key
 from engine.models.layers import Model
 from engine.models.memory_rules import refuse_what_cannot_be_kept
+from engine.models.user_code import running
 
 
 def build_layer(job: Job, model: Model, index: int) -> nn.Module:
     """Returns layer `index` with weights drawn from its key; a later use of a tied parameter copies the first use."""
     torch.default_generator.manual_seed(weights_key(job.seed, index))
-    layer = model.layers[index].build()
+    with running(f"the constructor of layer {index} ({model.layers[index].name})"):
+        layer = model.layers[index].build()
     refuse_what_cannot_be_kept({index: layer})
     for module in layer.modules():
         # The input of a layer is a leaf for autograd and must not be overwritten; out of place gives the same bits.

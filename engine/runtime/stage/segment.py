@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 from engine.models.layers import Tensors
+from engine.models.user_code import blame
 
 
 def cut_off(tensors: Tensors) -> Tensors:
@@ -17,10 +18,11 @@ def cut_off(tensors: Tensors) -> Tensors:
 
 @dataclass(slots=True)
 class Segment:
-    """The detached inputs and the outputs of one layer, between which its backward runs."""
+    """The detached inputs and the outputs of one layer, between which its backward runs; `place` names the layer."""
 
     inputs: Tensors
     outputs: Tensors
+    place: str
 
     def backward(self, gradients: Tensors, only_inputs: bool = False, keep_graph: bool = False) -> Tensors:
         """Runs the backward: adds to the gradients of the parameters, returns those of the inputs that require one.
@@ -41,8 +43,13 @@ class Segment:
 
     def _run(self, gradients: Tensors, leaves: Tensors, keep_graph: bool) -> None:
         outputs = tuple(output for output in self.outputs if output.requires_grad)
-        if outputs:
+        if not outputs:
+            return
+        try:
             # torch.autograd.backward, the wrapper of this function, would import sympy: 0.3 s per worker.
             _engine_run_backward(
                 outputs, gradients, keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
             )
+        except Exception as error:
+            blame(error, f"the backward of {self.place}")
+            raise

@@ -21,6 +21,7 @@ from engine.core.config.job import Job
 from engine.core.errors import DivergedError
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
+from engine.models.losses import loss_of, metric_of, shapes_of
 from engine.models.user_code import blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
@@ -28,7 +29,7 @@ from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.stage.optimizer import LayerOptimizer, trainable
 from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.stage.segment import Segment, cut_off
-from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border, border_of, check_border, laid_out_as
+from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border, border_of, difference, laid_out_as
 
 
 class Stage:
@@ -144,10 +145,10 @@ class Stage:
             residual.outputs = segments[-1].outputs
             residual.groups.append(checkpoint or segments)
         if self.border is not None:
-            check_border(self.border, residual.outputs, self.where(max(self.layers)))
+            self._check(max(self.layers), self.border, residual.outputs)
         if targets is not None:
             cut = cut_off(residual.outputs)
-            residual.loss = Segment(cut, (self.model.loss(_in_float32(cut), targets),))
+            residual.loss = Segment(cut, (loss_of(self.model, cut, targets),), "the loss")
         self.residuals[microbatch] = residual
         self.peak_stash = max(self.peak_stash, len(self.residuals) + len(self.pending))
         return residual
@@ -216,21 +217,22 @@ class Stage:
     def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
         """Returns the loss of a validation microbatch, and the model's metric or None."""
         with torch.no_grad():
-            outputs = _in_float32(outputs)
-            metric = self.model.metric
-            return float(self.model.loss(outputs, targets)), metric and float(metric(outputs, targets))
+            return float(loss_of(self.model, outputs, targets)), metric_of(self.model, outputs, targets)
 
-    def probe(self, inputs: Tensors) -> Border:
+    def probe(self, inputs: Tensors, targets: Tensors | None = None) -> Border:
         """Runs the layers once on `inputs`; sets and returns the border behind them. Buffers and gradients stay.
 
-        Raises UserError for buffers that break a rule, TypeError for more than `MAX_TENSORS` outputs.
+        The last stage also computes the loss for `targets`, so that wrong targets are found before training. Raises
+        UserError for buffers that break a rule, TypeError for more than `MAX_TENSORS` outputs.
         """
         layers = list(self.layers)
         with on_trial(self.layers, self.model):
-            self.border = border_of(self._run(layers, 0, 0, inputs)[-1].outputs)
+            outputs = self._run(layers, 0, 0, inputs)[-1].outputs
+            if targets is not None:
+                loss_of(self.model, outputs, targets)
+        self.border = border_of(outputs)
         if len(self.border) > MAX_TENSORS:
-            where = self.where(layers[-1])
-            raise TypeError(f"{where}: at most {MAX_TENSORS} tensors can leave a stage, found {len(self.border)}")
+            raise self._wrong(layers[-1], f"at most {MAX_TENSORS} tensors can leave a stage, found {len(self.border)}")
         return self.border
 
     def where(self, index: int) -> str:
@@ -246,9 +248,9 @@ class Stage:
             before = [tensor._version for tensor in cut]
             outputs = self._call(index, cut)
             if [tensor._version for tensor in cut] != before:  # the input is kept for a recovery
-                raise TypeError(f"{self.where(index)}: a layer must not overwrite what it is called with")
-            check_border(self._first_returned.setdefault(index, border_of(outputs)), outputs, self.where(index))
-            segments.append(Segment(cut, outputs))
+                raise self._wrong(index, "a layer must not overwrite what it is called with")
+            self._check(index, self._first_returned.setdefault(index, border_of(outputs)), outputs)
+            segments.append(Segment(cut, outputs, self.where(index)))
             inputs = outputs
         return segments
 
@@ -258,9 +260,19 @@ class Stage:
             with self._autocast():
                 outputs = as_tensors(self.layers[index](*inputs), self.where(index))
         except Exception as error:
-            blame(error, self.where(index))
+            blame(error, self.where(index), self.layers[index], f"called with {shapes_of(inputs)}")
             raise
         return tuple(output.contiguous() for output in outputs)
+
+    def _check(self, index: int, expected: Border, outputs: Tensors) -> None:
+        if wrong := difference(expected, outputs):
+            raise self._wrong(index, f"a layer must return the same shapes every time, found {wrong}")
+
+    def _wrong(self, index: int, text: str) -> TypeError:
+        """Returns the error about a result of a layer, with the layer's place."""
+        error = TypeError(f"{self.where(index)}: {text}")
+        blame(error, self.where(index), self.layers[index])
+        return error
 
     def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
         """Runs the forwards of a group again from a checkpoint, with the same bits and without side effects."""
@@ -280,10 +292,6 @@ class Stage:
 
     def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)
-
-
-def _in_float32(tensors: Tensors) -> Tensors:
-    return tuple(tensor.float() if tensor.dtype is torch.bfloat16 else tensor for tensor in tensors)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

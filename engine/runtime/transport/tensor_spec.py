@@ -61,17 +61,17 @@ def border_of(tensors: Tensors) -> Border:
     return tuple(TensorSpec.of(tensor) for tensor in tensors)
 
 
-def check_border(expected: Border, tensors: Tensors, where: str) -> None:
-    """Raises TypeError if `tensors` do not have the specs that were learned at the start."""
-    if len(tensors) != len(expected) or not all(map(TensorSpec.fits, expected, tensors)):
-        found = border_of(tensors)
-        wrong = " and ".join(
-            f"{list(one.shape)} {one.dtype} instead of {list(other.shape)} {other.dtype}"
-            for one, other in zip(found, expected, strict=False)
-            if one != other
-        )
-        wrong = wrong or f"{len(found)} tensors instead of {len(expected)}"
-        raise TypeError(f"{where}: a layer must return the same shapes every time, found {wrong}")
+def difference(expected: Border, tensors: Tensors) -> str:
+    """Returns in words what tensors have in place of the specs that were learned at the start; empty if they fit."""
+    if len(tensors) == len(expected) and all(map(TensorSpec.fits, expected, tensors)):
+        return ""
+    found = border_of(tensors)
+    wrong = " and ".join(
+        f"{list(one.shape)} {one.dtype} instead of {list(other.shape)} {other.dtype}"
+        for one, other in zip(found, expected, strict=False)
+        if one != other
+    )
+    return wrong or f"{len(found)} tensors instead of {len(expected)}"
 
 
 def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
+from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.data_plane import DataPlane
@@ -136,14 +137,19 @@ def _learn_borders(
     borders: list[Border] = []
     for index in range(ownership.grid.stages):
         if ownership.owner(0, index) == worker:
-            inputs = (
-                tuple(spec.zeros() for spec in borders[-1])
-                if borders
-                else data.microbatch(0, 0, 0, replicas.job.microbatch_size).inputs
-            )
-            border = replicas.stages[0, index].probe(inputs)
+            border = _probed(replicas.stages[0, index], borders, data)
             control.send(messages.BorderMessage(index, tuple(spec.to_json() for spec in border)))
         learned = control.take(messages.BorderMessage)
         assert learned.stage == index
         borders.append(tuple(TensorSpec.from_json(spec) for spec in learned.specs))
     return tuple(borders)
+
+
+def _probed(stage: Stage, borders: Sequence[Border], data: Data) -> Border:
+    """Returns the border behind a stage; the first stage gets data, the others zeros of the border before them."""
+    batch = data.microbatch(0, 0, 0, stage.job.microbatch_size) if stage.is_last or not borders else None
+    targets = batch.targets if batch is not None and stage.is_last else None
+    if borders:
+        return stage.probe(tuple(spec.zeros() for spec in borders[-1]), targets)
+    assert batch is not None
+    return stage.probe(batch.inputs, targets)
