@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +16,8 @@ from bamboo_cli.report import DEFAULT_RESULTS, Results
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
-    from engine.core.history.run_history import RunHistory
     from engine.core.membership.run_status import RunStatus
-    from engine.files.run_folder import RunFolder
+    from engine.files.growing_events import GrowingEvents
 
 EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
 _EVERY_S = 1.0
@@ -30,7 +30,9 @@ def status(
     ] = None,
     *,
     results: Results = DEFAULT_RESULTS,
-    watch: Annotated[bool, typer.Option("--watch", help="Print it again every second until the run ends.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it anew every second until the run ends; a pipe gets what changed.")
+    ] = False,
     plain_http: Annotated[
         bool, typer.Option("--etcd-plain-http", help="Allow clear text to an etcd that is not on this host.")
     ] = False,
@@ -42,45 +44,56 @@ def status(
 
     Exit with 69 if the launcher of the run is gone and did not record its end.
     """
+    from bamboo_cli.terminal.status_picture import StatusPicture
     from engine.core.errors import CoordinatorUnavailableError
     from engine.core.history.recorded_status import STARTING, without_word
 
-    while True:
-        found, live, has_launcher = _find(results, run, plain_http)
-        found = found if has_launcher else without_word(found)
-        typer.echo(json.dumps(asdict(found) | {"live": live}) if as_json else "\n".join(_lines(found, live)))
-        if not has_launcher:
-            last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
-            raise CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
-        if not (watch and (live or found.phase == STARTING)):
-            return
-        time.sleep(_EVERY_S)
+    with nullcontext() if as_json else StatusPicture(watch) as picture:
+        reader = Reader(results, run, plain_http)
+        while True:
+            found, live, has_launcher = reader.look()
+            found = found if has_launcher else without_word(found)
+            if picture is None:
+                typer.echo(json.dumps(asdict(found) | {"live": live}))
+            else:
+                picture.show(found, live)
+            if not (has_launcher and watch and (live or found.phase == STARTING)):
+                break
+            time.sleep(_EVERY_S)
+    if not has_launcher:
+        last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
+        raise CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
 
 
-def _find(results: Path, run: str | None, plain_http: bool) -> tuple[RunStatus, bool, bool]:
-    """Returns the status of a run, whether it is from the store, and whether a launcher runs or recorded the end."""
-    from engine.core.history.process_records import StoreRecord
-    from engine.core.history.recorded_status import status_of_history
-    from engine.files.run_folder import find_run
+class Reader:
+    """Looks for the status of a run again and again; reads each line of its events once."""
 
-    folder = find_run(results, run)
-    history = _history(folder)
-    store = history.first(StoreRecord)
-    if store and not history.ended:
-        if (told := _from_store(store, plain_http)) is not None:
-            return told, True, True
-        history = _history(folder)  # a run records its end before its store stops
-    found = status_of_history(folder.path.name, history)
-    is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
-    return found, False, is_new or history.ended is not None
+    def __init__(self, results: Path, run: str | None, plain_http: bool):
+        self._results = results
+        self._run = run
+        self._plain_http = plain_http
+        self._events: GrowingEvents | None = None
 
+    def look(self) -> tuple[RunStatus, bool, bool]:
+        """Returns the status, whether it is from the store, and whether a launcher runs or recorded the end."""
+        from engine.core.history.process_records import StoreRecord
+        from engine.core.history.recorded_status import live_status, status_of_history
+        from engine.files.growing_events import GrowingEvents
+        from engine.files.run_folder import find_run
 
-def _history(folder: RunFolder) -> RunHistory:
-    """Returns the history of a run; it is empty if the run has only its folder yet."""
-    from engine.core.history.run_history import RunHistory
-    from engine.files.events_file import read_history
-
-    return read_history(folder.events) if folder.events.exists() else RunHistory()
+        folder = find_run(self._results, self._run)
+        if self._events is None or self._events.path != folder.events:
+            self._events = GrowingEvents(folder.events)
+        history = self._events.read_on()
+        store, name = history.first(StoreRecord), folder.path.name
+        if store and not history.ended:
+            told = _from_store(store, self._plain_http)
+            history = self._events.read_on()  # a run records its end before its store stops
+            if told is not None:
+                return live_status(told, status_of_history(name, history)), True, True
+        found = status_of_history(name, history)
+        is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
+        return found, False, is_new or history.ended is not None
 
 
 def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
@@ -102,17 +115,3 @@ def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
         return None
     finally:
         kv.close()
-
-
-def _lines(found: RunStatus, live: bool) -> list[str]:
-    steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
-    lines = [f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}" + ("" if live else " (from events)")]
-    for each in found.workers:
-        heard = "" if each.heard_s_ago is None else f"  heard {each.heard_s_ago:.1f} s ago"
-        before = f"  before {_slots(each.before)}" if each.before else ""
-        lines.append(f"  worker {each.worker}  pid {each.pid}  stage {_slots(each.now)}{before}  {each.state}{heard}")
-    return lines + [f"  epoch {epoch}: {reason}" for epoch, reason in found.verdicts]
-
-
-def _slots(slots: tuple[tuple[int, int], ...]) -> str:
-    return " ".join(f"{pipeline}.{stage}" for pipeline, stage in slots) or "-"

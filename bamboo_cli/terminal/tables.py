@@ -21,10 +21,12 @@ from bamboo_cli.terminal.console import STRONG, console, width_of
 
 # Titles of columns that may be left out, the least important first. All others are keys and main figures.
 FIRST_TO_GO = (
-    *("rung", "redone actions", "plan ms", "inventory ms", "agree ms", "fence ms", "regroup ms", "merged ms", "heirs"),
-    *("replay ms", "total ms", "detect ms"),
+    *("rung", "redone actions", "plan ms", "inventory ms", "agree ms", "fence ms", "regroup ms", "heirs"),
+    *("replay ms", "pause ms", "detect ms"),
     *("epoch", "commit ms", "grad norm", "validation loss", "samples/s"),
-    *("code", "peak stash", "actions", "end ms", "last action", "peak memory MiB", "busy ms", "pid", "slots"),
+    *("code", "peak stash", "actions", "pid", "end ms", "last action", "peak memory MiB", "busy ms", "slots"),
+    *("date", "job"),
+    *("stages before",),
     *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),
     *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
     *("placement", "V", "sends", "stash", "over ideal"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -14,7 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from bamboo_cli.status import status
+from bamboo_cli.terminal.status_picture import StatusPicture
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
+from engine.core.membership.run_status import RunStatus, WorkerStatus
 from engine.files.run_folder import create_run_folder
 from tests.core.made_records import lines_of
 
@@ -56,11 +59,62 @@ def say(*arguments: object) -> str:
 def test_an_ended_run_is_told_from_its_events(tmp_path: Path) -> None:
     name = make_run(tmp_path, "mlp", ENDED)
     assert say("--results", tmp_path).splitlines() == [
-        f"{name}: failed, epoch 1, step 2 of 9 (from events)",
-        "  worker 0  pid 11  stage 0.0 1.0  in",
-        "  worker 1  pid 12  stage 0.1 1.1  dead",
-        "  epoch 1: every worker has joined",
-        "  epoch 1: worker 1 was ended by SIGKILL",
+        f"{name}: failed, epoch 1, step 2 of 9, loss 0.5000 (from events)",
+        "worker  state    stages   pid",
+        "     0  at work  0.0 1.0   11",
+        "     1  dead     0.1 1.1   12",
+        "epoch 1: every worker has joined",
+        "epoch 1: worker 1 was ended by SIGKILL",
+        "stages: those that a worker computes, as pipeline.stage; silent: since its last message; "
+        "epoch: counts the changes of members",
+    ]
+
+
+def test_the_dead_name_their_heirs_and_one_pipeline_needs_no_number(tmp_path: Path) -> None:
+    """Before, a slot was ``0.1`` without a word, and a worker had no step."""
+    one = [{"event": "job", "steps": 9, "stages": 2}]
+    one += [{"event": "started", "of": each, "child": 11 + each, "slots": [[0, each]]} for each in (0, 1)]
+    one += [{"event": "action", "worker": 1, "step": 3, "action": "1F0"}]
+    one += [{"event": "exit", "of": 1, "code": -9, "expected": False}]
+    one += [{"event": "epoch", "epoch": number, "reason": "why", "owners": [0, 0]} for number in (1, 2)]
+    make_run(tmp_path, "mlp", [*one, ENDED[-1]])
+    assert say("--results", tmp_path).splitlines()[1:4] == [
+        "worker  state    stages  stages before     step  last action  pid",
+        "     0  at work  0 1     0                                     11",
+        "     1  dead             1 (now worker 0)     3  1F0           12",
+    ]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_watching_a_terminal_redraws_and_leaves_the_last_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, every second appended one line a worker."""
+    screen = _Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    worker = WorkerStatus(0, 11, "", ((0, 0),))
+    with StatusPicture(watch=True) as picture:
+        for step in range(5):
+            picture.show(RunStatus("mine", "running", 1, step, 9, (worker,)), live=True)
+    _, *redrawn = screen.getvalue().split("mine: running")
+    up = "\x1b[1A\x1b[2K"
+    *before, last = [(text.count(up), text.count("\n")) for text in redrawn]
+    assert len(before) > 3 and all(num_up == num_lines > 2 for num_up, num_lines in before)
+    assert last[0] == 0
+    assert "step 5 of 9" in redrawn[-1]
+
+
+def test_a_pipe_that_watches_gets_only_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    with StatusPicture(watch=True) as picture:
+        for step, age in ((1, 0.1), (1, 0.7), (2, 0.1)):
+            workers = (WorkerStatus(0, 11, "", ((0, 0),), heard_s_ago=age),)
+            picture.show(RunStatus("mine", "running", 1, step, 9, workers), live=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("mine")] == [
+        f"mine: running, epoch 1, step {number} of 9" for number in (2, 3)
     ]
 
 
@@ -69,13 +123,13 @@ def test_who_cannot_leave_is_told(tmp_path: Path) -> None:
     stays = {"event": "stays", "of": 1, "text": text}
     make_run(tmp_path, "mlp", [*STARTED, stays, {"event": "ended", "outcome": "finished", "exit_code": 0}])
     lines = say("--results", tmp_path).splitlines()
-    assert lines[2:] == [
-        "  worker 1  pid 12  stage 0.1 1.1  cannot leave",
-        "  epoch 1: every worker has joined",
-        f"  epoch 1: worker 1 {text}",
+    assert lines[3:-1] == [
+        "     1  cannot leave  0.1 1.1   12",
+        "epoch 1: every worker has joined",
+        f"epoch 1: worker 1 {text}",
     ]
     make_run(tmp_path, "mlp", [STARTED[0], STORE, *STARTED[1:], stays], hour=2)
-    assert lament(tmp_path, "last committed step 1")[2].endswith("  gone")
+    assert lament(tmp_path, "last committed step 1")[3].split()[:2] == ["1", "gone"]
 
 
 def test_json_is_one_object_and_watching_an_ended_run_ends(tmp_path: Path) -> None:
@@ -107,11 +161,12 @@ def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeyp
     name = make_run(
         tmp_path, "mlp", [STARTED[0], STORE, *STARTED[1:], {"event": "exit", "of": 1, "code": -9, "expected": False}]
     )
-    assert lament(tmp_path, "last committed step 1") == [
-        f"{name}: launcher gone, epoch 1, step 2 of 9 (from events)",
-        "  worker 0  pid 11  stage 0.0 1.0  gone",
-        "  worker 1  pid 12  stage 0.1 1.1  dead",
-        "  epoch 1: every worker has joined",
+    assert lament(tmp_path, "last committed step 1")[:-1] == [
+        f"{name}: launcher gone, epoch 1, step 2 of 9, loss 0.5000 (from events)",
+        "worker  state  stages   pid",
+        "     0  gone   0.0 1.0   11",
+        "     1  dead   0.1 1.1   12",
+        "epoch 1: every worker has joined",
     ]
     make_run(tmp_path, "mlp", [STARTED[0], STORE | {"private": False}, *STARTED[1:]], hour=2)
     with pytest.raises(UserError, match="BAMBOO_ETCD_CA"):
@@ -134,7 +189,7 @@ def test_watching_waits_for_a_run_to_start_its_workers(tmp_path: Path, monkeypat
     monkeypatch.setattr(time, "sleep", lambda seconds: next(turns)() if seconds == 1.0 else sleep(seconds))
     assert lament(tmp_path, "no step was committed") == [
         f"{name}: starting, epoch 0, no step yet (from events)",
-        *2 * [f"{name}: starting, epoch 0, step 0 of 9 (from events)"],
+        f"{name}: starting, epoch 0, step 0 of 9 (from events)",
         f"{name}: launcher gone, epoch 0, step 0 of 9 (from events)",
     ]
     assert next(turns, None) is None

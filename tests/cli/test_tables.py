@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,18 @@ from rich.console import Console
 from bamboo_cli.app import app
 from bamboo_cli.bench import _print_table
 from bamboo_cli.terminal.console import width_of
+from bamboo_cli.terminal.status_picture import StatusPicture
 from bamboo_cli.terminal.tables import FIRST_TO_GO, fitted, print_table
 from engine.bench.figures.rows import BenchRow
 from engine.core.checks.cell_result import CellResult
+from engine.core.history.recorded_status import status_of_history
+from engine.core.history.run_history import history_of
 from engine.report.compare import compare
 from engine.report.formats import for_reading, for_terminal, title_of
 from engine.report.load import TABLES, joined
 from engine.report.pages.cell_grid import CellGrid, grid_of, grid_text
 from engine.runtime.doctor import host_checks
+from tests.core.made_records import records_of
 from tests.report.made_up import MadeUpRun, load
 
 WIDTHS = (60, 80, 100, 160)
@@ -94,9 +99,18 @@ def commands() -> dict[str, Callable[[], Any]]:
         "schedule compare": lambda: app(
             "schedule compare --stages 4 --redundancy eager".split(), standalone_mode=False
         ),
+        "status": status,
         "doctor": lambda: app(["doctor"], standalone_mode=False),
         "matrix": lambda: print(grid_text(matrix_grid(), False, width_of())),
     }
+
+
+def status() -> None:
+    """Prints the status of a run with deaths, as if it lived."""
+    found = status_of_history("20260101-010000-first-abcd", history_of(records_of(FIRST)))
+    heard = [replace(each, heard_s_ago=0.25 + each.worker) for each in found.workers]
+    with StatusPicture(watch=False) as picture:
+        picture.show(replace(found, workers=tuple(heard)), live=True)
 
 
 def matrix_grid() -> CellGrid:

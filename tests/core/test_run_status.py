@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.history.recorded_status import status_of_history
+from engine.core.history.recorded_status import live_status, status_of_history
 from engine.core.membership.events import ExitSeen, Notice
 from engine.core.membership.run_status import RunStatus, WorkerStatus, status_of_keys
 from engine.core.membership.state import to_json
@@ -44,11 +44,37 @@ def test_keys_say_who_owns_what_and_what_was_decided() -> None:
         num_steps=10,
         workers=(
             WorkerStatus(0, 5, "host", ((0, 0), (0, 1)), ((0, 0),), "in", 0.25),
-            WorkerStatus(1, 6, "host", ((0, 1),), (), "out", 3.0),
+            WorkerStatus(1, 6, "host", (), ((0, 1),), "out", 3.0),
             WorkerStatus(2, 7, "host", ((0, 2),), (), "in", None),
         ),
         verdicts=((1, "every worker has joined"), (2, "worker 1 was ended by SIGKILL")),
     )
+
+
+def test_the_heir_owns_a_stage_at_once() -> None:
+    """Before, a stage had no owner for a second: the key of its heir is written less often than the state."""
+    late = json.dumps(MEMBER | {"pid": 5, "now": [[0, 0]], "before": []}).encode()
+    found = keys(**{"members/0": late})
+    del found["members/1"]  # the key of a worker that has ended goes at once
+    first, *_ = status_of_keys("mine", found).workers
+    assert (first.now, first.before) == (((0, 0), (0, 1)), ((0, 0),))
+
+
+def test_a_live_run_shows_its_dead_and_the_last_action_of_each_worker() -> None:
+    """Before, a dead worker was shown only after the end of the run, and no worker had a step."""
+    died = event("exit", of=1, code=-9, expected=False)
+    recorded = status_of_history("mine", made_history([*TRAINED, died]))
+    found = keys()
+    del found["members/1"]
+    live = live_status(status_of_keys("mine", found), recorded)
+    assert [(each.worker, each.state, each.step, each.last_action, each.heard_s_ago) for each in live.workers] == [
+        (0, "in", 0, "0F0", 0.25),
+        (1, "dead", -1, "", None),
+        (2, "in", -1, "", None),
+    ]
+    assert (live.phase, live.loss) == ("failing over", recorded.loss)
+    still_there = live_status(status_of_keys("mine", keys()), recorded)
+    assert still_there.workers[1].state == "dead"
 
 
 def test_keys_say_who_has_given_notice_and_cannot_leave() -> None:

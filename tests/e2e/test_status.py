@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
+from bamboo_cli.status import Reader
+from engine.core.membership.run_status import RunStatus
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -36,6 +40,7 @@ def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -
         text = once.communicate()[0].splitlines()
         assert watching.stdout is not None
         first = json.loads(watching.stdout.readline())
+        kill_and_look(launcher)
         launcher.process.terminate()
         launcher.wait()
         *_, last = (json.loads(line) for line in watching.stdout)
@@ -47,12 +52,30 @@ def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -
     assert [each["now"] for each in first["workers"]] == [[[0, 0]], [[0, 1]]]
     assert all(0 <= each["heard_s_ago"] < 2 for each in first["workers"])
     assert first["verdicts"] == [[1, "every worker has joined"]]
-    assert re.fullmatch(rf"{name}: running, epoch 1, step \d+ of 5000", text[0])
-    assert re.fullmatch(rf"  worker 0  pid {pids[0]}  stage 0\.0  in  heard \d\.\d s ago", text[1])
+    assert re.fullmatch(rf"{name}: running, epoch 1, step \d+ of 5000, loss \d\.\d+", text[0])
+    assert text[1].split("  ") == "worker  state    stages  step  last action  silent s   pid".split("  ")
+    assert re.fullmatch(rf" +0  at work  0 +\d+  \d\w+ +\d\.\d +{pids[0]}", text[2])
     commits = [event["step"] for event in launcher.events("commit")]
     assert (last["phase"], last["committed"], last["live"]) == ("interrupted", commits[-1], False)
-    assert [each["state"] for each in last["workers"]] == ["left", "left"]
+    assert [each["state"] for each in last["workers"]] == ["left", "dead"]
     assert launcher.leftovers() == []
+
+
+def kill_and_look(launcher: Launcher) -> None:
+    """Kills a worker and asserts that every look names an owner of each stage, and soon the dead worker too.
+
+    Before, its stage had no owner for up to a second, and the dead worker was shown only after the run.
+    """
+    reader = Reader(launcher.folder / "results", None, plain_http=False)
+    reader.look()
+    os.kill(launcher.events("started")[1]["child"], signal.SIGKILL)
+    seen: list[RunStatus] = []
+    while not seen or seen[-1].epoch < 2 or len(seen) < 8:
+        found, is_live, _ = reader.look()
+        assert is_live
+        assert sorted(slot for each in found.workers for slot in each.now) == [(0, 0), (0, 1)]
+        seen.append(found)
+    assert [(each.state, each.now) for each in seen[-1].workers] == [("in", ((0, 0), (0, 1))), ("dead", ())]
 
 
 def test_a_run_that_was_cut_off_is_not_taken_for_alive(launch: Launch) -> None:
@@ -65,5 +88,5 @@ def test_a_run_that_was_cut_off_is_not_taken_for_alive(launch: Launch) -> None:
         text = once.communicate()[0].splitlines()
     last = launcher.events("commit")[-1]["step"]
     assert once.returncode == 69
-    assert text[0].endswith(f": launcher gone, epoch 1, step {last + 1} of 5000 (from events)")
-    assert [line.split()[-1] for line in text[1:3]] == ["gone", "gone"]
+    assert f": launcher gone, epoch 1, step {last + 1} of 5000, loss " in text[0]
+    assert [line.split()[1] for line in text[2:4]] == ["gone", "gone"]

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from engine.core.history.process_records import ExitRecord, FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord, StaysRecord
+from engine.core.history.run_records import CommitRecord, EpochRecord, StaysRecord
 from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 
+ENDED = ("dead", "left")  # states of a worker whose process has ended
 STARTING = "starting"  # the phase before the first epoch
 
 
@@ -21,7 +22,17 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     epoch = history.epochs[-1].epoch if history.epochs else 0
     started = sorted(history.of(StartedRecord), key=lambda each: each.of)
     workers = tuple(_worker(each, history) for each in started)
-    return RunStatus(run_id, phase, epoch, history.committed, history.job.steps, workers, tuple(_verdicts(history)))
+    commits = history.of(CommitRecord)
+    return RunStatus(
+        run_id,
+        phase,
+        epoch,
+        history.committed,
+        history.job.steps,
+        workers,
+        tuple(_verdicts(history)),
+        commits[-1].loss if commits else None,
+    )
 
 
 def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
@@ -32,6 +43,8 @@ def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
         owned += [now] if now != owned[-1] else []
     before: tuple[Slot, ...] = owned[-2] if len(owned) > 1 else ()
     status = WorkerStatus(started.of, started.child, "", owned[-1], before)
+    if (last := history.last_action.get(started.of)) is not None:
+        status = replace(status, step=last.step, last_action=last.action)
     for _, record in history.in_epochs(ExitRecord, StaysRecord):
         if isinstance(record, ExitRecord) and record.of == started.of:
             status = replace(status, state="left" if record.expected else "dead")
@@ -49,6 +62,26 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
                 yield epoch, f"worker {record.of} {record.text}"
             case FailedRecord():
                 yield epoch, record.error
+
+
+def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
+    """Returns the status in the store of a run, completed from its records.
+
+    These have the workers that have ended, the last action of each worker, and the loss.
+    """
+    known = {each.worker: each for each in stored.workers}
+    workers = {each.worker: each for each in recorded.workers} | {
+        each.worker: replace(
+            known[each.worker],
+            step=each.step,
+            last_action=each.last_action,
+            state=each.state if each.state in ENDED else known[each.worker].state,
+        )
+        for each in recorded.workers
+        if each.worker in known
+    }
+    workers = known | workers
+    return replace(stored, workers=tuple(workers[each] for each in sorted(workers)), loss=recorded.loss)
 
 
 def without_word(status: RunStatus) -> RunStatus:

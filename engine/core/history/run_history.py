@@ -36,6 +36,7 @@ class RunHistory:
     owners: dict[Slot, int] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     epochs: list[EpochRecord] = field(default_factory=list)  # with the owners of a later `HeirsRecord`
+    last_action: dict[int, ActionRecord] = field(default_factory=dict)  # of each worker
     _of: dict[type[Record], list[Any]] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
@@ -44,7 +45,7 @@ class RunHistory:
         self._of.setdefault(type(record), []).append(record)
         match record:
             case ActionRecord():
-                return  # the most frequent kind changes nothing else
+                self.last_action[record.worker] = record
             case JobRecord():
                 self.job = record.job
             case StartedRecord():

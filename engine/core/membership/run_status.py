@@ -5,30 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.core.errors import InvariantError
-from engine.core.membership.state import resume
+from engine.core.membership.state import State, resume
 from engine.core.membership.verdicts import unable_to_leave
+from engine.core.ownership import Slot, by_slot
 
+Slots = tuple[Slot, ...]
 CANNOT_LEAVE = "cannot leave"  # a worker that has given notice, but whose stages no worker can take over
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker: its present and previous slots as (pipeline, stage), and the seconds since its last message."""
+    """One worker: its present and previous slots as (pipeline, stage), and the seconds since its last message.
+
+    `step` and `last_action` are of the last action that it finished, from the events; -1 and empty before the first.
+    """
 
     worker: int
     pid: int
     node: str
-    now: tuple[tuple[int, int], ...]
-    before: tuple[tuple[int, int], ...] = ()
+    now: Slots
+    before: Slots = ()
     state: str = "in"
     heard_s_ago: float | None = None
+    step: int = -1
+    last_action: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run; `phase` is that of the protocol, or the outcome of an ended run; `verdicts` are (epoch, reason)."""
+    """A run; `phase` is that of the protocol, or the outcome of an ended run; `verdicts` are (epoch, reason).
+
+    `loss` is that of the last committed step, from the events; None before the first.
+    """
 
     run_id: str
     phase: str
@@ -37,6 +48,7 @@ class RunStatus:
     num_steps: int = 0
     workers: tuple[WorkerStatus, ...] = ()
     verdicts: tuple[tuple[int, str], ...] = field(default=())
+    loss: float | None = None
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
@@ -56,8 +68,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
                 worker,
                 member["pid"],
                 member["node"],
-                _slots(member["now"]),
-                _slots(member["before"]),
+                *_now_and_before(worker, member, state),
                 "out" if worker in state.out else CANNOT_LEAVE if worker in held else "in",
                 heard.get(str(worker)),
             )
@@ -70,5 +81,12 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
     )
 
 
-def _slots(value: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+def _now_and_before(worker: int, member: Mapping[str, Any], state: State) -> tuple[Slots, Slots]:
+    """Returns the slots of a worker by the state, which knows the heirs at once; its own key follows each second."""
+    now = tuple(slot for slot, owner in by_slot(state.owners, state.options.stages).items() if owner == worker)
+    told = _slots(member["now"])
+    return now, _slots(member["before"]) if now == told else told
+
+
+def _slots(value: Iterable[Iterable[int]]) -> Slots:
     return tuple((pipeline, stage) for pipeline, stage in value)

@@ -17,14 +17,13 @@ from collections.abc import Iterable, Iterator
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import Event
+from engine.core.membership.run_status import Slots
 from engine.core.membership.state import State
 from engine.core.ownership import by_slot
 from engine.core.store.kv import KV, Delete, Txn
 from engine.runtime.agent.coordinator import ROLE, Coordinator
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.store.election import Election
-
-Slots = tuple[tuple[int, int], ...]  # (pipeline, stage)
 
 LEASE_TTL_S = 15
 _RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5

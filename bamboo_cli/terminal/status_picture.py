@@ -1,0 +1,117 @@
+"""The status of a run on a terminal or in a pipe: a headline, a table of workers, the verdicts, the words explained.
+
+Rules: a terminal that watches is drawn anew in place, and the last picture stays. A pipe gets a picture only if it
+differs from the one before by more than the ages of messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from bamboo_cli.terminal.console import console, width_of
+from bamboo_cli.terminal.tables import fitted
+
+if TYPE_CHECKING:
+    from engine.core.membership.run_status import RunStatus, WorkerStatus
+
+STATE_STYLES = {"dead": "bold red", "failed": "bold red", "out": "bold red", "gone": "bold red", "left": "dim"}
+_WORDS = {"in": "at work"}  # the state of a worker -> its word for a reader, if it is another
+_TITLES = ("worker", "state", "stages", "stages before", "step", "last action", "silent s", "pid")
+_NUMERIC = (True, False, False, False, True, False, True, True)
+
+
+class StatusPicture:
+    """Shows the status of a run, once or again and again; a context manager, so that a terminal is restored."""
+
+    def __init__(self, watch: bool):
+        self._console = console()
+        self._live = None
+        if watch and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+        self._shown: RunStatus | None = None
+
+    def __enter__(self) -> StatusPicture:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, found: RunStatus, live: bool) -> None:
+        """Shows a status; `live` tells whether it is from the store of the run."""
+        ageless = replace(found, workers=tuple(replace(each, heard_s_ago=None) for each in found.workers))
+        if self._live is not None:
+            self._live.update(_picture(found, live), refresh=True)
+        elif ageless != self._shown:
+            self._console.print(_picture(found, live))
+        self._shown = ageless
+
+
+def _picture(found: RunStatus, live: bool) -> RenderableType:
+    several = any(pipeline for each in found.workers for pipeline, _ in (*each.now, *each.before))
+    parts: list[RenderableType] = [Text(headline(found, live))]
+    if found.workers:
+        parts.append(_table(found, several))
+    parts += (Text(f"epoch {epoch}: {reason}") for epoch, reason in found.verdicts)
+    if found.workers:
+        parts.append(Text(_explanation(several), style="dim"))
+    return Group(*parts)
+
+
+def _table(found: RunStatus, several: bool) -> RenderableType:
+    rows = [_row(each, found, several) for each in found.workers]
+    filled = [place for place in range(len(_TITLES)) if any(row[place] for row in rows)]
+    return fitted(
+        [_TITLES[place] for place in filled],
+        [_NUMERIC[place] for place in filled],
+        [[row[place] for place in filled] for row in rows],
+        width_of(),
+    )
+
+
+def headline(found: RunStatus, live: bool) -> str:
+    """Returns the phase, epoch, step and loss of a run in a line."""
+    steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
+    loss = "" if found.loss is None else f", loss {found.loss:.4f}"
+    return f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}{loss}" + ("" if live else " (from events)")
+
+
+def _row(each: WorkerStatus, found: RunStatus, several: bool) -> tuple[str | Text, ...]:
+    style = STATE_STYLES.get(each.state, "")
+    heirs = {slot: other.worker for other in found.workers for slot in other.now if other is not each}
+    before = [
+        f"{_name(slot, several)} (now worker {heirs[slot]})" if slot in heirs else _name(slot, several)
+        for slot in each.before
+    ]
+    return (
+        Text(str(each.worker), style),
+        Text(_WORDS.get(each.state, each.state), style),
+        " ".join(_name(slot, several) for slot in each.now),
+        " ".join(before if each.before != each.now else ()),
+        str(each.step) if each.step >= 0 else "",
+        each.last_action,
+        "" if each.heard_s_ago is None else f"{each.heard_s_ago:.1f}",
+        str(each.pid),
+    )
+
+
+def _name(slot: tuple[int, int], several: bool) -> str:
+    pipeline, stage = slot
+    return f"{pipeline}.{stage}" if several else str(stage)
+
+
+def _explanation(several: bool) -> str:
+    stages = (
+        "stages: those that a worker computes, as pipeline.stage" if several else "stages: those that a worker computes"
+    )
+    return f"{stages}; silent: since its last message; epoch: counts the changes of members"

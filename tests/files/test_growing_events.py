@@ -1,0 +1,34 @@
+"""Events that grow between two looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import StorageError
+from engine.files.growing_events import GrowingEvents
+from tests.core.made_records import lines_of
+
+LINES = lines_of([{"event": "job", "steps": 9, "stages": 2}, *({"event": "commit", "step": step} for step in range(4))])
+
+
+def test_each_line_is_read_once_and_an_unfinished_one_later(tmp_path: Path) -> None:
+    events = GrowingEvents(tmp_path / "events.jsonl")
+    assert events.read_on().records == []
+    for end in (30, len(LINES) // 2, len(LINES) - 1, len(LINES)):
+        events.path.write_text(LINES[:end])
+        assert len(events.read_on().records) == LINES[:end].count("\n")
+    assert events.read_on().committed == 3
+    done = LINES.rpartition("\n{")[0]
+    events.path.write_text("x" * len(done) + LINES[len(done) :])  # a second reading of the first lines would fail
+    assert events.read_on().committed == 3
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    events = GrowingEvents(tmp_path / "events.jsonl")
+    events.path.write_text(LINES)
+    events.read_on()
+    events.path.write_text(f"{LINES}garbage\n")
+    with pytest.raises(StorageError, match=r"events\.jsonl:6"):
+        events.read_on()
