@@ -30,6 +30,8 @@ EPILOG = (
     "bamboo matrix mine.yaml --format github --shards 8  |  bamboo matrix mine.yaml --cell kill/B --shrink"
 )
 
+_MOST_RUN_PAGES = 50  # each takes about half a second and a megabyte
+
 
 def matrix(
     file: options.File,
@@ -195,14 +197,10 @@ def _write(
     """Writes the page; JUnit if a file is given; the summary and errors of GitHub in its workflows."""
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
-    from engine.report.pages.cell_grid import grid_of
-    from engine.report.pages.matrix_page import matrix_page
 
     if junit is not None:
         _write_file(junit, junit_xml(found.name, done, _not_run(chosen, done)))
-    cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
-    grid = grid_of(cells, {each.cell: each for each in done})
-    _write_file(page, matrix_page(found.name, grid, done, lambda cell: _replay(found, run, cell)))
+    _write_file(page, _page(found, done, run, page.parent))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("a", encoding="utf-8") as stream:
             stream.write(step_summary(found.name, done))
@@ -217,10 +215,43 @@ def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[
     return [each.cell.name for each in chosen if each.cell.name not in names]
 
 
-def _replay(found: Matrix, run: MatrixRun, cell: str) -> str:
+def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path) -> str:
+    """Returns the page of the matrix, which is to lie in `folder`."""
+    from engine.files.host_facts import host_record
+    from engine.files.scenarios.library import library
+    from engine.report.pages.cell_grid import grid_of
+    from engine.report.pages.job_facts import host_line, jobs_line, when_text
+    from engine.report.pages.matrix_page import MatrixRunFacts, matrix_page
+
+    host = host_record(datetime.strptime(run.folder.name[:15], "%Y%m%d-%H%M%S"))
+    # A page is read on other machines: it has no path of this one.
+    near = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else Path(found.path.name)
+    replay = partial(_replay, found.path.stem if found.path.parent == library() else str(near), run)
+    lines = (jobs_line(each.loaded.scenario.job for each in found.cells), host_line(host))
+    facts = MatrixRunFacts(when_text(host), lines, replay, _run_pages(done, run, folder))
+    cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
+    return matrix_page(found.name, grid_of(cells, {each.cell: each for each in done}), done, facts)
+
+
+def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict[str, str]:
+    """Writes the pages of the first runs that did not pass; returns their addresses from `folder`, by cell."""
+    from bamboo_cli.report import load_run
+    from engine.files.run_folder import RunFolder
+    from engine.report.pages.page import page
+
+    written = {}
+    kept = [(each.cell, RunFolder(run.folder / "runs" / each.run)) for each in done if each.run]
+    for cell, of_run in [each for each in kept if each[1].events.is_file()][:_MOST_RUN_PAGES]:
+        path = of_run.path / "report.html"
+        _write_file(path, page(load_run(of_run)))
+        written[cell] = os.path.relpath(path, folder)
+    return written
+
+
+def _replay(file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
     changed = [part for setting in run.settings for part in ("--set", setting)]
-    return shlex.join(["bamboo", "matrix", str(found.path), "--cell", cell, *changed])
+    return shlex.join(["bamboo", "matrix", file, "--cell", cell, *changed])
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -256,7 +287,7 @@ def _print(
         if each.result != "passed":
             kind = f" ({each.failure})" if each.failure else ""
             typer.echo(f"{each.result}{kind}: {each.cell}: {each.text}")
-            typer.echo(f"  again: {_replay(found, run, each.cell)}")
+            typer.echo(f"  again: {_replay(str(found.path), run, each.cell)}")
     if shrunk is not None:
         typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
     told = f"{counted(done)}; {sum(each.seconds for each in done):.1f} s of cases"

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from engine.core.checks.cell_result import CellResult, judged
 from engine.core.errors import BY_SIGNAL, BambooError
 
 if TYPE_CHECKING:
+    from engine.core.checks.stall import Stall
     from engine.core.message_codec import Plain
     from engine.files.scenarios.scenario_file import Loaded
     from engine.runtime.process.fork_client import ForkServer
@@ -36,20 +38,21 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{task['file']}.yaml"
     path.write_text(scenario_text(task["scenario"]), encoding="utf-8")
-    do, seed, run = "", 0, ""
+    do, seed, run, stall = "", 0, "", None
     try:
         loaded = load_document(path, read_yaml(path), kinds(), None, [*task["settings"], f"results={results}"], offered)
         do, seed = loaded.faults[0].do if loaded.faults else "", loaded.seed
-        result, failure, text, run = _checked(loaded, server, keep=task["keep"])
+        result, failure, text, run, stall = _checked(loaded, server, keep=task["keep"])
     except BambooError as error:
         result, failure, text = "invalid", "", f"could not be run: {error}"
     finally:
         path.unlink(missing_ok=True)
     seconds = round(time.monotonic() - started_s, 3)
-    return CellResult(task["cell"], result, failure, text, do, seconds, seed, run)
+    found = CellResult(task["cell"], result, failure, text, do, seconds, seed, run)
+    return replace(found, stall_ms=stall.least_ns / 1e6, stall_bound=stall.bound) if stall else found
 
 
-def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str]:
+def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str, Stall | None]:
     from engine.harness.case_runner import case_of_file, run_case
     from engine.harness.screen import lines_only
 
@@ -59,7 +62,8 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
         shutil.rmtree(case.folder, ignore_errors=True)
     if is_interrupted:
         sys.exit(int(case.exit_code))
-    return *judged(case.checks), case.folder.name
+    stalls = [each.stall for each in case.recoveries if each.stall]
+    return *judged(case.checks), case.folder.name, max(stalls, key=lambda each: each.least_ns, default=None)
 
 
 def main(fd: int) -> None:

@@ -67,7 +67,11 @@ def test_negative_controls_are_red(launch: Launch, tmp_path: Path) -> None:
         "too-tight": ("failed", "threshold"),
     }
     (page,) = tmp_path.rglob("results/matrices/*/report.html")
-    assert f"bamboo matrix {tmp_path}/controls.yaml --cell too-tight" in page.read_text()
+    text = page.read_text()
+    assert "bamboo matrix controls.yaml --cell too-tight" in text
+    assert str(tmp_path) not in text, "a page is read on other machines"
+    linked = {page.parent / address for address in re.findall('href="([^"]+)"', text)}
+    assert len(linked) == 4 and all("<h1" in each.read_text() for each in linked)
     (suite,) = ET.parse(junit).getroot()  # noqa: S314 - it is our own
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "3", "1")
     assert "1 passed, 3 failed, 1 invalid" in summary.read_text()

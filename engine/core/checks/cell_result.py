@@ -21,7 +21,11 @@ Failure = Literal["", "threshold", "mismatch", "no_recovery", "hang"]
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """The result of a cell: `text` is the reason in one line, `do` the first fault's kind, `run` the run folder."""
+    """The result of a cell: `text` is the reason in one line, `do` the first fault's kind, `run` the run folder.
+
+    `stall_ms` is the longest time for which training stalled, None without a recovery; `stall_bound` says ``at least``
+    if it is only a lower bound.
+    """
 
     cell: str
     result: Result
@@ -34,6 +38,8 @@ class CellResult:
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     line: int = 0  # in the matrix file
     key: str = ""  # `key_of` its scenario and settings
+    stall_ms: float | None = None
+    stall_bound: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the result as JSON values."""

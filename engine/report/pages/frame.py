@@ -48,7 +48,7 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
     """Returns a page as HTML: `sections` is HTML; `data` holds the `timeline` and `charts` that the scripts draw."""
     plotly, program, unpack = asset("plotly-basic.min.js"), asset("timeline.js") + asset("page.js"), asset("unpack.js")
     return Template(asset("frame.html")).substitute(
-        policy=_policy(plotly, program, unpack),
+        policy=policy(plotly, program, unpack),
         title=html.escape(f"{heading.name}: {heading.sentence}"),
         css=asset("page.css"),
         command=heading.command,
@@ -57,7 +57,7 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in heading.facts),
         mood=heading.mood,
         headline=re.sub(r"(\d) (ms|s|%|units?)(?!\w)", r"\1&nbsp;\2", html.escape(heading.sentence)),
-        tiles="".join(_tile(*each) for each in heading.tiles),
+        tiles=tiles_html(heading.tiles),
         note=heading.note,
         sections=sections,
         data=_compressed(json.dumps(_finite(data), separators=(",", ":"))),
@@ -84,16 +84,23 @@ def html_table(table: pd.DataFrame) -> str:
         cells = []
         for name, value, number in zip(table.columns, values, numeric, strict=True):
             kind = "number" if number else "text" if name in _TEXT_COLUMNS else ""
-            cells.append(f'<td class="{kind}">{html.escape(cell_text(value))}</td>')
+            cells.append(
+                f'<td class="{kind}" data-name="{html.escape(str(name))}">{html.escape(cell_text(value))}</td>'
+            )
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
-def _tile(name: str, figure: str, unit: str) -> str:
-    return f"<div><dt>{name}</dt><dd>{html.escape(figure)} <small>{html.escape(unit)}</small></dd></div>"
+def tiles_html(tiles: Sequence[Tile]) -> str:
+    """Returns the tiles of a heading as HTML."""
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{html.escape(figure)} <small>{html.escape(unit)}</small></dd></div>"
+        for name, figure, unit in tiles
+    )
 
 
-def _policy(*scripts: str) -> str:
+def policy(*scripts: str) -> str:
+    """Returns the content security policy of a page that may run these scripts only."""
     hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts)
     allowed = " ".join(f"'sha256-{each}'" for each in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 
 from engine.core.config.job import Job
@@ -28,6 +29,13 @@ def job_line(job: Job) -> str:
         f"seed {job.seed}",
     ]
     return "Job: " + ", ".join(parts) + "."
+
+
+def jobs_line(jobs: Iterable[Job]) -> str:
+    """Returns the first of some jobs in one line, and the number of others."""
+    lines = list(dict.fromkeys(map(job_line, jobs)))
+    others = [f"{counted(len(lines) - 1, 'other job')} in other cells."] if len(lines) > 1 else []
+    return " ".join([*lines[:1], *others])
 
 
 def host_line(host: HostRecord) -> str:
