@@ -66,6 +66,8 @@ class _Commands(_Group):
         """Returns the command that `args` call, with its module imported."""
         if args and args[0] in COMMANDS:
             self.commands[args[0]] = load(args[0])
+            if ctx.resilient_parsing:  # a shell completes this line
+                _take_any_value(self.commands[args[0]])
         return super().resolve_command(ctx, args)
 
 
@@ -80,6 +82,21 @@ def load(name: str) -> Any:
     else:
         loader.command(name, epilog=getattr(module, "EPILOG", None))(found)
     return get_group(loader).commands[name]
+
+
+def _take_any_value(command: Any) -> None:
+    """Makes a command take values without a check, for which Typer imports pydantic: too slow for completion."""
+    own = command.get_params
+
+    def params_of(ctx: Any) -> Any:
+        params = own(ctx)  # with --help, which is not among the parameters of the command
+        for each in params:
+            each.process_value = lambda ctx, value: value
+        return params
+
+    command.get_params = params_of
+    for each in getattr(command, "commands", {}).values():
+        _take_any_value(each)
 
 
 app = typer.Typer(

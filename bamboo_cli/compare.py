@@ -6,14 +6,20 @@ from typing import Annotated
 
 import typer
 
+from bamboo_cli.options.completion import runs
 from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run
 
 EPILOG = "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json"
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="The run to measure against: name, beginning, or folder.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The run that is measured.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="The run to measure against: name, beginning, or folder.", autocompletion=runs
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The run that is measured.", autocompletion=runs)],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
     results: Results = DEFAULT_RESULTS,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from engine.core.errors import Problem, UserError
 
@@ -27,17 +28,40 @@ EPILOG = (
 _WORST_FIRST = ("failed", "invalid", "passed")
 
 
+_File = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="a scenario of the library, or a file",
+        show_default=False,
+        autocompletion=completion.scenarios,
+    ),
+]
+_Scenario = Annotated[
+    str,
+    typer.Option(
+        "--scenario",
+        metavar="SCENARIO",
+        help="The same as the argument.",
+        show_default=False,
+        autocompletion=completion.scenarios,
+    ),
+]
+_Run = Annotated[
+    str,
+    typer.Option(
+        "--run",
+        metavar="RUN",
+        help="Strike a job that is running, named as its folder is, or latest.",
+        autocompletion=completion.runs,
+    ),
+]
+
+
 def inject(
-    file: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="a scenario of the library, or a file", show_default=False)
-    ] = "",
-    scenario: Annotated[
-        str, typer.Option("--scenario", metavar="SCENARIO", help="The same as the argument.", show_default=False)
-    ] = "",
-    run: Annotated[
-        str,
-        typer.Option("--run", metavar="RUN", help="Strike a job that is running, named as its folder is, or latest."),
-    ] = "",
+    file: _File = "",
+    scenario: _Scenario = "",
+    run: _Run = "",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
     ] = None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bamboo_cli.options import completion
 from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError
 from engine.files.atomic_write import storage_errors
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from engine.report.load import RunTables
 
 EPILOG = (
-    "Examples:  bamboo report  |  bamboo report --table steps --format csv  |  bamboo report --trace trace.json  |  "
-    "bamboo report --fail-if 'recovery.stall_ms.p95 > 500'"
+    "Examples:  bamboo report --open  |  bamboo report --table steps --format csv  |  "
+    "bamboo report --trace trace.json  |  bamboo report --fail-if 'recovery.stall_ms.p95 > 500'"
 )
 
 
@@ -51,10 +53,16 @@ _LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
 _SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "passed"}
 
 
+_Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN", help="Names of runs, beginnings of names, or folders.", autocompletion=completion.runs
+    ),
+]
+
+
 def report(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Names of runs, beginnings of names, or folders.")
-    ] = None,
+    runs: _Runs = None,
     *,
     table: Annotated[Table, typer.Option(help="The table to print.")] = Table.RECOVERY,
     form: Annotated[
@@ -68,6 +76,7 @@ def report(
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page here, not to RUN/report.html.")
     ] = None,
+    is_opened: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a trace that Perfetto opens.")] = None,
     fail_if: Annotated[
         list[str] | None,
@@ -91,9 +100,9 @@ def report(
     if form is Format.TERMINAL:
         _say(loaded)
     _write_table(loaded, table, form, output)
-    if page is not None or form is Format.TERMINAL:
+    if page is not None or is_opened or form is Format.TERMINAL:
         for folder, run in zip(folders, loaded, strict=True):
-            _write_page(page or folder.path / "report.html", run)
+            _write_page(page or folder.path / "report.html", run, is_opened=is_opened)
     if trace is not None:
         from engine.report.trace import trace as traced
 
@@ -169,11 +178,23 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
         write(output, as_text(frame, Format.CSV if form is Format.TERMINAL else form))
 
 
-def _write_page(path: Path, run: RunTables) -> None:
+def _write_page(path: Path, run: RunTables, *, is_opened: bool) -> None:
     from engine.report.pages.page import page
 
     write(path, page(run))
     typer.echo(str(path), err=True)
+    if is_opened:
+        _open(path)
+
+
+def _open(path: Path) -> None:
+    """Opens a page in the user's browser; without one it says so. The command goes on in either case."""
+    import webbrowser
+
+    # A browser in the terminal cannot show the page, which is drawn by a script.
+    has_browser = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+    if not (has_browser and webbrowser.open(path.resolve().as_uri())):
+        typer.echo("no browser can be started here; open this file in one (or set BROWSER)", err=True)
 
 
 def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bamboo_cli.options import completion
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ _START_S = 60.0  # the time that a run may take to start its store, its coordina
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run's folder name, or its beginning; the latest by default.")
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run's folder name, or its beginning; the latest by default.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     *,
     results: Results = DEFAULT_RESULTS,

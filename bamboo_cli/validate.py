@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bamboo_cli.options.completion import library_files
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
 
 EPILOG = (
@@ -20,7 +21,10 @@ def validate(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE", help="files of scenarios, matrices or jobs, or names in the library", show_default=False
+            metavar="FILE",
+            help="files of scenarios, matrices or jobs, or names in the library",
+            show_default=False,
+            autocompletion=library_files,
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

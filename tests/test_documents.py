@@ -92,7 +92,7 @@ def broken_commands(documents: Mapping[str, str]) -> list[str]:
 
 
 def _unknown(words: list[str]) -> list[str]:
-    options = {"--version", "--help"}
+    options = {"--version", "--help", "--install-completion"}
     command: Any = None
     if words and not words[0].startswith("-"):
         if words[0] not in COMMANDS:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from bamboo_cli.options import completion
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
@@ -68,6 +69,7 @@ def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
         metavar="JOB.yaml",
         help="job file: YAML with the fields below; or run.json of a run, to repeat it",
         show_default=False,
+        autocompletion=completion.job_files,
     )
     setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
@@ -86,5 +88,8 @@ def _flag(name: str, default: object) -> Any:
         help_text = f"leave out {FIELD_HELP[name]}" if default else FIELD_HELP[name]
         option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]
-    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS[kind]
-    return Annotated[str | None, typer.Option(f"--{flag}", metavar=metavar, help=help_text, rich_help_panel="Job")]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    complete = completion.one_of(choices) if choices else completion.FIELDS.get(name)
+    metavar = "|".join(choices) or _METAVARS[kind]
+    option = typer.Option(f"--{flag}", metavar=metavar, help=help_text, rich_help_panel="Job", autocompletion=complete)
+    return Annotated[str | None, option]

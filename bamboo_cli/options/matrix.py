@@ -7,12 +7,19 @@ from typing import Annotated, Literal
 
 import typer
 
+from bamboo_cli.options.completion import library_files
+
 DEFAULT_RESULTS = Path("results")
 _PANEL = "Which cells"
 
 File = Annotated[
     str,
-    typer.Argument(metavar="FILE", help="a matrix or scenario file, or a name from the library", show_default=False),
+    typer.Argument(
+        metavar="FILE",
+        help="a matrix or scenario file, or a name from the library",
+        show_default=False,
+        autocompletion=library_files,
+    ),
 ]
 Shard = Annotated[str, typer.Option("--shard", metavar="K/N", help="Only part K of N.", rich_help_panel=_PANEL)]
 CellText = Annotated[

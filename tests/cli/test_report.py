@@ -52,6 +52,25 @@ def test_the_latest_run_is_told_and_its_page_written(folder: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_the_page_is_opened_in_the_browser_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    browser = folder / "browser"
+    browser.write_text(f"#!/bin/sh\necho $1 > {folder}/opened\n")
+    browser.chmod(0o700)
+    monkeypatch.setenv("BROWSER", str(browser))
+    assert say(folder, "--open", "--json").exit_code == 0
+    assert (folder / "opened").read_text() == f"{(folder / 'report.html').as_uri()}\n"
+
+
+def test_without_a_browser_the_path_is_told_and_the_command_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    said = say(folder, "--open")
+    told = "no browser can be started here; open this file in one (or set BROWSER)"
+    assert (said.exit_code, said.stderr.splitlines()) == (0, [str(folder / "report.html"), told])
+
+
 def test_what_takes_long_to_read_is_told_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = (folder / "events.jsonl").stat().st_size
     monkeypatch.setattr("bamboo_cli.report._LONG_BYTES", num_bytes)
