@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from importlib import import_module
@@ -94,23 +92,33 @@ def _chosen(case: str, cases: Cases) -> Cases:
 def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
     """Measures the cases one after another, writes the CSV and prints the rows: as a table, or as JSON.
 
-    Ctrl-C and SIGTERM raise SystemExit, so that each `finally` runs and no process is left behind.
+    After a signal these are the rows of the cases that were finished.
     """
     from engine.bench.results_file import bench_folder, write_bench
+    from engine.runtime.process.interrupts import raising
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    folder = bench_folder(results)
+    folder, code = bench_folder(results), 0
     rows: list[BenchRow] = []
-    for name, measure in cases.items():
-        typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
-        rows += measure(folder)
-    path = write_bench(folder, benchmark, datetime.now(), rows)
+    num_done = 0
+    with raising() as interrupts:
+        try:
+            for name, measure in cases.items():
+                typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+                rows += measure(folder)
+                num_done += 1
+        except SystemExit:  # each `finally` has run, and no process is left behind
+            if interrupts.first is None:
+                raise
+            code = 128 + interrupts.first
+            typer.echo(f"interrupted after {num_done} of {len(cases)} cases", err=True)
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows]))
-    else:
+    elif rows:
         _print_table(rows)
-    typer.echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
+    if rows or not code:
+        path = write_bench(folder, benchmark, datetime.now(), rows)
+        typer.echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
+    raise typer.Exit(code)
 
 
 def _print_table(rows: Sequence[BenchRow]) -> None:

@@ -32,7 +32,7 @@ from engine.models.networks import timed
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
-from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
+from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
@@ -91,7 +91,7 @@ class OurSide:
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
-    control = Control(Link.from_fd(control_fd), die_with_launcher)
+    control = Control(Link.from_fd(control_fd))
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
     joined = join(control, welcome, events_fd, board_fd, _premade)
     context = joined.context

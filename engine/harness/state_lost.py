@@ -1,7 +1,7 @@
 """Explains a run that lost the state of a stage: the dead workers, the committed steps, the reason and the advice.
 
 Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, any
-equal number of workers may be gone at once.
+equal number of workers may be gone at once. Nothing helps a model that hangs on every worker.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ class LostState:
     """The loss of a state.
 
     `workers` counts the workers at the last time when every slot had its shadows. `gone` describes each worker lost
-    since. Without redundancy shadows are never restored, so that time is the beginning of the run.
+    since; `hung` has those of them that hung. Without redundancy shadows are never restored, so that time is the
+    beginning of the run.
     """
 
     job: Job
     workers: int
     gone: dict[int, str] = field(default_factory=dict)
+    hung: set[int] = field(default_factory=set)
+
+    @property
+    def hangs_everywhere(self) -> bool:
+        """Whether the heirs hung too: then the cause is the model, and a further copy would hang as well."""
+        return len(self.gone) > 1 and self.hung >= self.gone.keys()
 
     def why(self) -> str:
         """Returns why no worker holds the state any more."""
@@ -92,6 +99,8 @@ def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:
                 for out in record.verdict:
                     if out.cause is not Cause.LEFT:
                         lost.gone.setdefault(out.worker, _how(out.worker, owners, log))
+                    if out.cause is Cause.HANG:
+                        lost.hung.add(out.worker)
                 members = len(record.members)
             case CommitRecord():
                 # The step after a recovery restores the shadows: a step without an event ends with all of them.
@@ -117,10 +126,11 @@ def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int) ->
     """Returns the explanation as lines; `num_committed` is the number of committed steps."""
     lost = lost_state_of(job, records)
     kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
+    told = [*(f"died   {how}" for how in lost.gone.values()), f"kept   {kept}", f"why    {lost.why()}"]
+    if lost.hangs_everywhere:
+        return [*told, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]
     return [
-        *(f"died   {how}" for how in lost.gone.values()),
-        f"kept   {kept}",
-        f"why    {lost.why()}",
+        *told,
         "next   there is no checkpoint to resume from: start the run again, with",
         f"       {' or '.join(lost.advice())} to survive this",
     ]

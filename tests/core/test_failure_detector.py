@@ -34,9 +34,9 @@ def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
     inside = Heartbeat(0, 1, 1, 0, 4, inside=True)
     assert beating(running(), 31, inside).epoch == 1
     state = beating(running(), 32, inside)
-    why = "hangs for 31.0 s, longer than 30.0 s, inside action 4 of step 0"
+    why = "hangs for 31.0 s (limit 30.0 s), inside action 4 of step 0"
     assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False), S),)
-    assert state.verdict[0].how == "hangs for 31.0 s, longer than 30.0 s"
+    assert state.verdict[0].how == "hangs for 31.0 s (limit 30.0 s)"
 
 
 def test_the_deadline_adapts_to_slow_actions_and_back() -> None:

@@ -150,10 +150,10 @@ def test_it_reads_as_one_sentence() -> None:
             "worker 2 has left after step 5; training stalled for 20 ms",
         ),
         (
-            (excluded(2, Cause.HANG, "hangs for 9 s, longer than 5 s", Position(3, 7, waiting=False)),),
+            (excluded(2, Cause.HANG, "hangs for 9 s (limit 5 s)", Position(3, 7, waiting=False)),),
             "",
             ((1, 2), 2, 1),
-            "worker 2 hangs for 9 s, longer than 5 s, after 2B0 of step 3; worker 1 took over stage 2 of pipeline 1; "
+            "worker 2 hangs for 9 s (limit 5 s) after 2B0 of step 3; worker 1 took over stage 2 of pipeline 1; "
             "training stalled for 20 ms, 0 steps lost",
         ),
         (

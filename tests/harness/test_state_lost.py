@@ -172,3 +172,15 @@ def test_whoever_is_given_up_is_gone_and_whoever_leaves_is_not() -> None:
     assert [*loss_of(LAZY, [*BEGIN, leaves, exit_of(2)]).gone] == [2]
     found = loss_of(LAZY, [*BEGIN, leaves, commit(1), commit(2), exit_of(2)])
     assert (found.workers, [*found.gone]) == (2, [2])
+
+
+def test_no_redundancy_is_advised_for_a_model_that_hangs_everywhere() -> None:
+    """The advice was --pipelines 2, with which more workers hang."""
+    hangs = [
+        epoch(1, [0, 0, 2], [[1, "hangs for 30.0 s (limit 30.0 s)", "hang", None]]),
+        epoch(2, [2, 2, 2], [[0, "hangs for 30.1 s (limit 30.0 s)", "hang", None]]),
+    ]
+    *_, last = state_lost_lines(LAZY, records_of([*BEGIN, *hangs]), 1)
+    assert last == "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"
+    dies = epoch(2, [2, 2, 2], [[0, "was ended by SIGKILL", "death", None]])
+    assert "--pipelines 2" in state_lost_lines(LAZY, records_of([*BEGIN, hangs[0], dies]), 1)[-1]

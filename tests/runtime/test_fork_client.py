@@ -206,16 +206,14 @@ def test_closing_the_server_ends_what_is_left(tmp_path: Path) -> None:
 
 
 STARTS_AND_WAITS = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
-from engine.core.process_messages import PingMessage
 from engine.runtime.process.fork_client import ForkServer
 from tests.runtime.test_fork_client import start_worker
 server = ForkServer()
 children, links = zip(*(start_worker(server, Path(sys.argv[1]) / str(number)) for number in range(2)))
-for link in links:
-    link.send(PingMessage())
-    link.receive()
+while any(len(os.listdir(f"/proc/{child.pid}/task")) < 2 for child in children):
+    time.sleep(0.001)  # until each waits for the first word of the launcher
 children[0].signal(signal.SIGSTOP)
 if sys.argv[2] == "before":
     os.kill(server.pid, signal.SIGKILL)
@@ -226,7 +224,10 @@ signal.pause()
 
 @pytest.mark.parametrize("when", ["before", "at once"])
 def test_nothing_outlives_the_launcher_and_its_server(tmp_path: Path, when: str) -> None:
-    """A worker that is stopped neither; the server was ended long before, or is with its launcher."""
+    """The server was ended long before, or is with its launcher.
+
+    A worker that was stopped before the launcher's first word to it outlived both.
+    """
     command = [sys.executable, "-c", STARTS_AND_WAITS, str(tmp_path), when]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
         assert launcher.stdout is not None

@@ -16,7 +16,7 @@ from engine.core.process_messages import ByeMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
+from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.rendezvous import connect
 
@@ -38,7 +38,7 @@ class _Stamped(Control):
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker of one round."""
     sleep_exactly()
-    control = _Stamped(Link.from_fd(control_fd), die_with_launcher)
+    control = _Stamped(Link.from_fd(control_fd))
     told = control.take(Round)
     control.recorder = recorder = Recorder(events_fd, told.worker)
     store = connect(told.store_port, told.prefix)

@@ -46,7 +46,7 @@ def unresponsive(state: State, now_ns: int) -> Verdict:
             how = f"has been silent for {_seconds(now_ns - seen.heard_ns)}"
             found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker), seen.heard_ns))
         elif _is_inside(seen) and now_ns - seen.since_ns > allowed_ns:
-            how = f"hangs for {_seconds(now_ns - seen.since_ns)}, longer than {_seconds(allowed_ns)}"
+            how = f"hangs for {_seconds(now_ns - seen.since_ns)} (limit {_seconds(allowed_ns)})"
             found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker), seen.since_ns))
     return tuple(found)
 

@@ -50,11 +50,10 @@ class Fenced(Exception):
 
 
 class Control:
-    """The worker's end of its link to the agent; `on_first` is called in the control thread with the first word."""
+    """The worker's end of its link to the agent."""
 
-    def __init__(self, link: Link, on_first: Callable[[], None] = lambda: None):
+    def __init__(self, link: Link):
         self.link = link
-        self._on_first = on_first
         # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: dict[type[Message], list[Message]] = {}
@@ -74,11 +73,8 @@ class Control:
     def _listen(self) -> None:
         """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
         try:
-            message = self.link.receive()
-            self._on_first()
-            while message is not None:
+            while (message := self.link.receive()) is not None:
                 self._take_in(message)
-                message = self.link.receive()
         except Exception:
             traceback.print_exc()  # to the worker's log
         os._exit(ExitCode.INTERNAL)

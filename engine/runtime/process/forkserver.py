@@ -5,8 +5,8 @@
 
 Rules: the server has one thread, no open channel and no device context, so that a child starts clean. The server ends
 with the launcher. The launcher becomes the parent of each child: it reaps the child, and the kernel kills the child
-with the launcher, even if the server is gone. A child sets this death signal at its first message, which comes after
-the end of the intermediate process. The launcher gets a pidfd of the child and signals only that.
+with the launcher, even if the server is gone. A child sets this death signal as soon as the intermediate process has
+ended, before it runs its role. The launcher gets a pidfd of the child and signals only that.
 
 The standard library's fork server is not used because it pickles, starts a tracker process that unblocks signals,
 and gives its parent a pid instead of a pidfd.
@@ -18,6 +18,7 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import signal
 import sys
 import traceback
@@ -40,20 +41,21 @@ TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a n
 PRELOAD = ("engine.runtime.worker.worker", "engine.runtime.transport.rendezvous")
 
 
-def serve(launcher: Link) -> None:
+def serve(launcher: Link, launcher_pid: int) -> None:
     """Starts an intermediate process per batch of forks, and sends "left" at its end, until the launcher is gone."""
     server = os.getpid()
     while launcher.receive() is not None:
         with contextlib.suppress(OSError):  # fork may fail
             if (between := os.fork()) == 0:
                 die_with_parent(server)
-                _fork_until_told(launcher)
+                _fork_until_told(launcher, launcher_pid)
             os.waitpid(between, 0)
         launcher.send(LeftMessage())
 
 
-def _fork_until_told(launcher: Link) -> NoReturn:
+def _fork_until_told(launcher: Link, launcher_pid: int) -> NoReturn:
     """Runs the intermediate process: forks on request, then exits, which makes its children the launcher's."""
+    own = os.pidfd_open(os.getpid())
     try:
         while True:
             request, fds = launcher.receive_with_fds()
@@ -61,7 +63,7 @@ def _fork_until_told(launcher: Link) -> NoReturn:
                 break
             try:
                 if (pid := os.fork()) == 0:
-                    _become(request, fds, launcher)
+                    _become(request, fds, launcher, launcher_pid, own)
                 pidfd = os.pidfd_open(pid)
                 launcher.send(ForkedMessage(pid), [pidfd])
                 os.close(pidfd)
@@ -73,8 +75,8 @@ def _fork_until_told(launcher: Link) -> NoReturn:
         os._exit(0)
 
 
-def _become(request: ForkMessage, fds: Sequence[int], launcher: Link) -> NoReturn:
-    """Runs the requested role in the forked child.
+def _become(request: ForkMessage, fds: Sequence[int], launcher: Link, launcher_pid: int, parent: int) -> NoReturn:
+    """Runs the requested role in the forked child, after the end of its `parent`, the intermediate process.
 
     Its first descriptor has a byte when the launcher knows the child. Its second one is its standard output and error.
     """
@@ -92,6 +94,9 @@ def _become(request: ForkMessage, fds: Sequence[int], launcher: Link) -> NoRetur
         if not os.read(told, 1):
             os._exit(code)
         os.close(told)
+        select.select([parent], [], [])  # now the launcher is the parent
+        os.close(parent)
+        die_with_parent(launcher_pid)
         module, function = ROLES[request.role]
         code = getattr(importlib.import_module(module), function)(*own)
     except BaseException:
@@ -116,7 +121,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     name_process("bamboo-fork")
-    serve(launcher)
+    serve(launcher, int(sys.argv[2]))
     os._exit(0)  # skips the teardown of all imported modules
 
 

@@ -28,6 +28,7 @@ from engine.runtime.process.first_answer import leave, tell
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PICTURE_S = 0.15  # a live table has this time to show the answer: written by a handler it would spoil the table
 _LIMIT_S = 4.0  # every wait ends sooner; this is for a process that its host does not let run
+_LONG_LIMIT_S = 15.0  # in a `raising` block, whose children may be programs of others
 _AGAIN_S = 1.0
 _RITES_S = 0.5
 STEP_GRACE_S = 1.0  # for the open step of an interrupted run
@@ -52,12 +53,13 @@ class Interrupts:
         self.first: signal.Signals | None = None
         self.on_first = on_first
         self.step_grace_s = STEP_GRACE_S
+        self.limit_s = _LIMIT_S
         self.patience_s = 0.0  # from the first signal until a wait is broken off
         self.has_picture = False  # a live table is on the terminal, and shows the answer
         self.is_answered = False
         self._last_rites: Act | None = None
         self._count = 0
-        self._first_s = self._limit_s = 0.0
+        self._first_s = self._due_s = 0.0
         self._is_waiting = False
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ class Interrupts:
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal that asks this process to end."""
         self._count += 1
-        self._limit_s = time.monotonic() + {1: _LIMIT_S, 2: _AGAIN_S}.get(self._count, 0.0)
+        self._due_s = time.monotonic() + {1: self.limit_s, 2: _AGAIN_S}.get(self._count, 0.0)
         with contextlib.suppress(BlockingIOError):  # the reader has enough of them
             os.write(self._write_fd, bytes([number]))
         if self.first is None:
@@ -114,14 +116,14 @@ class Interrupts:
         """Does all that is due after a signal, and sets the alarm for the next."""
         assert self.first is not None
         now_s = time.monotonic()
-        if now_s >= self._limit_s:
+        if now_s >= self._due_s:
             self._end_by_force(self.first)
         answers_s = self._first_s + (_PICTURE_S if self.has_picture else 0.0)
         if now_s >= answers_s:
             self.answer()
         breaks_s = self._first_s + (self.patience_s if self._count == 1 else 0.0)
         signal.setitimer(
-            signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self._limit_s) if each > now_s)
+            signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self._due_s) if each > now_s)
         )
         if self._is_waiting and now_s >= breaks_s:
             raise RunInterruptedError(self.first)
@@ -168,6 +170,7 @@ def holding() -> Iterator[Interrupts]:
 def raising() -> Iterator[Interrupts]:
     """Inside the block the first signal raises SystemExit, so that each `finally` runs."""
     with _acting(lambda number: sys.exit(128 + number)) as interrupts:
+        interrupts.limit_s = _LONG_LIMIT_S
         yield interrupts
 
 

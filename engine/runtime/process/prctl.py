@@ -29,11 +29,6 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def die_with_launcher() -> None:
-    """Makes the kernel kill this process with the launcher, even if stopped; call it after the launcher's message."""
-    die_with_parent(os.getppid())
-
-
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Makes this process the parent of descendants whose parent ends during the block (a child subreaper)."""

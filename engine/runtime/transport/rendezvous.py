@@ -14,7 +14,6 @@ from torch.distributed import PrefixStore, TCPStore
 from engine.core.errors import WorkerFailedError
 from engine.core.process_messages import ServingMessage
 from engine.runtime.ipc.link import LOOPBACK, Link
-from engine.runtime.process.prctl import die_with_launcher
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 
 _TIMEOUT = timedelta(seconds=60)  # of a wait for a key
@@ -30,7 +29,6 @@ def main(control_fd: int, listener_fd: int) -> int:
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
     control.send(ServingMessage())
     while control.receive() is not None:
-        die_with_launcher()
         control.send(ServingMessage())
     del store
     return 0

@@ -31,7 +31,7 @@ from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.process.prctl import die_with_launcher, sleep_exactly
+from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.stage.stage import Stage
@@ -60,7 +60,7 @@ class GroupMember(NamedTuple):
 def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
-    control = Control(Link.from_fd(control_fd), die_with_launcher)
+    control = Control(Link.from_fd(control_fd))
     control.give_notice_of_sigterm()
     try:
         _run(control, events_fd, board_fd)
