@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
+from engine.core.config.job_wants import holders
 from engine.core.exclusion import Cause
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import Record
@@ -75,11 +75,7 @@ class LostState:
 
 def fewest_holders(job: Job) -> int:
     """Returns the smallest number of workers that hold a stage, in any pipeline, before failures; without fsdp."""
-    ownership = fresh_ownership(job)
-    return min(
-        len({worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage)})
-        for stage in range(job.stages)
-    )
+    return min(map(len, holders(job)))
 
 
 def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:

@@ -132,7 +132,8 @@ def test_a_fault_that_never_strikes_is_an_invalid_case(launch: Launch, scenario:
 
 
 def test_a_job_that_does_not_survive_says_so(launch: Launch, scenario: Write) -> None:
-    done = launch("inject", "--scenario", scenario(expect={"recovery": None}, redundancy="none"), "--json").wait()
+    shadow = {"at": {"step": 2, "stage": 0}, "do": "kill"}  # of stage 1, before it can hand the stage on
+    done = launch("inject", "--scenario", scenario(KILL, shadow, expect={"recovery": None}), "--json").wait()
     assert (done.code, json.loads(done.stdout)["verdict"]) == (80, "failed")
     wanted = scenario(expect={"recovery": None, "outcome": "state-lost"}, redundancy="none")
     done = launch("inject", "--scenario", wanted, "--json").wait()

@@ -18,7 +18,7 @@ def test_good(bamboo_scenario):
     assert result.result == "passed"
 
 def test_bad(bamboo_scenario):
-    bamboo_scenario("kill-middle-stage", "redundancy=none")
+    bamboo_scenario("cascade-during-recovery", "redundancy_level=1")
 
 def test_other():
     pass
@@ -33,4 +33,4 @@ def test_scenarios_as_tests(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 2 passed" in done.stdout
-    assert "kill-middle-stage: failed (no_recovery): outcome: state-lost" in done.stdout
+    assert "cascade-during-recovery: failed (no_recovery): outcome: state-lost" in done.stdout

@@ -71,8 +71,8 @@ def test_a_value_of_an_axis_without_any_cell_is_a_mistake(tmp_path: Path) -> Non
 
 
 def test_settings_hold_for_every_cell(tmp_path: Path) -> None:
-    found = read(tmp_path, GOOD, "redundancy=none")
-    assert {each.loaded.scenario.job.redundancy for each in found.cells} == {"none"}
+    found = read(tmp_path, GOOD, "redundancy=eager")
+    assert {each.loaded.scenario.job.redundancy for each in found.cells} == {"eager"}
 
 
 def test_a_case_decides_what_it_says_itself(tmp_path: Path) -> None:

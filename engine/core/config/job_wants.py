@@ -21,6 +21,15 @@ def shadowed(job: Job, ownership: Ownership, members: Collection[int], leaving: 
     return with_shadows(ownership, job.redundancy, job.redundancy_level, members, leaving)
 
 
+def holders(job: Job) -> list[frozenset[int]]:
+    """Returns for each stage the workers that hold its state before any failure, in any pipeline; without fsdp."""
+    ownership = fresh_ownership(job)
+    return [
+        frozenset(worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage))
+        for stage in range(job.stages)
+    ]
+
+
 def is_due(every: int, step: int, is_last: bool) -> bool:
     """Returns whether periodic work follows `step`: after each `every` steps and after the last; never if 0."""
     return every > 0 and ((step + 1) % every == 0 or is_last)

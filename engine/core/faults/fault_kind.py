@@ -13,6 +13,8 @@ from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.scalar import Scalar
 
 AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
+WITH_NOTICE = frozenset({"terminate"})  # kinds whose victim may hand its stages over before it ends
+HARMLESS = frozenset({"noop"})  # kinds without an effect
 
 ParameterForm = Literal["duration", "count", "number", "text", "choice"]
 

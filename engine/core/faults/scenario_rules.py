@@ -16,6 +16,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
 from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
 from engine.core.faults.fault_kind import AT_ONCE
+from engine.core.faults.outcome_rules import impossible_expectations
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Scenario, Target
 from engine.core.ownership import Ownership, Slot
 from engine.core.schedules.csv_text import is_text
@@ -59,10 +60,11 @@ def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) 
             problems += _after(f"faults.{number}.after", wanted, wanted.trigger, found)
     if found.job is None:
         return problems
-    problems += _expectations(expect, found.job)
     for number, wanted in found.faults.items():
         impossible = never_striking(found, found.job, wanted, ending)
         problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
+    whole = found.whole and not problems
+    problems += impossible_expectations(expect, found.job, found.faults if whole else None, ending)
     return problems
 
 
@@ -267,12 +269,3 @@ def _named(target: Target) -> list[str]:
     found = ["a slot"] if target.pipeline is not None or target.stage is not None else []
     found += ["a worker"] if target.worker is not None else []
     return found + ([f"role {target.role}"] if target.role is not None else [])
-
-
-def _expectations(expect: Expect, job: Job) -> Iterator[Problem]:
-    if expect.trajectory == "identical" and job.audit != 1:
-        hint = "the comparison needs the hashes of every step: set audit: 1 in the job"
-        yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
-    if expect.outcome != "recovered" and expect.recovery is not None:
-        hint = "a run that stops has no recovery to time"
-        yield Problem("expect.recovery", "outcome recovered beside it", repr(expect.outcome), hint)
