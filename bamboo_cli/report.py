@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from enum import StrEnum
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,8 @@ class Table(StrEnum):
     STEPS = "steps"
     WORKERS = "workers"
     ACTIONS = "actions"
+    CHECKS = "checks"
+    OUTCOME = "outcome"
 
 
 class Format(StrEnum):
@@ -50,7 +53,7 @@ Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder tha
 DEFAULT_RESULTS = Path("results")
 _LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
 # Exit code of a condition -> its word; the first of these codes that occurs is the exit code of all conditions.
-_SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "passed"}
+_SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "ok"}
 
 
 _Runs = Annotated[
@@ -82,8 +85,8 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds, or if a recovery did not reach the time in "
-            "it; with 5 if there is nothing to measure; repeatable.",
+            help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds, if a recovery did not reach the time in "
+            "it, or if the run itself failed; with 5 if there is nothing to measure; repeatable.",
         ),
     ] = None,
     results: Results = DEFAULT_RESULTS,
@@ -97,8 +100,7 @@ def report(
         raise UserError([Problem("--format parquet", "--output FILE")])
     loaded = [load_run(folder) for folder in folders]
     code = _check(loaded, fail_if or ())
-    if form is Format.TERMINAL:
-        _say(loaded)
+    _say(loaded, form)
     _write_table(loaded, table, form, output)
     if page is not None or is_opened or form is Format.TERMINAL:
         for folder, run in zip(folders, loaded, strict=True):
@@ -147,7 +149,8 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _say(runs: Sequence[RunTables]) -> None:
+def _say(runs: Sequence[RunTables], form: Format) -> None:
+    """Prints the outcome of each run; beside another form than the terminal's, only of the failed ones, to stderr."""
     from bamboo_cli.terminal.console import BAD, GOOD, OPEN, STRONG, say
     from engine.report.exceptions import exception_lines
     from engine.report.headline import headline
@@ -155,8 +158,9 @@ def _say(runs: Sequence[RunTables]) -> None:
     styles = {"good": GOOD, "bad": BAD, "open": OPEN}
     for run in runs:
         mood, sentence = headline(run)
-        say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"))
-        for line in exception_lines(run.raised):
+        if form is Format.TERMINAL or mood == "bad":
+            say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
+        for line in exception_lines(run.raised) if form is Format.TERMINAL else ():
             typer.echo(f"  {line}")
 
 
@@ -198,15 +202,18 @@ def _open(path: Path) -> None:
 
 
 def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
-    """Prints the outcome of each condition; returns the exit code of all. Raises UserError for a malformed one."""
-    from engine.report.conditions import parse_condition
+    """Prints each run that has not passed and the outcome of each condition; returns the exit code of all.
+
+    Raises UserError for a malformed condition.
+    """
+    from engine.report.conditions import judge_run, parse_condition
     from engine.report.load import TABLES, joined
 
     tables = {name: joined(runs, name) for name in TABLES} if texts else {}
     conditions = [parse_condition(text, tables) for text in texts]
-    codes = {ExitCode.OK}
-    for condition in conditions:
-        code, why = condition.judge(tables)
-        typer.echo(f"{_SAID[code]}: {condition.text} ({why})", err=True)
-        codes.add(code)
+    judged = [each.judge(tables) for each in conditions]
+    judged = [*filter(itemgetter(1), map(judge_run, runs)), *judged] if texts else []
+    for code, text in judged:
+        typer.echo(f"{_SAID[code]}: {text}", err=True)
+    codes = {ExitCode.OK, *(code for code, _ in judged)}
     return next(code for code in _SAID if code in codes)

@@ -86,7 +86,7 @@ def _print_explanation(resolved: Resolved, as_json: bool) -> None:
 
 def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
     """Prints the result of a run; returns the exit code."""
-    summary = result.of_run()
+    summary = result.to_plain()
     code = int(summary["exit_code"])
     try:
         _print_ending(summary, result, resolved, as_json)

@@ -17,8 +17,10 @@ from bamboo_cli.report import DEFAULT_RESULTS, Results
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
+    from engine.core.history.run_history import RunHistory
     from engine.core.membership.run_status import RunStatus
     from engine.files.growing_events import GrowingEvents
+    from engine.files.run_folder import RunFolder
 
 EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
 _EVERY_S = 1.0
@@ -52,22 +54,24 @@ def status(
     """
     from bamboo_cli.terminal.status_picture import StatusPicture
     from engine.core.errors import CoordinatorUnavailableError
-    from engine.core.history.recorded_status import STARTING, without_word
+    from engine.core.history.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:
         reader = Reader(results, run, plain_http)
         while True:
             found, live, has_launcher = reader.look()
-            found = found if has_launcher else without_word(found)
+            phase, found = found.phase, found if has_launcher else without_word(found)
             if picture is None:
                 typer.echo(json.dumps(asdict(found) | {"live": live}))
             else:
                 picture.show(found, live)
-            if not (has_launcher and watch and (live or found.phase == STARTING)):
+            if not (has_launcher and watch and (live or found.phase in UNDER_WAY)):
                 break
             time.sleep(_EVERY_S)
     if not has_launcher:
         last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
+        if phase in (COMPARING, CHECKING):
+            last = f"training had ended before ({last}), and the launcher was {phase}"
         raise CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
 
 
@@ -92,14 +96,27 @@ class Reader:
             self._events = GrowingEvents(folder.events)
         history = self._events.read_on()
         store, name = history.first(StoreRecord), folder.path.name
-        if store and not history.ended:
-            told = _from_store(store, self._plain_http)
-            history = self._events.read_on()  # a run records its end before its store stops
-            if told is not None:
-                return live_status(told, status_of_history(name, history)), True, True
+        told = _from_store(store, self._plain_http) if store and not history.training_ended else None
+        runs = _launcher_runs(history, folder)
+        history = self._events.read_on()  # a launcher records the end of training before its store stops, then its own
+        if told is not None and not history.training_ended:
+            return live_status(told, status_of_history(name, history)), True, True
         found = status_of_history(name, history)
         is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
-        return found, False, is_new or history.ended is not None
+        return found, False, is_new or history.ended is not None or bool(runs and history.training_ended)
+
+
+def _launcher_runs(history: RunHistory, folder: RunFolder) -> bool:
+    """Whether the process that began a run is still there."""
+    from engine.core.history.run_records import JobRecord
+    from engine.runtime.process.folder_lock import unused_folder
+    from engine.runtime.process.process_state import is_alive
+
+    job = history.first(JobRecord)
+    if job is None or not is_alive(job.pid):
+        return False
+    with unused_folder(folder.path) as is_unused:  # the pid may belong to another process by now
+        return not is_unused
 
 
 def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:

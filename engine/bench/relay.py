@@ -20,11 +20,11 @@ from engine.bench.figures.rows import BenchRow, Cases, limit_row
 from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.history.process_records import ExitRecord, KnownRecord
-from engine.core.history.record import Record
+from engine.core.history.record import AGENT, Record
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import MarkRecord
 from engine.core.ownership import Grid, one_slot_each
-from engine.runtime.agent.agent import AGENT, Agent
+from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node

@@ -1,14 +1,18 @@
-"""Reads events.jsonl, the record of a run from which every result is computed, and adds findings made after its end."""
+"""Reads events.jsonl, the record of a run from which every result is computed, and adds records to it."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from engine.core.errors import InvariantError, StorageError
-from engine.core.history.record import Record
+from engine.core.history.record import AGENT, Record, StampedRecord
 from engine.core.history.record_lines import decoded, encoded, refuse_other_version
 from engine.core.history.run_history import RunHistory, history_of
+from engine.files.atomic_write import storage_errors
 
 
 def read_history(path: Path) -> RunHistory:
@@ -49,14 +53,13 @@ def events_of(data: bytes, path: Path, start: int = 0) -> Iterator[Record]:
         yield record
 
 
-def add_event(path: Path, record: Record) -> None:
-    """Appends a finding about a run that has ended; such a record has no time.
+def add_records(path: Path, *records: StampedRecord) -> None:
+    """Appends records of the launcher, or of another command about the run, with the present time.
 
     Raises:
         StorageError: the file could not be written.
     """
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"{encoded(record)}\n")
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from error
+    stamp = {"worker": AGENT, "pid": os.getpid(), "at_ns": time.monotonic_ns()}
+    lines = "".join(f"{encoded(replace(each, **stamp))}\n" for each in records)
+    with storage_errors("write", path), path.open("a", encoding="utf-8") as file:
+        file.write(lines)

@@ -23,9 +23,10 @@ from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, JobRecord, RefusedRecord, RequestRecord
-from engine.files.events_file import events_of
+from engine.files.events_file import add_records, events_of
 from engine.harness.case_result import CaseResult, judged
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
+from engine.runtime.process.process_state import is_alive
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -63,9 +64,11 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
         raise
     finally:
         request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
-    ended = events.history.ended
+    ended = events.history.training_ended
     seen = Observed(ended.exit_code if ended else 0, events.history.error, events.history, since_ns=since_ns)
-    return judged(loaded.scenario, loaded.faults, folder.path, seen)
+    result = replace(judged(loaded.scenario, loaded.faults, folder.path, seen), is_scenario=True)
+    add_records(folder.events, *result.records(request.name))
+    return result
 
 
 def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:
@@ -199,7 +202,7 @@ class _Events:
         """Reads the new records; returns whether the run has ended or its launcher is gone."""
         self._update()
         (job,) = self.history.of(JobRecord)
-        return self.history.ended is not None or not Path(f"/proc/{job.pid}").exists()
+        return self.history.training_ended is not None or not is_alive(job.pid)
 
     def has_taken(self, request: str) -> bool:
         """Returns whether the launcher has taken the request of that name."""

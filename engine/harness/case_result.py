@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.core.checks.expectations import Check, Observed, Result, check, exit_code, verdict, why_not_struck
+from engine.core.checks.expectations import Check, Observed, check, exit_code, verdict, why_not_struck
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import Stall, quantile
 from engine.core.checks.strike_accuracy import strike_accuracy
-from engine.core.checks.twin import TwinComparison
-from engine.core.errors import BambooError, ExitCode
+from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
 from engine.core.faults.fault import Fault
 from engine.core.faults.scenario import Scenario
+from engine.core.history.process_records import EndedRecord
+from engine.core.history.record import StampedRecord
+from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Result, VerdictRecord
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures."""
+    """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures.
+
+    `is_scenario`: the command is `bamboo inject`, whose exit code is that of the case, not `bamboo run`.
+    """
 
     folder: Path
     faults: tuple[Fault, ...]
@@ -29,6 +34,7 @@ class CaseResult:
     recoveries: tuple[Recovery, ...]
     run_error: BambooError | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
+    is_scenario: bool = False
 
     @property
     def verdict(self) -> Result:
@@ -50,7 +56,7 @@ class CaseResult:
     def recovery_lines(self) -> list[str]:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
         twin, proved = self.seen.twin, ""
-        if isinstance(twin, TwinComparison) and twin.difference is None and twin.num_steps:
+        if isinstance(twin, ComparisonRecord) and twin.difference is None and twin.compared:
             is_last = twin.last_step == self.summary["steps"] - 1
             proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
         return [f"{each}{proved if each.resume_ns is not None or each.after_end else ''}" for each in self.recoveries]
@@ -65,25 +71,43 @@ class CaseResult:
             "recoveries": [each.as_dict() for each in self.recoveries],
         }
 
-    def of_scenario(self) -> dict[str, Any]:
-        """Returns the summary of the run, with the case as ``case``."""
-        return {**self.summary, "case": self.as_dict()}
+    @property
+    def ended(self) -> EndedRecord:
+        """The end of the command: its outcome in one word, and its exit code."""
+        is_own = self.error is not None and self.error is not self.run_error  # training finished, and a check failed
+        if self.is_scenario or is_own:
+            outcome, code = str(self.verdict), int(self.exit_code)
+        else:
+            outcome, code = self.summary["outcome"], self.summary["exit_code"]
+        return EndedRecord(outcome="interrupted" if code in BY_SIGNAL else outcome, exit_code=code)
 
-    def of_run(self) -> dict[str, Any]:
-        """Returns the summary of the run; if a finished run failed its expectations, the outcome is the verdict."""
-        error, twin = self.error, self.seen.twin
-        against: dict[str, Any] = {} if error is None else {"error": str(error)}
-        if error is not None and error is not self.run_error:
-            against |= {"outcome": self.verdict, "exit_code": int(self.exit_code)}
+    def records(self, request: str = "") -> Iterator[StampedRecord]:
+        """Yields the checks and the verdict as records of the run, or of a request to it."""
+        for each in self.checks:
+            yield CheckRecord(name=each.name, result=each.result, text=each.text, request=request)
+        yield VerdictRecord(result=self.verdict, exit_code=self.ended.exit_code, request=request)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the summary of the run with the outcome and exit code of the command, for `run.json`."""
+        ended = self.ended
+        found = {**self.summary, "outcome": ended.outcome, "exit_code": ended.exit_code}
+        if self.is_scenario:
+            return {**found, "case": self.as_dict()}
         return {
-            **self.summary,
-            **against,
+            **found,
+            "error": None if self.error is None else str(self.error),
             "recoveries": [each.as_dict() for each in self.recoveries],
             "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
-            "twin": {"steps_compared": twin.num_steps, "difference": twin.difference}
-            if isinstance(twin, TwinComparison)
-            else twin and {"error": str(twin)},
+            "twin": _twin(self.seen.twin),
         }
+
+
+def _twin(twin: ComparisonRecord | BambooError | None) -> dict[str, Any] | None:
+    """Returns the comparison with the twin as plain values, or the error of the twin."""
+    if isinstance(twin, ComparisonRecord):
+        difference = None if twin.difference is None else str(twin.difference)
+        return {"steps_compared": twin.compared, "difference": difference}
+    return None if twin is None else {"error": str(twin)}
 
 
 def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Observed) -> CaseResult:

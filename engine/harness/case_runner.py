@@ -15,17 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checks.expectations import Observed, needs_twin
-from engine.core.checks.twin import TwinComparison, compare
+from engine.core.checks.expectations import Observed, why_no_twin
+from engine.core.checks.twin import compare
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
 from engine.core.history.run_records import ScenarioRecord
+from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
+    from engine.core.history.run_history import RunHistory
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.screen import Screen
@@ -86,7 +88,7 @@ def _run_in(
     started_s: float,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
-    from engine.files.events_file import add_event, read_history
+    from engine.files.events_file import add_records, read_history
     from engine.files.trajectory_file import write_trajectory
     from engine.runtime.doctor.leak_check import LeakCheck
 
@@ -100,16 +102,20 @@ def _run_in(
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     if case.file is not None:
-        add_event(folder.events, scenario_record(case.file, folder.path / "scenario.yaml"))
+        add_records(folder.events, scenario_record(case.file, folder.path / "scenario.yaml"))
     rows = ending.view.run_state.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
     seen = Observed(ending.exit_code, error, read_history(folder.events), leftovers=left)
-    if needs_twin(expect, faults, seen):
-        seen = replace(seen, twin=_compared(job, rows, folder, screen, drive))
+    if why := why_no_twin(expect, faults, seen):
+        add_records(folder.events, NotComparedRecord(why=why))
+    else:
+        seen = replace(seen, twin=_compared(seen.history, rows, folder, screen, drive))
     result = judged(case.scenario, faults, folder.path, seen)
-    result = replace(result, run_error=ending.error, summary=_summary(folder, ending, wall_s))
-    _write_facts(folder, case, result.of_run() if case.file is None else result.of_scenario())
+    summary = _summary(folder, ending, wall_s)
+    result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
+    _write_facts(folder, case, result.to_plain())
+    add_records(folder.events, *result.records(), result.ended)
     return result
 
 
@@ -123,19 +129,24 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
 
 
 def _compared(
-    job: Job, rows: list[TrajectoryRow], folder: RunFolder, screen: Screen, drive: Callable[..., Ending]
-) -> TwinComparison | BambooError:
-    """Returns the comparison of a run with its twin, or the error of the twin."""
+    history: RunHistory, rows: list[TrajectoryRow], folder: RunFolder, screen: Screen, drive: Callable[..., Ending]
+) -> ComparisonRecord | BambooError:
+    """Records and returns the comparison of a run with its twin, or the error of the twin."""
+    from engine.files.events_file import add_records
     from engine.harness.twin_run import twin_rows
 
     def run(twin: Job, own: RunFolder) -> Ending:
         screen.say("running the fault-free twin, to compare the weights with")
         return drive(twin, own, run_id=f"{folder.path.name}-twin")
 
+    add_records(folder.events, ComparingRecord())
     try:
-        return compare(rows, twin_rows(job, folder, run))
+        found = compare(rows, twin_rows(history.job, folder, run), history)
     except BambooError as error:
+        add_records(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error
+    add_records(folder.events, found)
+    return found
 
 
 def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:

@@ -26,8 +26,8 @@ def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
         BambooError: the twin did not finish.
     """
     from engine.core.checks.twin import fingerprint
-    from engine.core.history.run_records import TwinRecord
-    from engine.files.events_file import add_event
+    from engine.core.history.verdict_records import TwinRecord
+    from engine.files.events_file import add_records
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
@@ -39,7 +39,7 @@ def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
         if name:
             keep_twin(Path(job.results), name, twin)
     losses = {row.step: row.loss for row in twin if row.loss is not None}
-    add_event(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
+    add_records(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
     return twin
 
 
@@ -60,11 +60,14 @@ def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
 
 def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:
     from engine.core.checks.twin import twin_of
+    from engine.core.history.process_records import EndedRecord
+    from engine.files.events_file import add_records
     from engine.files.run_folder import RunFolder
 
     own = RunFolder(folder.path / "twin")
     own.logs.mkdir(mode=0o700, parents=True)
     ending = run(twin_of(job), own)
+    add_records(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
     if ending.exit_code:
         error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
         error.exit_code = ExitCode(ending.exit_code)

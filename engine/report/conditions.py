@@ -2,7 +2,8 @@
 
 Rules: a condition is a table, a column, a figure, a comparison and a number. Missing values are ignored, except that
 a time of an unfinished recovery fails the check; so does a time of which only bounds are known, if it may meet the
-condition. A column without values is no pass: there is nothing to measure. The figure ``count`` is 0 there.
+condition. A column without values is no pass: there is nothing to measure. The figure ``count`` is 0 there. A run that
+failed, or was interrupted, fails the check by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from engine.core.errors import ExitCode, Problem, UserError, nearest
+from engine.report.load import RunTables
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -52,16 +54,18 @@ class FailCondition:
     number: float
 
     def judge(self, tables: Mapping[str, pd.DataFrame]) -> tuple[ExitCode, str]:
-        """Returns the exit code of the check and its reason, such as the figure found, in the unit of its column."""
+        """Returns the exit code of the check and a sentence, such as ``steps.loss.max is 2.31, not > 3``."""
         if self.figure != "count" and self._never_over(tables[self.table]):
-            return ExitCode.EXPECTATION_FAILED, "not recovered"
+            return ExitCode.EXPECTATION_FAILED, f"{self.text}: a recovery did not reach the end of this time"
         if tables[self.table][self.column].isna().all() and self.figure != "count":
-            return ExitCode.NOTHING_MATCHED, "nothing to measure"
+            return ExitCode.NOTHING_MATCHED, f"{self.text}: nothing to measure"
         found = self._found(tables[self.table][self.column])
         most = found if self.figure == "count" else self._found(tables[self.table][self._most])
-        is_met = any(_COMPARISONS[self.comparison](each, self.number) for each in (found, most))
-        text = f"found {found:.6g}" if found == most else f"found at least {found:.6g}, at most {most:.6g}"
-        return ExitCode.EXPECTATION_FAILED if is_met else ExitCode.OK, text
+        is_met = [self._holds(each) for each in (found, most)]
+        shown = self._shown(found) if found == most else f"at least {self._shown(found)}, at most {self._shown(most)}"
+        relation = f"{'not' if not any(is_met) else '' if all(is_met) else 'perhaps'} {self.comparison} {self.number:g}"
+        text = f"{self.table}.{self.column}.{self.figure} is {shown}, {relation.strip()}"
+        return ExitCode.EXPECTATION_FAILED if any(is_met) else ExitCode.OK, text
 
     @property
     def _most(self) -> str:
@@ -73,11 +77,33 @@ class FailCondition:
         quantile = _QUANTILE.fullmatch(self.figure)
         return float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
 
+    def _holds(self, found: float) -> bool:
+        return _COMPARISONS[self.comparison](found, self.number)
+
+    def _shown(self, found: float) -> str:
+        """Returns a figure in the unit of its column, with the digits that the comparison needs."""
+        short = f"{found:.0f}" if abs(found) >= 100 else f"{found:.3g}"
+        text = short if self._holds(float(short)) == self._holds(found) else f"{found:.9g}"
+        return f"{text} ms" if self.column.endswith("_ms") and self.figure != "count" else text
+
     def _never_over(self, table: pd.DataFrame) -> bool:
         """Says whether the column is a time whose end an unfinished recovery lacks."""
         if self.table != "recovery" or not self.column.endswith("_ms"):
             return False
         return bool((table["outcome"].isin(_NOT_OVER) & table[self._most].isna()).any())
+
+
+def judge_run(run: RunTables) -> tuple[ExitCode, str]:
+    """Returns the exit code of the check for a run itself, and the reason; an empty reason if the run has passed."""
+    judged = run.judgement
+    if judged.exit_code is None:
+        return ExitCode.NOTHING_MATCHED, f"{run.name} has no verdict: it goes on, or its launcher is gone"
+    if judged.is_interrupted:
+        return ExitCode.EXPECTATION_FAILED, f"{run.name} was interrupted"
+    if not judged.is_red:
+        return ExitCode.OK, ""
+    why = judged.findings[0].text if judged.findings else run.error or judged.outcome
+    return ExitCode.EXPECTATION_FAILED, f"{run.name} has failed: {why.splitlines()[0]}"
 
 
 def parse_condition(text: str, tables: Mapping[str, pd.DataFrame]) -> FailCondition:

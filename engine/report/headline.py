@@ -1,8 +1,9 @@
-"""The outcome of a run in one sentence, and the command that reproduces the run."""
+"""The outcome of a run in a few sentences, and the command that reproduces the run."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from engine.core.checks.stall import quantile
 from engine.core.config.job import Job
+from engine.core.history.verdict_records import CheckRecord
 from engine.report.load import RunTables
 from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
 
@@ -17,18 +19,43 @@ Mood = Literal["good", "bad", "open"]
 
 
 def headline(run: RunTables) -> tuple[Mood, str]:
-    """Returns whether the run ended well, and a sentence about its outcome."""
+    """Returns whether the run is good, and sentences about its failing checks, its outcome and its weights."""
+    judged = run.judgement
+    mood: Mood = "bad" if judged.is_red else "open" if judged.exit_code is None or judged.is_interrupted else "good"
+    sentences = [_finding(judged.findings)] if judged.findings and mood == "bad" else []
+    sentences.append(
+        f"As expected: {_training(run)}" if mood == "good" and judged.training == "failed" else _training(run)
+    )
+    difference = judged.comparison and judged.comparison.difference  # it is the finding of a check
+    if judged.training and not difference:
+        sentences.append(judged.weights())
+    return mood, " ".join(sentences)
+
+
+def _finding(failing: Sequence[CheckRecord]) -> str:
+    """Returns the first failing check in a sentence."""
+    first = failing[0]
+    text = first.text if first.result == "failed" else f"nothing was proved: {first.text}"
+    others = "one more check" if len(failing) == 2 else f"{len(failing) - 1} more checks"
+    more = f" ({others} did not pass)" if len(failing) > 1 else ""
+    whose = f"the request {first.request}: " if first.request else ""
+    return f"{first.result.capitalize()}: {whose}{text.rstrip('.')}{more}."
+
+
+def _training(run: RunTables) -> str:
+    """Returns a sentence about the outcome of training."""
     num_steps = run.job.steps
     committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
-    if run.outcome == "finished":
+    outcome = run.judgement.training
+    if outcome == "finished":
         steps = f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
-        return "good", f"{_deaths(run.recovery)} {steps} in {run.end_ms / 1e3:.1f} s."
+        return f"{_deaths(run.recovery)} {steps} in {run.end_ms / 1e3:.1f} s."
     steps = f"{committed} of {num_steps} steps were committed"
-    if run.outcome == "interrupted":
-        return "open", f"Interrupted: {steps}."
-    if not run.outcome:
-        return "open", f"The end of this run is not recorded: {steps}."
-    return "bad", f"The run failed: {_cause(run)}. {steps[0].upper()}{steps[1:]}."
+    if outcome == "interrupted":
+        return f"Interrupted: {steps}."
+    if not outcome:
+        return f"The end of this run is not recorded: {steps}."
+    return f"The run failed: {_cause(run)}. {steps[0].upper()}{steps[1:]}."
 
 
 def _cause(run: RunTables) -> str:

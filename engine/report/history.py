@@ -53,5 +53,10 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "killed": lambda record: str(record.why),
     "left_behind": lambda record: f"pid {record.child} does not end by SIGKILL",
     "failed": lambda record: str(record.error),
+    "training_ended": lambda record: f"training: {record.outcome}, exit code {record.exit_code}",
+    "comparing": lambda record: "comparing with the twin",
+    "comparison": str,
+    "not_compared": lambda record: f"weights not compared: {record.why}",
+    "verdict": lambda record: f"{record.result}, {record.request or 'the run'}",
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
 }

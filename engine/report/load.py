@@ -21,28 +21,30 @@ import pandas as pd
 from engine.core.config.job import Job
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import Record, StampedRecord
-from engine.core.history.run_history import history_of
-from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord, TwinRecord
+from engine.core.history.run_history import RunHistory, history_of
+from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord
+from engine.core.history.verdict_records import TwinRecord
 from engine.report.actions import actions_table
 from engine.report.exposure import exposure_table
 from engine.report.history import history_table
+from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
 from engine.report.recovery import recovery_table
 from engine.report.steps import steps_table
 from engine.report.workers import takeovers_table, workers_table
 
-TABLES = ("recovery", "steps", "workers", "actions")
+TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunTables:
-    """One run as tables; `outcome` is empty while it goes on.
+    """One run as tables.
 
     A time ``_ms`` counts from `origin_ns`, when training began; a time ``_ns`` is of the host's monotonic clock.
     """
 
     name: str
     job: Job
-    outcome: str
+    judgement: Judgement
     error: str
     origin_ns: int
     end_ms: float
@@ -51,6 +53,8 @@ class RunTables:
     steps: pd.DataFrame
     workers: pd.DataFrame
     actions: pd.DataFrame
+    checks: pd.DataFrame
+    outcome: pd.DataFrame
     history: pd.DataFrame
     exposure: pd.DataFrame
     takeovers: pd.DataFrame
@@ -73,14 +77,14 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
     steps = steps_table(history)
     actions = actions_table(history)
     recovery = recovery_table(history, actions, steps)
-    stamps = [each.at_ns for each in history.records if isinstance(each, StampedRecord)]
+    stamps = [each.at_ns for each in _until_training_ended(history) if isinstance(each, StampedRecord)]
     stamps += [each.end_ns for each in history.of(ActionRecord)]
-    twin = history.first(TwinRecord)
+    twin, judgement = history.first(TwinRecord), judgement_of(history)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
     return RunTables(
         name,
         history.job,
-        history.ended.outcome if history.ended else "",
+        judgement,
         history.error,
         origin_ns,
         end_ms,
@@ -89,6 +93,8 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         steps,
         workers_table(history, actions, origin_ns),
         actions,
+        checks_table(judgement),
+        outcome_table(judgement),
         history_table(history),
         exposure_table(history.job, recovery, end_ms),
         takeovers_table(history),
@@ -97,6 +103,12 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
     )
+
+
+def _until_training_ended(history: RunHistory) -> list[Record]:
+    """Returns the records of training: the time of the twin and of the checks is not part of the run."""
+    end = history.training_ended
+    return history.records if end is None else history.records[: history.records.index(end) + 1]
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

@@ -43,7 +43,7 @@ _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 def recovery_table(history: RunHistory, actions: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the recoveries of a run in the order of time; a point that was not reached is missing."""
-    ended, origin_ns = history.ended is not None, history.begin_ns
+    ended, origin_ns = history.training_ended is not None, history.begin_ns
     found = recoveries(history.records)
     rows = []
     for recovery, following in zip(found, [*found[1:], None], strict=False):

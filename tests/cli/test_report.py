@@ -118,11 +118,11 @@ def test_several_runs_are_one_table(folder: Path) -> None:
 
 def test_a_condition_that_holds_fails(folder: Path) -> None:
     passed = say(folder, "--format", "csv", "--fail-if", "recovery.stall_ms.p95 > 500")
-    assert (passed.exit_code, passed.stderr) == (0, "passed: recovery.stall_ms.p95 > 500 (found 59.65)\n")
+    assert (passed.exit_code, passed.stderr) == (0, "ok: recovery.stall_ms.p95 is 59.6 ms, not > 500\n")
     conditions = ["--fail-if", "recovery.stall_ms.p95 > 500", "--fail-if", "steps.step.count == 10"]
     failed = say(folder, "--format", "csv", *conditions)
     assert failed.exit_code == 1
-    assert failed.stderr.splitlines()[1] == "failed: steps.step.count == 10 (found 10)"
+    assert failed.stderr.splitlines()[1] == "failed: steps.step.count is 10, == 10"
 
 
 def test_a_condition_on_nothing_is_no_pass_and_one_that_holds_counts_more(folder: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_condition_on_nothing_is_no_pass_and_one_that_holds_counts_more(folder
     found = say(calm, "--format", "csv", *nothing, "--fail-if", "steps.step.count < 1")
     assert (found.exit_code, found.stdout.count("\n")) == (5, 1)
     assert found.stderr.splitlines() == [
-        "not judged: recovery.stall_ms.p95 > 500 (nothing to measure)",
-        "passed: steps.step.count < 1 (found 10)",
+        "not judged: recovery.stall_ms.p95 > 500: nothing to measure",
+        "ok: steps.step.count is 10, not < 1",
     ]
     assert say(calm, "--format", "csv", *nothing, "--fail-if", "steps.step.count > 1").exit_code == 1
 
@@ -142,7 +142,39 @@ def test_a_run_that_never_recovered_meets_a_condition_on_the_time_of_recovery(fo
     death = next(place for place, event in enumerate(events) if event["event"] == "epoch" and event["epoch"] == 2)
     never = make_run(folder.parent, [*events[: death + 1], {**events[-1], "outcome": "x"}], hour=2)
     found = say(never, "--format", "csv", "--fail-if", "recovery.stall_ms.max > 500")
-    assert (found.exit_code, found.stderr) == (1, "failed: recovery.stall_ms.max > 500 (not recovered)\n")
+    said = "failed: recovery.stall_ms.max > 500: a recovery did not reach the end of this time\n"
+    assert (found.exit_code, found.stderr) == (1, said)
+
+
+OVER = ["--format", "csv", "--fail-if", "steps.step.count > 99"]
+
+
+def test_conditions_do_not_pass_a_run_that_failed_or_has_no_verdict(folder: Path) -> None:
+    """A run that failed its comparison passed every condition on its times."""
+    *told, missing, ended = MadeUpRun(dead=((5, 2),)).events()
+    text = "the weights are not those of the fault-free twin"
+    checked = [
+        {"event": "check", "name": "trajectory", "result": "failed", "text": text, "at_ns": ended["at_ns"]},
+        {"event": "verdict", "result": "failed", "exit_code": 1, "at_ns": ended["at_ns"]},
+        ended | {"outcome": "failed", "exit_code": 1},
+    ]
+    red = make_run(folder.parent, [*told, missing, *checked], hour=2)
+    found = say(red, *OVER)
+    assert found.exit_code == 1
+    assert found.stderr.splitlines()[:2] == [
+        f"failed: {red.name} has failed: {text}",
+        "ok: steps.step.count is 10, not > 99",
+    ]
+    assert found.stderr.splitlines()[2].startswith(f"{red.name}: Failed: {text}. Worker 2 was lost in step 5;")
+    assert say(red, "--json").stderr.startswith(f"{red.name}: Failed: {text}.")  # stdout is for the table
+    open_end = make_run(folder.parent, told, hour=3)
+    found = say(open_end, *OVER)
+    assert (found.exit_code, found.stderr.splitlines()[0]) == (
+        5,
+        f"not judged: {open_end.name} has no verdict: it goes on, or its launcher is gone",
+    )
+    stopped = make_run(folder.parent, [*told, ended | {"outcome": "interrupted", "exit_code": 130}], hour=4)
+    assert say(stopped, *OVER).exit_code == 1
 
 
 def test_what_cannot_be_is_refused_before_anything_is_said(folder: Path) -> None:

@@ -26,6 +26,7 @@ from engine.core.history.process_records import (
     StoreEndedRecord,
     StoreRecord,
     StoreSilentRecord,
+    TrainingEndedRecord,
 )
 from engine.core.history.record import VERSION, Record, kind_of
 from engine.core.history.record_lines import _NEEDED, decoded, encoded
@@ -54,9 +55,17 @@ from engine.core.history.run_records import (
     ScenarioRecord,
     StaysRecord,
     SuspicionRecord,
-    TwinRecord,
     UnconfirmedRecord,
     ValidationRecord,
+)
+from engine.core.history.verdict_records import (
+    CheckRecord,
+    ComparingRecord,
+    ComparisonRecord,
+    Difference,
+    NotComparedRecord,
+    TwinRecord,
+    VerdictRecord,
 )
 
 AGENT: dict[str, Any] = {"worker": -1, "pid": 7, "at_ns": 11}
@@ -98,8 +107,7 @@ SAMPLES: tuple[Record, ...] = (
     RaisedRecord(**AGENT, of=0, step=1, error="x"),
     NoticeRecord(**AGENT, of=0, grace_s=30.0),
     StaysRecord(**AGENT, of=0, text="cannot leave"),
-    ScenarioRecord(scenario="x.yaml", text="name: x\n", seed=3, settings=("steps=3",)),
-    TwinRecord(losses=((0, 0.5), (1, 0.25))),
+    ScenarioRecord(**AGENT, scenario="x.yaml", text="name: x\n", seed=3, settings=("steps=3",)),
     HostRecord(**AGENT, cpu="x", cores=2, python="3.11.7", torch="2.13.0", began="2026-11-22T14:40:15+00:00"),
     StartedRecord(**AGENT, of=0, child=8, slots=((0, 0), (0, 1))),
     StoreRecord(**AGENT, endpoints=("http://127.0.0.1:1",), run_id="x", private=True),
@@ -116,9 +124,23 @@ SAMPLES: tuple[Record, ...] = (
     InterruptRecord(**AGENT, signal="SIGINT"),
     CutShortRecord(**AGENT, reason="x"),
     FailedRecord(**AGENT, error='a "quoted"\nline \u00e9'),
+    TrainingEndedRecord(**AGENT, outcome="finished", exit_code=0),
     EndedRecord(**AGENT, outcome="finished", exit_code=0),
+    ComparingRecord(**AGENT),
+    TwinRecord(**AGENT, losses=((0, 0.5), (1, 0.25))),
+    ComparisonRecord(
+        **AGENT,
+        compared=8,
+        steps=9,
+        last_step=7,
+        difference=Difference(5, 1, "buffers", "running_mean", "0a", "0b"),
+        disturbed=3,
+    ),
+    NotComparedRecord(**AGENT, why="no twin was asked for"),
+    CheckRecord(**AGENT, name="outcome", result="passed", text="recovered", request="request-1.json"),
+    VerdictRecord(**AGENT, result="passed", exit_code=0, request="request-1.json"),
 )
-_NEUTRAL: dict[str, dict[str, Any]] = {"epoch": {"verdict": []}}
+_NEUTRAL: dict[str, dict[str, Any]] = {"epoch": {"verdict": []}, "comparison": {"difference": None}}
 # What is not said of a record is as in its sample.
 _BASE: dict[str, dict[str, Any]] = {
     kind_of(type(each)): {

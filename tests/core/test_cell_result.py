@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.checks.cell_result import CellResult, counted, failure_of, from_plain, judged, key_of, matrix_exit_code
-from engine.core.checks.expectations import Check, Result
+from engine.core.checks.expectations import Check
 from engine.core.errors import ExitCode
+from engine.core.history.verdict_records import Result
 
 GOOD, BAD, VOID = Check("faults", "passed", "a"), Check("culprit", "failed", "b"), Check("faults", "invalid", "c")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.expectations import Check, Observed, check, exit_code, needs_twin, verdict
+from engine.core.checks.expectations import Check, Observed, check, exit_code, verdict, why_no_twin
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
@@ -63,8 +63,9 @@ EVENTS: list[Event] = [
     *did(0, 1, 6_000_000, "1F0", "1B0", "0B0"),
     of_agent("commit", 9_000_000, step=1),
 ]
-SAME = compare(ROWS, ROWS)
-SEEN = Observed(0, "", made_history(EVENTS), SAME, ())
+HISTORY = made_history(EVENTS)
+SAME = compare(ROWS, ROWS, HISTORY)
+SEEN = Observed(0, "", HISTORY, SAME, ())
 ALL = Expect("recovered", "identical", 0, "exactly-once", "exact", "none", Limits(10**9, 10**9, {"detect": 10**8}))
 
 
@@ -88,7 +89,7 @@ def test_a_case_in_which_everything_is_as_expected() -> None:
         *("recovery.p95", "recovery.max", "recovery.phases.detect"),
     ]
     assert found["recovery.phases.detect"].text == "1.0 ms, 100ms at most"
-    assert found["trajectory"].text == "identical in 2 steps, up to step 1"
+    assert found["trajectory"].text == "identical in 2 of 80 steps"
     assert found["culprit"].text == "put out: 1"
     assert verdict(tuple(found.values())) == "passed"
     assert exit_code(tuple(found.values()), SEEN) == ExitCode.OK
@@ -139,13 +140,19 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
         ("outcome", {"exit_code": 80}, "failed", "state-lost, but recovered was expected"),
         ("outcome", {"exit_code": 130}, "invalid", "the run ended with exit code 130"),
         ("trajectory", {"twin": None}, "invalid", "there is no twin to compare with"),
-        ("trajectory", {"twin": compare(ROWS[:2], ROWS)}, "invalid", "compared up to step 0, committed up to 1"),
-        ("trajectory", {"twin": compare([], ROWS)}, "invalid", "compared up to step -1, committed up to 1"),
         (
             "trajectory",
-            {"twin": compare([*ROWS[:3], replace(ROWS[3], state="other")], ROWS)},
+            {"twin": compare(ROWS[:2], ROWS, HISTORY)},
+            "invalid",
+            "compared up to step 0, committed up to 1",
+        ),
+        ("trajectory", {"twin": compare([], ROWS, HISTORY)}, "invalid", "compared up to step -1, committed up to 1"),
+        (
+            "trajectory",
+            {"twin": compare([*ROWS[:3], replace(ROWS[3], state="other")], ROWS, HISTORY)},
             "failed",
-            "the weights are not those of the fault-free twin: step 1, layer 1: state differs, other in this run",
+            "the weights are not those of the fault-free twin: step 1, layer 1: different weights or optimizer state, "
+            "other in this run",
         ),
         (
             "samples",
@@ -178,7 +185,7 @@ def test_what_else_may_come_of_it(name: str, seen: dict[str, Any], result: str, 
 def test_where_fewer_steps_are_hashed_only_those_are_compared() -> None:
     expect = Expect(trajectory="as far as hashed")
     found = {
-        name: checked(expect, replace(SEEN, twin=compare(ROWS[:number], ROWS)))["trajectory"].result
+        name: checked(expect, replace(SEEN, twin=compare(ROWS[:number], ROWS, HISTORY)))["trajectory"].result
         for name, number in (("all", 4), ("some", 2), ("none", 0))
     }
     assert found == {"all": "passed", "some": "passed", "none": "invalid"}
@@ -198,13 +205,14 @@ def test_a_twin_that_did_not_finish_gives_its_exit_code_unless_a_check_is_worse(
 
 def test_a_twin_is_run_only_where_it_can_prove_something() -> None:
     wanted = Expect(trajectory="identical")
-    assert needs_twin(wanted, (FAULT,), SEEN)
-    assert needs_twin(wanted, (), SEEN)
-    assert needs_twin(replace(wanted, outcome="state-lost"), (FAULT,), replace(SEEN, exit_code=80))
-    assert not needs_twin(Expect(), (FAULT,), SEEN)
-    assert not needs_twin(wanted, (FAULT,), replace(SEEN, exit_code=80))
-    assert not needs_twin(wanted, (FAULT,), replace(SEEN, exit_code=130))
-    assert not needs_twin(wanted, (FAULT,), replace(SEEN, history=history_without(STRUCK, CONFIRMED)))
+    assert why_no_twin(wanted, (FAULT,), SEEN) == ""
+    assert why_no_twin(wanted, (), SEEN) == ""
+    assert why_no_twin(replace(wanted, outcome="state-lost"), (FAULT,), replace(SEEN, exit_code=80)) == ""
+    assert why_no_twin(Expect(), (FAULT,), SEEN) == "no twin was asked for"
+    assert why_no_twin(wanted, (FAULT,), replace(SEEN, exit_code=80)) == "the run did not end as expected"
+    assert why_no_twin(wanted, (FAULT,), replace(SEEN, exit_code=130)) == "the run was interrupted"
+    missed = replace(SEEN, history=history_without(STRUCK, CONFIRMED))
+    assert why_no_twin(wanted, (FAULT,), missed) == "no fault struck"
 
 
 def test_half_a_backward_that_did_not_strike_after_a_failure_says_why() -> None:

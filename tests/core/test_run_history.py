@@ -22,7 +22,8 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "heirs", "epoch": 2, "owners": [0, 0], "at_ns": 10},
     {"event": "commit", "step": 1, "at_ns": 11},
     {"event": "failed", "error": "why", "at_ns": 12},
-    {"event": "ended", "outcome": "failed", "exit_code": 3, "at_ns": 13},
+    {"event": "training_ended", "outcome": "failed", "exit_code": 3, "at_ns": 13},
+    {"event": "ended", "outcome": "failed", "exit_code": 1, "at_ns": 14},
 ]
 
 
@@ -47,10 +48,12 @@ def test_the_progress_the_faults_and_the_end_are_known_after_each_record() -> No
         (0, 1, 0, ""),
         *3 * [(0, 1, 1, "")],
         (1, 1, 1, ""),
-        *2 * [(1, 1, 1, "why")],
+        *3 * [(1, 1, 1, "why")],
     ]
+    assert history.training_ended is not None
     assert history.ended is not None
-    assert (history.ended.exit_code, history.job.steps, history.begin_ns) == (3, 9, 5)
+    assert (history.training_ended.exit_code, history.ended.exit_code) == (3, 1)
+    assert (history.job.steps, history.begin_ns) == (9, 5)
 
 
 def test_training_that_never_began_counts_from_the_first_record() -> None:

@@ -28,38 +28,50 @@ def test_hash_is_of_these_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "changed"),
+    ("place", "changed"),
     [
-        ("state", replace(ROWS[6], state="ff" * 32)),
-        ("buffers", replace(ROWS[6], buffers="ff" * 32)),
-        ("loss", replace(ROWS[6], loss=math.nextafter(0.75, 1))),
-        ("loss", replace(ROWS[6], loss=None)),
+        ("step 1, layer 2: different weights or optimizer state", replace(ROWS[6], state="ff" * 32)),
+        ("step 1, layer 2: different buffers", replace(ROWS[6], buffers="ff" * 32)),
+        ("step 1: different loss", replace(ROWS[6], loss=math.nextafter(0.75, 1))),
+        ("step 1: different loss", replace(ROWS[6], loss=None)),
     ],
 )
-def test_one_changed_column_is_found_and_changes_the_hash(column: str, changed: TrajectoryRow) -> None:
+def test_one_changed_column_is_found_and_changes_the_hash(place: str, changed: TrajectoryRow) -> None:
     rows = [*ROWS[:6], changed, *ROWS[7:]]
-    difference = first_difference(ROWS, rows)
-    assert difference is not None
-    assert difference.startswith(f"step 1, layer 2: {column} differs, ")
+    assert str(first_difference(ROWS, rows)).startswith(f"{place}, ")
     assert trajectory_hash(rows) != trajectory_hash(ROWS)
 
 
 def test_the_first_difference_is_the_one_in_the_earliest_step() -> None:
     changed = [replace(row, state="x") if row.step >= 1 else row for row in ROWS]
-    difference = first_difference(reversed(ROWS), reversed(changed))
-    assert difference == f"step 1, layer 0: state differs, {'10' * 32} in the first and x in the second"
+    found = first_difference(reversed(ROWS), reversed(changed))
+    assert found is not None
+    assert (found.step, found.layer, found.run, found.twin) == (1, 0, "10" * 6, "x")
+
+
+def test_a_tensor_of_the_same_step_is_named_rather_than_the_loss() -> None:
+    """The loss stands in every row of a step, also in rows of layers that have no weights."""
+    changed = [replace(row, loss=9.0) if row.step == 1 else row for row in ROWS]
+    changed[6] = replace(changed[6], state="x")
+    found = first_difference(changed, ROWS)
+    assert found is not None
+    assert (found.step, found.layer) == (1, 2)
+    later = [replace(row, loss=9.0) if row.step == 1 else row for row in ROWS]
+    later[8] = replace(later[8], state="x")
+    assert str(first_difference(later, ROWS)) == "step 1: different loss, 9.0 in this run and 0.75 in its twin"
 
 
 def test_a_missing_row_is_a_difference_on_either_side() -> None:
-    assert first_difference(ROWS[:-1], ROWS) == "step 2, layer 3: only the second trajectory has this row"
-    assert first_difference(ROWS, ROWS[1:]) == "step 0, layer 0: only the first trajectory has this row"
+    text = "different rows,"
+    assert str(first_difference(ROWS[:-1], ROWS)).startswith(f"step 2, layer 3: {text} none in this run and one in")
+    assert str(first_difference(ROWS, ROWS[1:])).startswith(f"step 0, layer 0: {text} one in this run and none in")
 
 
 def test_losses_are_compared_by_their_bits() -> None:
     nan, zero = [TrajectoryRow(0, 0, "a", "b", math.nan)], [TrajectoryRow(0, 0, "a", "b", 0.0)]
     assert first_difference(nan, [TrajectoryRow(0, 0, "a", "b", float("nan"))]) is None
-    assert first_difference(zero, [TrajectoryRow(0, 0, "a", "b", -0.0)]) == (
-        "step 0, layer 0: loss differs, 0.0 in the first and -0.0 in the second"
+    assert str(first_difference(zero, [TrajectoryRow(0, 0, "a", "b", -0.0)])) == (
+        "step 0: different loss, 0.0 in this run and -0.0 in its twin"
     )
 
 

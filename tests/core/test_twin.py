@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.trajectory import TrajectoryRow
+from engine.core.checks.trajectory import TensorMarks, TrajectoryRow
 from engine.core.checks.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.models.model_registry import DATA
+from tests.core.made_records import made_history
 
 ROWS = [TrajectoryRow(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)]
 FACTS: dict[str, object] = {
@@ -60,18 +61,62 @@ def test_built_in_data_are_those_of_the_catalogue() -> None:
     assert {*DATA, "auto"} == BUILT_IN_DATA
 
 
+EVENTS: list[dict[str, Any]] = [
+    {"event": "job", "steps": 4},
+    {"event": "commit", "step": 0},
+    {"event": "commit", "step": 1},
+]
+HISTORY = made_history(EVENTS)
+
+
 def test_equal_rows_are_compared_step_by_step() -> None:
-    found = compare(ROWS, reversed(ROWS))
-    assert (found.num_steps, found.last_step, found.difference) == (3, 2, None)
+    found = compare(ROWS, reversed(ROWS), HISTORY)
+    assert (found.compared, found.steps, found.last_step, found.difference) == (3, 4, 2, None)
+    assert str(found) == "weights identical to the run without the fault, 3 of 4 steps"
 
 
 def test_steps_that_only_one_has_are_not_compared() -> None:
-    found = compare([row for row in ROWS if row.step != 1], ROWS[:-2])
-    assert (found.num_steps, found.last_step, found.difference) == (1, 0, None)
-    assert compare([], ROWS).num_steps == 0
-    assert compare([], ROWS).last_step == -1
+    found = compare([row for row in ROWS if row.step != 1], ROWS[:-2], HISTORY)
+    assert (found.compared, found.last_step, found.difference) == (1, 0, None)
+    assert compare([], ROWS, HISTORY).compared == 0
+    assert compare([], ROWS, HISTORY).last_step == -1
 
 
-def test_a_difference_is_named_with_its_step_and_layer() -> None:
-    found = compare([*ROWS[:3], replace(ROWS[3], state="ff"), *ROWS[4:]], ROWS)
-    assert found.difference == f"step 1, layer 1: state differs, ff in this run and {'11' * 32} in its twin"
+def test_a_difference_is_named_with_its_step_layer_and_tensor() -> None:
+    names = ("weight", "bias", "weight.exp_avg")
+    ours, its = (TensorMarks(names, marks) for marks in ("11111111" * 3, "1111111122222222" + "33333333"))
+    mine = replace(ROWS[3], state="ff", marks=(ours, TensorMarks()))
+    twin = [*ROWS[:3], replace(ROWS[3], marks=(its, TensorMarks())), *ROWS[4:]]
+    found = compare([*ROWS[:3], mine, *ROWS[4:]], twin, HISTORY).difference
+    assert found is not None
+    assert (found.step, found.layer, found.tensor) == (1, 1, "bias")
+    assert str(found) == (
+        "step 1, layer 1, tensor bias: different weights or optimizer state, "
+        "ff in this run and 111111111111 in its twin"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "disturbed", "said"),
+    [
+        ([], None, "there was no fault: the model is not deterministic"),
+        (
+            [{"event": "fault", "step": 2, "action": "0B0"}],
+            2,
+            "it differs before the fault of step 2: the model is not",
+        ),
+        ([{"event": "fault", "step": 1, "action": "0B0"}], 1, ""),
+        ([{"event": "fault", "step": 2, "action": None, "after": "a"}], 1, ""),  # in a recovery: the step is not known
+        ([{"event": "exit", "expected": True}], None, "there was no fault: the model is not deterministic"),
+        ([{"event": "exit", "expected": False}], 1, ""),  # a worker may die after the commit, inside its optimizer step
+        ([{"event": "epoch", "verdict": [[1, "was silent"]]}], 1, ""),
+    ],
+)
+def test_a_difference_before_the_first_failure_is_no_fault_of_the_recovery(
+    failure: list[dict[str, Any]], disturbed: int | None, said: str
+) -> None:
+    changed = [replace(row, state="x") if row.step == 1 else row for row in ROWS]
+    found = compare(changed, ROWS, made_history([*EVENTS, *failure]))
+    assert (found.disturbed, found.is_random) == (disturbed, bool(said))
+    assert said in str(found)
+    assert ("deterministic" in str(found)) == bool(said)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from engine.core.errors import StorageError
 from engine.core.history.process_records import FailedRecord
-from engine.core.history.record import VERSION
+from engine.core.history.record import AGENT, VERSION
 from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import ActionRecord, TwinRecord
-from engine.files.events_file import add_event, read_events
+from engine.core.history.run_records import ActionRecord
+from engine.core.history.verdict_records import TwinRecord
+from engine.files.events_file import add_records, read_events
 from engine.runtime.ipc.recorder import Recorder, open_events
 from tests.core.made_records import made
 
@@ -84,7 +86,13 @@ def test_reading_can_begin_where_the_file_once_ended(tmp_path: Path) -> None:
 def test_what_is_learned_afterwards_is_added(tmp_path: Path) -> None:
     twin = TwinRecord(losses=((0, 1.5),))
     (tmp_path / "events.jsonl").write_text(f"{encoded(JOB)}\n")
-    add_event(tmp_path / "events.jsonl", twin)
-    assert list(read_events(tmp_path / "events.jsonl")) == [JOB, twin]
+    before_ns = time.monotonic_ns()
+    add_records(tmp_path / "events.jsonl", twin, twin)
+    job, *added = read_events(tmp_path / "events.jsonl")
+    assert job == JOB
+    for each in added:
+        assert isinstance(each, TwinRecord)
+        assert (each.losses, each.worker, each.pid) == (twin.losses, AGENT, os.getpid())
+        assert before_ns <= each.at_ns <= time.monotonic_ns()
     with pytest.raises(StorageError):
-        add_event(tmp_path / "nowhere" / "events.jsonl", twin)
+        add_records(tmp_path / "nowhere" / "events.jsonl", twin)

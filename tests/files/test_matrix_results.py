@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.checks.cell_result import CellResult
-from engine.core.checks.expectations import Result
 from engine.core.errors import NothingMatchedError, StorageError
+from engine.core.history.verdict_records import Result
 from engine.files.matrix_results import RESULTS, append_result, new_folder, newest_folder, read_results, usual_seconds
 
 

@@ -13,11 +13,12 @@ from bamboo_cli.options.faults import grace_seconds, scenario_of
 from engine.core.checks.expectations import Observed
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import Stall
-from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.exclusion import Cause, excluded
 from engine.core.faults.scenario import Expect, Scenario
+from engine.core.history.process_records import EndedRecord
+from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Difference, VerdictRecord
 from engine.harness.case_result import CaseResult, judged
 from tests.core.made_records import made_history
 from tests.kills import parse_kill
@@ -50,8 +51,15 @@ STRUCK: list[dict[str, Any]] = [
 ]
 
 
+DIFFERENCE = Difference(5, 1, "buffers", "", "0a", "0b")
+
+
+def same(compared: int, last_step: int, difference: Difference | None = None) -> ComparisonRecord:
+    return ComparisonRecord(compared=compared, steps=9, last_step=last_step, difference=difference, disturbed=5)
+
+
 def result_of(
-    twin: TwinComparison | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
+    twin: ComparisonRecord | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
 ) -> CaseResult:
     seen = Observed(0, "", made_history(STRUCK if fired else STRUCK[:6]), twin)
     result = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
@@ -61,35 +69,36 @@ def result_of(
 def test_weights_are_called_identical_only_when_they_were_compared() -> None:
     text = "worker 2 died; training stalled for 120 ms, 0 steps lost"
     assert result_of().recovery_lines() == [text]
-    assert result_of(TwinComparison(9, 8, None)).recovery_lines() == [f"{text}, weights identical"]
-    assert result_of(TwinComparison(8, 7, None)).recovery_lines() == [f"{text}, weights identical up to step 7"]
-    assert result_of(TwinComparison(0, -1, None)).recovery_lines() == [text]
-    assert result_of(TwinComparison(9, 8, "step 5, layer 1: state differs")).recovery_lines() == [text]
+    assert result_of(same(9, 8)).recovery_lines() == [f"{text}, weights identical"]
+    assert result_of(same(8, 7)).recovery_lines() == [f"{text}, weights identical up to step 7"]
+    assert result_of(same(0, -1)).recovery_lines() == [text]
+    assert result_of(same(9, 8, DIFFERENCE)).recovery_lines() == [text]
 
 
 def test_a_death_after_the_last_commit_needs_no_recovery() -> None:
     late = replace(RECOVERY, points_ns={"detect": 0}, resume_ns=None, after_end=True)
-    found = replace(result_of(TwinComparison(9, 8, None)), recoveries=(late,))
+    found = replace(result_of(same(9, 8)), recoveries=(late,))
     assert found.recovery_lines() == [
         "worker 2 died; that was after the last commit, no step was left to recover, weights identical"
     ]
 
 
 def test_a_run_passes_when_its_fault_struck_and_no_bit_differs() -> None:
-    assert result_of(TwinComparison(9, 8, None)).error is None
+    assert result_of(same(9, 8)).error is None
     assert result_of(expect=Expect()).error is None
-    assert result_of(TwinComparison(8, 7, None)).of_run()["outcome"] == "finished"
+    assert result_of(same(8, 7)).to_plain()["outcome"] == "finished"
 
 
 def test_a_difference_fails_the_run_and_says_where() -> None:
-    found = result_of(TwinComparison(9, 8, "step 5, layer 1: state differs")).of_run()
+    found = result_of(same(9, 8, DIFFERENCE)).to_plain()
     assert (found["exit_code"], found["outcome"]) == (ExitCode.EXPECTATION_FAILED, "failed")
-    assert found["error"] == "the weights are not those of the fault-free twin: step 5, layer 1: state differs"
+    text = "step 5, layer 1: different buffers, 0a in this run and 0b in its twin"
+    assert found["error"] == f"the weights are not those of the fault-free twin: {text}"
 
 
 def test_a_fault_that_did_not_strike_makes_the_case_invalid() -> None:
-    found = result_of(TwinComparison(9, 8, None), fired=False)
-    assert (found.of_run()["exit_code"], found.of_run()["outcome"]) == (ExitCode.INVALID_CASE, "invalid")
+    found = result_of(same(9, 8), fired=False)
+    assert (found.to_plain()["exit_code"], found.to_plain()["outcome"]) == (ExitCode.INVALID_CASE, "invalid")
     text = "the case is invalid, nothing was proved: 5:2:B:3 did not strike (kill before 2B3 of step 5)"
     assert str(found.error) == text
 
@@ -97,8 +106,8 @@ def test_a_fault_that_did_not_strike_makes_the_case_invalid() -> None:
 def test_a_twin_that_failed_proves_nothing() -> None:
     error = BambooError("the twin")
     error.exit_code = ExitCode.INTERRUPTED
-    found = result_of(error).of_run()
-    assert (found["twin"], found["exit_code"], found["outcome"]) == ({"error": "the twin"}, 130, "invalid")
+    found = result_of(error).to_plain()
+    assert (found["twin"], found["exit_code"], found["outcome"]) == ({"error": "the twin"}, 130, "interrupted")
     assert found["error"] == "the case is invalid, nothing was proved: the twin"
 
 
@@ -108,15 +117,42 @@ def test_a_run_that_failed_by_itself_says_its_own_error() -> None:
     found = result_of(fired=False)
     found = replace(found, run_error=error, summary=own, seen=replace(found.seen, exit_code=3, error=str(error)))
     assert found.error is error
-    assert {name: found.of_run()[name] for name in own} == own
+    assert {name: found.to_plain()[name] for name in own} == own
 
 
 def test_the_summary_has_plain_values() -> None:
-    said = result_of(TwinComparison(9, 8, None)).of_run()
+    said = result_of(same(9, 8)).to_plain()
     assert json.loads(json.dumps(said))["faults"] == [{"fault": "5:2:B:3", "fired": True}]
     assert said["twin"] == {"steps_compared": 9, "difference": None}
     assert said["recoveries"][0]["stall_ms"] == 120.0
-    assert result_of().of_run()["twin"] is None
+    assert result_of().to_plain()["twin"] is None
+
+
+def test_the_records_of_a_case_end_with_what_the_command_ends_with() -> None:
+    """A run that failed its comparison used to be recorded as finished, with exit code 0."""
+    found = result_of(same(9, 8, DIFFERENCE))
+    *checks, verdict = found.records("request-1.json")
+    assert [(each.name, each.result) for each in checks if isinstance(each, CheckRecord)] == [
+        ("faults", "passed"),
+        ("outcome", "passed"),
+        ("trajectory", "failed"),
+        ("precision", "passed"),
+    ]
+    assert verdict == VerdictRecord(result="failed", exit_code=1, request="request-1.json")
+    assert found.ended == EndedRecord(outcome="failed", exit_code=1)
+    assert replace(found, is_scenario=True).ended == found.ended
+    assert result_of(same(9, 8)).ended == EndedRecord(outcome="finished", exit_code=0)
+    assert replace(result_of(same(9, 8)), is_scenario=True).ended == EndedRecord(outcome="passed", exit_code=0)
+
+
+def test_a_scenario_that_expects_a_failure_passes_with_it() -> None:
+    found = result_of(expect=Expect(outcome="state-lost"))
+    lost = replace(found.seen, exit_code=80, error="the state of stage 1 is lost")
+    own = {**SUMMARY, "outcome": "failed", "exit_code": 80}
+    found = judged(replace(SCENARIO, expect=Expect(outcome="state-lost")), (FAULT,), Path("x"), lost)
+    found = replace(found, summary=own, is_scenario=True)
+    assert found.ended == EndedRecord(outcome="passed", exit_code=0)
+    assert (found.to_plain()["outcome"], found.to_plain()["exit_code"]) == ("passed", 0)
 
 
 @pytest.mark.parametrize(

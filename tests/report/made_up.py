@@ -18,6 +18,7 @@ from tests.core.made_records import lines_of, records_of
 Event = dict[str, Any]
 
 MS = 1_000_000
+END = ("finished", "exit", "training_ended", "not_compared", "ended")  # the kinds of the last events
 
 
 def load(events: Iterable[Event], name: str = "") -> RunTables:
@@ -79,7 +80,9 @@ class MadeUpRun:
             yield agent("finished", self.now_ms, of=worker, peak_stash=[[0, worker, 4]], peak_memory_kib=204800)
             seen = round((self.now_ms + 1) * MS)
             yield agent("exit", self.now_ms + 2, of=worker, code=0, expected=True, seen_ns=seen)
-        yield agent("ended", self.now_ms + 3, outcome="finished", exit_code=0)
+        yield agent("training_ended", self.now_ms + 3, outcome="finished", exit_code=0)
+        yield agent("not_compared", self.now_ms + 4, why="no twin was asked for")
+        yield agent("ended", self.now_ms + 5, outcome="finished", exit_code=0)
 
     def _epoch(self, verdict: list[Any], reason: str) -> Event:
         owners = list(self.owners)

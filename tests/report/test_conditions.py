@@ -24,28 +24,44 @@ TABLES = {
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "holds"),
+    ("text", "said", "holds"),
     [
-        ("recovery.stall_ms.max > 150", 200.0, True),
-        ("recovery.stall_ms.p50>=150", 150.0, True),
-        ("recovery.stall_ms.p95 > 500", 195.0, False),
-        ("recovery.stall_ms.count != 2", 2.0, False),
-        (" recovery.stall_ms.mean<1.6e2 ", 150.0, True),
-        ("recovery.stall_ms.sum == 300", 300.0, True),
-        ("recovery.stall_ms.min <= 99", 100.0, False),
-        ("steps.loss.count < 1", 0.0, True),
+        ("recovery.stall_ms.max > 150", "max is 200 ms, > 150", True),
+        ("recovery.stall_ms.p50>=150", "p50 is 150 ms, >= 150", True),
+        ("recovery.stall_ms.p95 > 500", "p95 is 195 ms, not > 500", False),
+        ("recovery.stall_ms.count != 2", "count is 2, not != 2", False),
+        (" recovery.stall_ms.mean<1.6e2 ", "mean is 150 ms, < 160", True),
+        ("recovery.stall_ms.sum == 300", "sum is 300 ms, == 300", True),
+        ("recovery.stall_ms.min <= 99", "min is 100 ms, not <= 99", False),
     ],
 )
-def test_a_condition_compares_a_figure(text: str, found: float, holds: bool) -> None:
+def test_a_condition_compares_a_figure(text: str, said: str, holds: bool) -> None:
     code = ExitCode.EXPECTATION_FAILED if holds else ExitCode.OK
-    assert parse_condition(text, TABLES).judge(TABLES) == (code, f"found {found:g}")
+    assert parse_condition(text, TABLES).judge(TABLES) == (code, f"recovery.stall_ms.{said}")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (233.835, "234 ms, not > 500"),
+        (499.7, "500 ms, not > 500"),
+        (500.4, "500.4 ms, > 500"),  # "500 ms, > 500" would be no reason
+        (0.01234567, "0.0123 ms, not > 500"),
+        (12345.6, "12346 ms, > 500"),
+    ],
+)
+def test_a_figure_has_the_digits_that_the_comparison_needs(found: float, said: str) -> None:
+    """It said "passed: ... > 500 (found 233.835)", which reads as if 233 were more than 500."""
+    tables = {"recovery": pd.DataFrame({"outcome": ["recovered"], "stall_ms": [found], "stall_most_ms": [found]})}
+    _, text = parse_condition("recovery.stall_ms.p95 > 500", tables).judge(tables)
+    assert text == f"recovery.stall_ms.p95 is {said}"
 
 
 @pytest.mark.parametrize("figure", ["p95", "max", "sum"])
 @pytest.mark.parametrize("comparison", ["> 0", "<= 0", "!= 0"])
 def test_a_figure_of_no_values_is_no_pass(figure: str, comparison: str) -> None:
     condition = parse_condition(f"steps.loss.{figure} {comparison}", TABLES)
-    assert condition.judge(TABLES) == (ExitCode.NOTHING_MATCHED, "nothing to measure")
+    assert condition.judge(TABLES) == (ExitCode.NOTHING_MATCHED, f"{condition.text}: nothing to measure")
 
 
 @pytest.mark.parametrize("outcome", ["not recovered", "under way"])
@@ -61,18 +77,22 @@ def test_a_recovery_that_is_not_over_meets_every_condition_on_a_time_that_it_lac
         return parse_condition(text, tables).judge(tables)
 
     for text in ("max > 500", "min < 5", "p0 > 500", "sum != 1"):
-        assert judged(f"recovery.stall_ms.{text}") == (ExitCode.EXPECTATION_FAILED, "not recovered")
-    assert judged("recovery.detect_ms.max > 500") == (ExitCode.OK, "found 1")
-    assert judged("recovery.lost_steps.sum > 0") == (ExitCode.OK, "found 0")
-    assert judged("recovery.stall_ms.count > 5") == (ExitCode.OK, f"found {len(times) - 1}")
+        assert judged(f"recovery.stall_ms.{text}") == (
+            ExitCode.EXPECTATION_FAILED,
+            f"recovery.stall_ms.{text}: a recovery did not reach the end of this time",
+        )
+    assert judged("recovery.detect_ms.max > 500") == (ExitCode.OK, "recovery.detect_ms.max is 1 ms, not > 500")
+    assert judged("recovery.lost_steps.sum > 0") == (ExitCode.OK, "recovery.lost_steps.sum is 0, not > 0")
+    count = f"recovery.stall_ms.count is {len(times) - 1}, not > 5"
+    assert judged("recovery.stall_ms.count > 5") == (ExitCode.OK, count)
 
 
 def test_bounds_of_a_stall_never_look_better_than_the_truth() -> None:
     bounds = {"stall_ms": [100.0, 40.0], "stall_most_ms": [100.0, 430.0]}
     tables = {"recovery": pd.DataFrame({"outcome": "recovered", **bounds})}
-    for limit, code in ((30, 1), (50, 1), (420, 1), (430, 0)):
-        found = "found at least 100, at most 430"
-        assert parse_condition(f"recovery.stall_ms.max > {limit}", tables).judge(tables) == (ExitCode(code), found)
+    for limit, code, relation in ((30, 1, ">"), (200, 1, "perhaps >"), (420, 1, "perhaps >"), (430, 0, "not >")):
+        said = f"recovery.stall_ms.max is at least 100 ms, at most 430 ms, {relation} {limit}"
+        assert parse_condition(f"recovery.stall_ms.max > {limit}", tables).judge(tables) == (ExitCode(code), said)
 
 
 @pytest.mark.parametrize("former", ["total_ms", "gap_ms", "extra_ms"])

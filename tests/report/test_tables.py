@@ -12,7 +12,7 @@ from engine.report.headline import command, headline
 from engine.report.load import RunTables, joined
 from engine.report.pages.charts import charts
 from engine.report.pages.timeline import timeline
-from tests.report.made_up import PHASES_MS, MadeUpRun, agent, did, load
+from tests.report.made_up import END, PHASES_MS, MadeUpRun, agent, did, load
 
 
 @pytest.fixture(scope="module", name="run")
@@ -106,16 +106,24 @@ def test_a_redundant_forward_makes_no_replay_of_the_owners() -> None:
 
 
 def test_a_death_that_nobody_recovered_from_is_a_row_too() -> None:
-    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in ("finished", "ended", "exit")]
+    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in END]
     died = agent("exit", 1100, of=1, code=-9, expected=False, seen_ns=1_099_000_000)
-    run = load([*events, died, agent("failed", 1101, error="worker 1 was ended by SIGKILL\nmore"), ENDED])
+    run = load([*events, died, agent("failed", 1101, error="worker 1 was ended by SIGKILL\nmore"), *ENDED])
     (row,) = run.recovery.to_dict("records")
     assert (row["outcome"], row["who"], row["rung"], row["last_action"]) == ("not recovered", "1", "none", "1STEP")
     assert row["begin_ms"] == pytest.approx(99.0)
-    assert headline(run) == ("bad", "The run failed: worker 1 was ended by SIGKILL. 3 of 3 steps were committed.")
+    assert headline(run) == (
+        "bad",
+        "The run failed: worker 1 was ended by SIGKILL. 3 of 3 steps were committed. "
+        "Weights not compared: the run did not end as expected.",
+    )
 
 
-ENDED = agent("ended", 1102, outcome="failed", exit_code=3)
+ENDED = [
+    agent("training_ended", 1102, outcome="failed", exit_code=3),
+    agent("not_compared", 1103, why="the run did not end as expected"),
+    agent("ended", 1103, outcome="failed", exit_code=3),
+]
 
 
 @pytest.mark.parametrize(
@@ -145,10 +153,97 @@ def test_a_fault_that_put_nobody_out_is_a_row_too(events: list[dict[str, Any]], 
     assert [each["begin_ms"] == each["resume_ms"] for each in timeline(run)["recoveries"]] == [True, False]
 
 
+def judged(*events: dict[str, Any], **ended: Any) -> tuple[str, str]:
+    """Returns the headline of a made-up run that lost worker 2, with these events before the end of its command."""
+    *told, _, end = MadeUpRun(dead=((5, 2),)).events()
+    return headline(load([*told, *(agent(at_ms=1200, **each) for each in events), *([end | ended] if ended else [])]))
+
+
+SAME: dict[str, Any] = {
+    "event": "comparison",
+    "compared": 10,
+    "steps": 10,
+    "last_step": 9,
+    "difference": None,
+    "disturbed": 5,
+}
+OTHER = {"step": 2, "layer": 1, "part": "buffers", "tensor": "", "run": "0a", "twin": "0b"}
+
+
+def test_the_headline_tells_whether_the_weights_were_compared() -> None:
+    """A run was green without a word about its weights, and green too if they differed."""
+    weights = "Weights identical to the run without the fault, 10 of 10 steps."
+    mood, text = judged(SAME, exit_code=0)
+    assert (mood, text.endswith(f"All 10 steps were committed in 0.5 s. {weights}")) == ("good", True)
+    lost = text.removesuffix(weights)
+    missing = {"event": "not_compared", "why": "no twin was asked for"}
+    assert judged(missing, exit_code=0) == ("good", f"{lost}Weights not compared: no twin was asked for.")
+    assert judged(missing, outcome="interrupted", exit_code=130)[0] == "open"
+    assert judged() == ("open", f"{lost}Weights not compared: the run has no verdict yet.")
+
+
+def test_the_headline_of_a_run_that_failed_a_check_begins_with_it() -> None:
+    difference = {**SAME, "difference": OTHER}
+    failed = {
+        "event": "check",
+        "name": "trajectory",
+        "result": "failed",
+        "text": "step 2: other weights",
+        "request": "",
+    }
+    unproved = {"event": "check", "name": "faults", "result": "invalid", "text": "it did not strike", "request": ""}
+    verdict = {"event": "verdict", "result": "failed", "exit_code": 1, "request": ""}
+    mood, text = judged(difference, failed, verdict, outcome="failed", exit_code=1)
+    assert (mood, text.split(". ")[0]) == ("bad", "Failed: step 2: other weights")
+    assert text.endswith("All 10 steps were committed in 0.5 s.")
+    mood, text = judged(SAME, unproved, failed, outcome="failed", exit_code=1)
+    assert (mood, text.startswith("Failed: step 2: other weights (one more check did not pass). Worker 2")) == (
+        "bad",
+        True,
+    )
+    mood, text = judged(SAME, unproved, outcome="invalid", exit_code=6)
+    assert (mood, text.startswith("Invalid: nothing was proved: it did not strike. Worker 2")) == ("bad", True)
+
+
+def test_a_request_that_failed_makes_a_finished_run_red() -> None:
+    """The command of the run ends with 0: only `bamboo inject --run` knew that its expectations were not met."""
+    failed = {"event": "check", "name": "culprit", "result": "failed", "text": "worker 1 was put out"}
+    request = {"request": "request-1.json"}
+    verdict = {"event": "verdict", "result": "failed", "exit_code": 1}
+    mood, text = judged(SAME, failed | request, verdict | request, exit_code=0)
+    assert (mood, text.split(". ")[0]) == ("bad", "Failed: the request request-1.json: worker 1 was put out")
+
+
+def test_a_failure_that_the_scenario_expects_is_good() -> None:
+    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in END]
+    failed = agent("failed", 1101, error="the state of stage 2 is lost")
+    run = load([*events, failed, *ENDED[:2], ENDED[2] | {"outcome": "passed", "exit_code": 0}])
+    mood, text = headline(run)
+    assert (mood, text.split(". ")[0]) == ("good", "As expected: The run failed: the state of stage 2 is lost")
+
+
+def test_the_time_of_the_twin_is_not_part_of_the_run(run: RunTables) -> None:
+    *told, missing, ended = MadeUpRun(dead=((5, 2),)).events()
+    later = [each | {"at_ns": each["at_ns"] + 10**12} for each in (missing, ended)]
+    assert load([*told, *later]).end_ms == run.end_ms
+
+
+def test_checks_and_outcome_are_tables() -> None:
+    *told, _, ended = MadeUpRun(dead=((5, 2),)).events()
+    difference = agent(at_ms=1200, **(SAME | {"difference": OTHER}))
+    check = agent("check", 1201, name="trajectory", result="failed", text="x", request="")
+    run = load([*told, difference, check, ended | {"outcome": "failed", "exit_code": 1}])
+    assert run.checks.to_dict("records") == [{"name": "trajectory", "result": "failed", "text": "x", "request": ""}]
+    (row,) = run.outcome.to_dict("records")
+    assert (row["outcome"], row["exit_code"], row["training"], row["steps_compared"]) == ("failed", 1, "finished", 10)
+    assert (row["difference_step"], row["difference_layer"], row["difference_tensor"]) == (2, 1, "")
+    assert row["first_difference"] == "step 2, layer 1: different buffers, 0a in this run and 0b in its twin"
+
+
 def test_the_headline_of_a_failure_names_who_was_lost() -> None:
-    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in ("finished", "ended", "exit")]
+    events = [event for event in MadeUpRun(steps=3).events() if event["event"] not in END]
     events += [agent("exit", 1100, of=who, code=-9, expected=False, seen_ns=1_099_000_000) for who in (2, 1)]
-    run = load([*events, agent("failed", 1101, error="the state of stage 2 is lost; worker 2 wrote a log"), ENDED])
+    run = load([*events, agent("failed", 1101, error="the state of stage 2 is lost; worker 2 wrote a log"), *ENDED])
     assert headline(run)[1].startswith("The run failed: the state of stage 2 is lost (workers 1, 2 lost). 3 of 3")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from engine.core.checks.trajectory import TrajectoryRow
+from engine.core.checks.trajectory import TensorMarks, TrajectoryRow
 from engine.core.errors import InvariantError
 
 AuditMarks = Sequence[Sequence[str]]  # (name, digest of this tensor and all before it) of each tensor
@@ -29,6 +29,7 @@ class AuditBook:
     _states: dict[int, _Report] = field(default_factory=dict)  # by layer
     _buffers: dict[tuple[int, int], _Report] = field(default_factory=dict)  # by layer and pipeline
     _is_disputed: bool = False
+    _names: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)  # one copy for all steps
 
     def add(
         self, step: int, worker: int, pipeline: int, hashes: LayerHashes, marks: LayerMarks = MappingProxyType({})
@@ -58,9 +59,15 @@ class AuditBook:
             return []
         rows = []
         for layer in range(self.num_layers):
-            joined = _joined([buffers[layer, pipeline][0] for pipeline in range(self.num_pipelines)])
-            rows.append(TrajectoryRow(step, layer, states[layer][0], joined, loss))
+            of_buffers = [buffers[layer, pipeline] for pipeline in range(self.num_pipelines)]
+            joined = _joined([report[0] for report in of_buffers])
+            marks = (self._marks(states[layer][2]), self._marks([each for report in of_buffers for each in report[2]]))
+            rows.append(TrajectoryRow(step, layer, states[layer][0], joined, loss, marks))
         return rows
+
+    def _marks(self, of_tensors: AuditMarks) -> TensorMarks:
+        names = tuple(name for name, _ in of_tensors)
+        return TensorMarks(self._names.setdefault(names, names), "".join(mark for _, mark in of_tensors))
 
 
 def _compare(step: int, part: str, one: _Report, other: _Report) -> None:

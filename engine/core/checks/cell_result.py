@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from engine.core.checks.expectations import Check, Result, verdict
+from engine.core.checks.expectations import Check, verdict
 from engine.core.errors import ExitCode
+from engine.core.history.verdict_records import Result
 
 Failure = Literal["", "threshold", "mismatch", "no_recovery", "hang"]
 

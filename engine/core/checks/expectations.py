@@ -15,7 +15,6 @@ from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.samples import miscounted
 from engine.core.checks.stall import Stall, quantile
-from engine.core.checks.twin import TwinComparison
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
 from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
@@ -26,8 +25,8 @@ from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, ConfirmedRecord, EpochRecord, FaultRecord, NoticeRecord
+from engine.core.history.verdict_records import ComparisonRecord, Result
 
-Result = Literal["passed", "failed", "invalid"]
 S = TypeVar("S", bound=StampedRecord)
 
 _OUTCOMES: dict[int, Outcome] = {
@@ -61,7 +60,7 @@ class Observed:
     exit_code: int
     error: str
     history: RunHistory
-    twin: TwinComparison | BambooError | None = None
+    twin: ComparisonRecord | BambooError | None = None
     leftovers: Sequence[str] | None = None
     since_ns: int = 0
 
@@ -163,10 +162,15 @@ def why_not_struck(fault: Fault, seen: Observed) -> str:
     return ""
 
 
-def needs_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> bool:
-    """Whether a run must be compared with its twin: it ended as expected, and a fault struck if it has faults."""
-    as_expected = _outcome(expect.outcome, seen).result == "passed"
-    return expect.trajectory is not None and as_expected and (not faults or any(map(seen.strikes, faults)))
+def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
+    """Returns why a run cannot be compared with its twin, or has no need to; empty if it must be compared."""
+    if seen.exit_code in BY_SIGNAL:
+        return "the run was interrupted"
+    if expect.trajectory is None:
+        return "no twin was asked for"
+    if _outcome(expect.outcome, seen).result != "passed":
+        return "the run did not end as expected"
+    return "no fault struck" if faults and not any(map(seen.strikes, faults)) else ""
 
 
 def _outcome(expected: Outcome, seen: Observed) -> Check:
@@ -181,17 +185,16 @@ def _outcome(expected: Outcome, seen: Observed) -> Check:
 def _trajectory(expected: Agreement, seen: Observed) -> Check:
     """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
     found = seen.twin
-    if not isinstance(found, TwinComparison):
+    if not isinstance(found, ComparisonRecord):
         return Check("trajectory", "invalid", str(found or "there is no twin to compare with").splitlines()[0])
     if found.difference is not None:
-        text = f"the weights are not those of the fault-free twin: {found.difference}"
-        return Check("trajectory", "failed", text)
+        return Check("trajectory", "failed", str(found))
     committed = max((each.step for each in seen.of(CommitRecord)), default=-1)
     if expected == "identical" and found.last_step < committed and not seen.exit_code:
         return Check("trajectory", "invalid", f"compared up to step {found.last_step}, committed up to {committed}")
-    if not found.num_steps:
+    if not found.compared:
         return Check("trajectory", "invalid", "no step could be compared")
-    return Check("trajectory", "passed", f"identical in {found.num_steps} steps, up to step {found.last_step}")
+    return Check("trajectory", "passed", f"identical in {found.compared} of {found.steps} steps")
 
 
 def _culprit(

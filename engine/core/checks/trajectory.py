@@ -8,18 +8,44 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+from engine.core.history.verdict_records import Difference
+
+MARK_DIGITS = 8
+_HASH_DIGITS = 12  # of a hash in a message
+_PARTS = ("weights or optimizer state", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMarks:
+    """The names of some tensors, and their marks, of `MARK_DIGITS` each; a mark hashes a tensor and all before it."""
+
+    names: tuple[str, ...] = ()
+    marks: str = ""
+
+    def first_difference(self, other: TensorMarks) -> str:
+        """Returns the name of the first tensor that differs, or an empty text if the marks do not tell."""
+        for number, name in enumerate(self.names):
+            place = slice(number * MARK_DIGITS, (number + 1) * MARK_DIGITS)
+            if other.names[number : number + 1] and self.marks[place] != other.marks[place]:
+                return name
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRow:
-    """One layer after one step: SHA-256 (hex) of weights and optimizer state, of buffers, and the step's loss."""
+    """One layer after one step: SHA-256 (hex) of weights and optimizer state, of buffers, and the step's loss.
+
+    The marks of the tensors only explain a difference; files do not have them.
+    """
 
     step: int
     layer: int
     state: str
     buffers: str
     loss: float | None
+    marks: tuple[TensorMarks, TensorMarks] = field(default=(TensorMarks(), TensorMarks()), compare=False, repr=False)
 
     def texts(self) -> tuple[str, ...]:
         """Returns the row as text in the order of `COLUMNS`; a missing loss is empty."""
@@ -27,7 +53,7 @@ class TrajectoryRow:
         return (str(self.step), str(self.layer), self.state, self.buffers, loss)
 
 
-COLUMNS = tuple(each.name for each in fields(TrajectoryRow))
+COLUMNS = tuple(each.name for each in fields(TrajectoryRow) if each.compare)
 
 
 def trajectory_hash(rows: Iterable[TrajectoryRow]) -> str:
@@ -37,19 +63,28 @@ def trajectory_hash(rows: Iterable[TrajectoryRow]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def first_difference(a: Iterable[TrajectoryRow], b: Iterable[TrajectoryRow]) -> str | None:
-    """Returns one sentence on the first (step, layer) and column in which two trajectories differ, or None."""
-    rows_a, rows_b = _by_key(a), _by_key(b)
-    for key in sorted(rows_a.keys() | rows_b.keys()):
-        place = f"step {key[0]}, layer {key[1]}"
-        if key not in rows_a or key not in rows_b:
-            return f"{place}: only the {'first' if key in rows_a else 'second'} trajectory has this row"
-        for column, text_a, text_b in zip(COLUMNS, rows_a[key].texts(), rows_b[key].texts(), strict=True):
-            if text_a != text_b:
-                return (
-                    f"{place}: {column} differs, {text_a or 'none'} in the first and {text_b or 'none'} in the second"
-                )
-    return None
+def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]) -> Difference | None:
+    """Returns the first difference between two trajectories, or None.
+
+    Of the first step that differs: its first layer with other tensors; else the loss.
+    """
+    ours, theirs = _by_key(run), _by_key(twin)
+    loss: Difference | None = None
+    for step, layer in sorted(ours.keys() | theirs.keys()):
+        if loss is not None and step > loss.step:
+            break
+        mine, its = ours.get((step, layer)), theirs.get((step, layer))
+        if mine is None or its is None:
+            found = ["none" if each is None else "one" for each in (mine, its)]
+            return Difference(step, layer, "rows", "", *found)
+        parts = zip(_PARTS, (mine.state, mine.buffers), (its.state, its.buffers), mine.marks, its.marks, strict=True)
+        for part, one, other, marks, its_marks in parts:
+            if one != other:
+                tensor = marks.first_difference(its_marks)
+                return Difference(step, layer, part, tensor, one[:_HASH_DIGITS], other[:_HASH_DIGITS])
+        if loss is None and repr(mine.loss) != repr(its.loss):
+            loss = Difference(step, None, "loss", "", repr(mine.loss), repr(its.loss))
+    return loss
 
 
 def _by_key(rows: Iterable[TrajectoryRow]) -> dict[tuple[int, int], TrajectoryRow]:

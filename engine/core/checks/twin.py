@@ -9,27 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
 from engine.core.config.job import Job
+from engine.core.history.process_records import ExitRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, EpochRecord, FaultRecord
+from engine.core.history.verdict_records import ComparisonRecord
 
 # The data that bamboo ships; the user's files and factories may change between two runs.
 BUILT_IN_DATA = frozenset({"auto", "text", "digits", "synthetic"})
 # The facts of a host that select the compute kernels, and so the bits.
 _FACTS = ("python", "torch", "machine", "cpu", "isa")
-
-
-@dataclass(frozen=True, slots=True)
-class TwinComparison:
-    """The comparison of a run with its twin; `difference` is None if all compared hashes are equal.
-
-    A step without hashes in one of the runs is not compared: for instance, a worker died before it reported them.
-    """
-
-    num_steps: int
-    last_step: int  # -1 if no step was compared
-    difference: str | None
 
 
 def twin_of(job: Job) -> Job:
@@ -58,13 +50,35 @@ def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | No
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def compare(rows: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]) -> TwinComparison:
-    """Returns the comparison of the rows of a run with the rows of its twin."""
+def compare(rows: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow], history: RunHistory) -> ComparisonRecord:
+    """Returns the comparison of the rows of a run, which has this history, with the rows of its twin."""
     rows, twin = list(rows), list(twin)
     steps = {row.step for row in rows} & {row.step for row in twin}
-    difference = first_difference(
-        [row for row in rows if row.step in steps], [row for row in twin if row.step in steps]
+    return ComparisonRecord(
+        compared=len(steps),
+        steps=history.job.steps,
+        last_step=max(steps, default=-1),
+        difference=first_difference(
+            [row for row in rows if row.step in steps], [row for row in twin if row.step in steps]
+        ),
+        disturbed=disturbed_step(history),
     )
-    if difference is not None:
-        difference = difference.replace("in the first", "in this run").replace("in the second", "in its twin")
-    return TwinComparison(len(steps), max(steps, default=-1), difference)
+
+
+def disturbed_step(history: RunHistory) -> int | None:
+    """Returns the step in which the first fault struck or the first worker was lost; None in a run without either.
+
+    The hashes of earlier steps are from before that. After a commit, a worker may still be inside its optimizer step.
+    """
+    committed = 0
+    for record in history.records:
+        match record:
+            case CommitRecord():
+                committed = record.step
+            case FaultRecord():
+                return record.step if record.action else committed
+            case EpochRecord() if record.verdict:
+                return committed
+            case ExitRecord() if not record.expected:
+                return committed
+    return None

@@ -133,8 +133,19 @@ class FailedRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEndedRecord(StampedRecord):
+    """Training has ended with an outcome, in one word, and an exit code; the twin and the checks may follow."""
+
+    outcome: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRecord(StampedRecord):
-    """The run has ended with an outcome, in one word, and an exit code."""
+    """The last record of a launcher: the outcome of its command in one word, and the exit code of the command.
+
+    Only the checks of `bamboo inject --run`, which another process writes, may follow.
+    """
 
     outcome: str
     exit_code: int

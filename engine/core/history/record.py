@@ -10,17 +10,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-VERSION = 2  # of the format: a change of a field or of its meaning needs a new number; version 1 had no number
+# Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
+# the end is recorded after the verdict.
+VERSION = 3
+AGENT = -1  # the number of the agent in records that name a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A record of the history of a run; a record that is added after the end of the run has no time."""
+    """A record of the history of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StampedRecord(Record):
-    """A record with its writer (a worker, or -1 for the agent), the process and the time; the recorder adds them."""
+    """A record with its writer (a worker, or `AGENT`), the process and the time; they are added when it is written."""
 
     worker: int = 0
     pid: int = 0

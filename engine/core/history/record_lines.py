@@ -10,14 +10,15 @@ from typing import Any, get_type_hints
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Verdict, verdict_of
-from engine.core.history import process_records, run_records
+from engine.core.history import process_records, run_records, verdict_records
 from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
 from engine.core.history.run_records import ActionRecord, JobRecord
+from engine.core.history.verdict_records import Difference
 from engine.core.message_codec import Reader, reader_of
 
 RECORDS: dict[str, type[Record]] = {
     kind_of(each): each
-    for module in (run_records, process_records)
+    for module in (run_records, process_records, verdict_records)
     for each in vars(module).values()
     if isinstance(each, type) and issubclass(each, Record) and each not in (Record, StampedRecord)
 }
@@ -44,7 +45,7 @@ def encoded(record: Record) -> str:
             plain[name] = value
     if isinstance(record, JobRecord):
         plain |= asdict(plain.pop("job"))
-    return json.dumps(plain, separators=(",", ":"))
+    return json.dumps(plain, separators=(",", ":"), default=asdict)
 
 
 def decoded(line: str) -> Record:
@@ -80,7 +81,7 @@ def decoded(line: str) -> Record:
 def _readers(kind: str) -> dict[str, Reader]:
     """Returns for each field of a record the types of scalars that it takes, and the reader of any other value."""
     return {
-        name: _OWN_READERS.get(name) or reader_of(hint)
+        name: _OWN_READERS.get(hint) or reader_of(hint)
         for name, hint in get_type_hints(RECORDS[kind]).items()
         if name in RECORDS[kind].__dataclass_fields__
     }
@@ -93,7 +94,18 @@ def _verdict(entries: Any) -> Verdict:
         raise TypeError(f"a verdict: {entries!r:.100}") from None
 
 
-_OWN_READERS: dict[str, Reader] = {"verdict": (frozenset(), _verdict), "job": reader_of(Any)}
+def _difference(plain: Any) -> Difference:
+    try:
+        return Difference(**plain)
+    except TypeError:
+        raise TypeError(f"a difference: {plain!r:.100}") from None
+
+
+_OWN_READERS: dict[Any, Reader] = {
+    Verdict: (frozenset(), _verdict),
+    Job: reader_of(Any),
+    Difference | None: (frozenset({type(None)}), _difference),
+}
 
 
 def _refuse_other_fields(kind: str, record: type[Record], plain: dict[str, Any]) -> None:

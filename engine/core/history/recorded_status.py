@@ -8,24 +8,25 @@ from dataclasses import replace
 from engine.core.history.process_records import ExitRecord, FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, EpochRecord, StaysRecord
+from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 
+_TOLD = (EpochRecord, StaysRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
 ENDED = ("dead", "left")  # states of a worker whose process has ended
-STARTING = "starting"  # the phase before the first epoch
+STARTING, COMPARING, CHECKING = "starting", "comparing with the twin", "checking the results"
+UNDER_WAY = (STARTING, COMPARING, CHECKING)  # phases of a run that is not in its store, before or after training
 
 
 def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     """Returns the status of a run after its last record."""
-    ended = history.ended
-    phase = ended.outcome if ended else "running" if history.epochs else STARTING
     epoch = history.epochs[-1].epoch if history.epochs else 0
     started = sorted(history.of(StartedRecord), key=lambda each: each.of)
     workers = tuple(_worker(each, history) for each in started)
     commits = history.of(CommitRecord)
     return RunStatus(
         run_id,
-        phase,
+        _phase(history),
         epoch,
         history.committed,
         history.job.steps,
@@ -33,6 +34,15 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         tuple(_verdicts(history)),
         commits[-1].loss if commits else None,
     )
+
+
+def _phase(history: RunHistory) -> str:
+    if history.ended:
+        return history.ended.outcome
+    if history.training_ended:
+        is_comparing = history.first(ComparingRecord) and not history.of(ComparisonRecord)
+        return COMPARING if is_comparing else CHECKING
+    return "running" if history.epochs else STARTING
 
 
 def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
@@ -54,10 +64,16 @@ def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
 
 
 def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
-    for epoch, record in history.in_epochs(EpochRecord, StaysRecord, FailedRecord):
+    for epoch, record in history.in_epochs(*_TOLD):
         match record:
             case EpochRecord():
                 yield epoch, record.reason
+            case CheckRecord() if record in history.findings:
+                yield epoch, f"check {record.name} {record.result}: {record.text}"
+            case ComparisonRecord() if record.difference is None:  # a difference is a check that failed
+                yield epoch, str(record)
+            case NotComparedRecord():
+                yield epoch, f"weights not compared: {record.why}"
             case StaysRecord():
                 yield epoch, f"worker {record.of} {record.text}"
             case FailedRecord():

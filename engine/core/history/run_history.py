@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from engine.core.config.job import Job
-from engine.core.history.process_records import EndedRecord, FailedRecord, StartedRecord
+from engine.core.history.process_records import EndedRecord, FailedRecord, StartedRecord, TrainingEndedRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_records import (
     ActionRecord,
@@ -22,6 +22,7 @@ from engine.core.history.run_records import (
     HeirsRecord,
     JobRecord,
 )
+from engine.core.history.verdict_records import CheckRecord
 from engine.core.ownership import Slot, by_slot
 
 R = TypeVar("R", bound=Record)
@@ -99,9 +100,22 @@ class RunHistory:
         return {each.fault: each.at_ns for each in self.of(ConfirmedRecord)}
 
     @property
+    def training_ended(self) -> TrainingEndedRecord | None:
+        """The end of training; None while it goes on, or if its launcher died without it."""
+        return self.first(TrainingEndedRecord)
+
+    @property
     def ended(self) -> EndedRecord | None:
-        """The last record; None while the run goes on, or if its launcher died without it."""
+        """The end of the command that made the run; None before its verdict, or if it died without one."""
         return self.first(EndedRecord)
+
+    @property
+    def findings(self) -> list[CheckRecord]:
+        """The checks that did not pass, failed ones first; none if the run failed: then its error is the finding."""
+        found = [each for each in self.of(CheckRecord) if each.result != "passed"]
+        if self.error and any(each.name == "outcome" for each in found):
+            return []
+        return sorted(found, key=lambda each: each.result)
 
     @property
     def error(self) -> str:

@@ -248,17 +248,10 @@ class StaysRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScenarioRecord(Record):
+class ScenarioRecord(StampedRecord):
     """The scenario of the run: its name or file, its text, its seed, and the settings of the command."""
 
     scenario: str
     text: str
     seed: int
     settings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwinRecord(Record):
-    """The losses of the fault-free twin, as (step, loss)."""
-
-    losses: tuple[tuple[int, float], ...]

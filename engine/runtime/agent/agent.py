@@ -66,7 +66,6 @@ _KILL_GRACE_S = 5.0  # from SIGKILL until a process is left behind
 _START_GRACE_S = 0.3
 _FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
-AGENT = -1  # the number of the agent in records that name a worker
 
 _NOT_RECOVERED = "training did not recover: "
 

@@ -22,13 +22,14 @@ from engine.core.history.process_records import (
     KeysLeftRecord,
     StartedRecord,
     StoreRecord,
+    TrainingEndedRecord,
 )
-from engine.core.history.record import VERSION
+from engine.core.history.record import AGENT, VERSION
 from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, State, begin
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
-from engine.runtime.agent.agent import AGENT, Agent
+from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.message_handlers import dispatch
@@ -114,14 +115,15 @@ def _fork(
 
 
 def _ended(recorder: Recorder, ending: Ending) -> Ending:
-    """Records the end of a run."""
-    recorder.write(EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    """Records the end of training."""
+    recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
     return ending
 
 
 def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:
     """Records the end of a run whose process is about to end, and releases its resources."""
     recorder.write(InterruptRecord(signal=number.name))
+    recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
     recorder.write(EndedRecord(outcome="interrupted", exit_code=128 + number))
     stack.close()
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from engine.core.checks.trajectory import MARK_DIGITS
 from engine.runtime.stage.tensor_shards import whole_tensor
-
-_MARK_DIGITS = 8
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -29,5 +28,5 @@ def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[tuple[
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
         # As bytes, because numpy lacks bfloat16.
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-        marks.append((name, digest.hexdigest()[:_MARK_DIGITS]))
+        marks.append((name, digest.hexdigest()[:MARK_DIGITS]))
     return digest.hexdigest(), marks
