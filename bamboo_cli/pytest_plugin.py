@@ -1,7 +1,7 @@
 """A pytest plugin: the fixture `bamboo_scenario` runs a scenario as a test.
 
 Rule: every pytest start imports this module, so it imports pytest only. Torch is imported by the process that runs the
-scenario; it starts with the first test that uses the fixture.
+scenario; it starts with the first test that uses the fixture. A failure shows the user's test and no code of bamboo.
 
     def test_we_survive(bamboo_scenario):
         bamboo_scenario("scenarios/first.yaml", "stages=4")
@@ -9,7 +9,9 @@ scenario; it starts with the first test that uses the fixture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ import pytest
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
+    from engine.files.scenarios.matrix_file import Matrix
     from engine.runtime.process.lanes import Lanes
 
 LIMIT_S = 120.0
@@ -33,25 +36,58 @@ def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
 
 
 @pytest.fixture
-def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path) -> Callable[..., CellResult]:
-    """Runs a scenario, by path or library name, with ``FIELD=VALUE`` for its job; a failed scenario fails the test.
+def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., CellResult]:
+    """Runs a scenario or matrix, with ``FIELD=VALUE`` for its job; one that did not pass fails the test.
 
-    Returns the worst result of its cells. The run folder is below ``tmp_path``.
+    It is a name in the library, or a path, relative to the folder of the test file. Returns the worst result of its
+    cells. The run folders are in ``tmp_path / "runs"``.
     """
-    from engine.files.scenarios.matrix_file import read_matrix
-    from engine.harness.job_checks import offered
     from engine.harness.matrix_runner import MatrixRun
-    from engine.runtime.faults.registry import kinds
 
     def run(scenario: str | Path, *settings: str, limit_s: float = LIMIT_S) -> CellResult:
-        found = read_matrix(str(scenario), kinds(), settings, offered)
+        __tracebackhide__ = True
+        found = _read(scenario, request.path.parent, settings)
         results = MatrixRun(tmp_path, settings, limit_s, keep=True).run(
             bamboo_lane, found.cells, {each.cell.name: 1.0 for each in found.cells}
         )
         worst = next((each for each in results if each.result != "passed"), results[0])
         if worst.result != "passed":
-            kind = f" ({worst.failure})" if worst.failure else ""
-            pytest.fail(f"{worst.cell}: {worst.result}{kind}: {worst.text}", pytrace=False)
+            pytest.fail("\n".join(_failure(worst, found, settings, tmp_path / "runs")), pytrace=False)
         return worst
 
     return run
+
+
+def _read(scenario: str | Path, folder: Path, settings: Sequence[str]) -> Matrix:
+    """Returns the cells of a scenario or matrix; fails the test with every problem of the file."""
+    from engine.core.errors import BambooError
+    from engine.files.scenarios.library import find_file, library_names
+    from engine.files.scenarios.matrix_file import read_matrix
+    from engine.harness.job_checks import offered
+    from engine.runtime.faults.registry import kinds
+
+    __tracebackhide__ = True
+    try:
+        path = folder / find_file(str(scenario), "scenario", library_names())
+        if not path.is_file():
+            problem = f"no file {os.path.relpath(path)}: a path is relative to the folder of the test file"
+        else:
+            return read_matrix(os.path.relpath(path), kinds(), settings, offered)
+    except BambooError as error:
+        problem = str(error)
+    pytest.fail(problem, pytrace=False)
+
+
+def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:
+    """Yields the lines about a cell that did not pass: the reason, the run folder, the command that runs it again."""
+    from engine.files.scenarios.library import library
+
+    kind = f" ({result.failure})" if result.failure else ""
+    yield f"{result.cell}: {result.result}{kind}: {result.text}"
+    if result.run:
+        yield f"run folder: {runs / result.run}"
+    is_shipped = found.path.resolve().parent == library().resolve()
+    name = found.path.stem if is_shipped else os.path.relpath(found.path)
+    is_scenario = [each.cell.name for each in found.cells] == [found.name]
+    words = ["bamboo", "inject", name] if is_scenario else ["bamboo", "matrix", name, "--cell", result.cell]
+    yield f"again: {shlex.join([*words, *(word for each in settings for word in ('--set', each))])}"

@@ -1,36 +1,76 @@
-"""The pytest plugin, in a pytest of its own: the test passes or fails with its scenario."""
+"""The pytest plugin, in a pytest of its own: the test passes or fails with its scenario, and a failure says enough."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["pytester"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-TESTS = """\
-def test_good(bamboo_scenario):
-    result = bamboo_scenario("kill-middle-stage")
-    assert result.result == "passed"
-
-def test_bad(bamboo_scenario):
-    bamboo_scenario("cascade-during-recovery", "redundancy_level=1")
-
-def test_other():
-    pass
-"""
+OWN = (ROOT / "scenarios" / "cascade-during-recovery.yaml").read_text()
 
 
-def test_scenarios_as_tests(tmp_path: Path) -> None:
-    (tmp_path / "test_user.py").write_text(TESTS)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "bamboo_cli.pytest_plugin", "-rf", "--rootdir", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 2 passed" in done.stdout
-    assert "cascade-during-recovery: failed (no_recovery): outcome: state-lost" in done.stdout
+@pytest.fixture(name="tests")
+def _tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder of a user with ``tests/test_user.py`` and ``tests/scenarios/own.yaml`` to come."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p bamboo_cli.pytest_plugin")
+    folder = pytester.mkdir("tests") / "scenarios"
+    folder.mkdir()
+    (folder / "own.yaml").write_text(OWN)
+    return pytester
+
+
+def output(pytester: pytest.Pytester, text: str, *, failed: int, passed: int = 0) -> str:
+    """Returns the output of a pytest over one file of tests, without frames of bamboo."""
+    (pytester.path / "tests" / "test_user.py").write_text(text)
+    done = pytester.runpytest_subprocess("tests", "-rf")
+    done.assert_outcomes(failed=failed, passed=passed)
+    said = done.stdout.str()
+    assert "bamboo_cli/" not in said
+    assert "engine/" not in said
+    assert "Error: " not in said
+    return said
+
+
+def test_scenarios_as_tests(tests: pytest.Pytester) -> None:
+    said = output(
+        tests,
+        "def test_good(bamboo_scenario):\n"
+        "    result = bamboo_scenario('kill-middle-stage')\n"
+        "    assert (result.result, result.cell, result.do) == ('passed', 'kill-middle-stage', 'kill')\n"
+        "def test_bad(bamboo_scenario):\n"
+        "    bamboo_scenario('scenarios/own.yaml', 'redundancy_level=1', 'seed=3')\n"
+        "def test_other():\n"
+        "    pass\n",
+        failed=1,
+        passed=2,
+    )
+    assert "cascade-during-recovery: failed (no_recovery): outcome: state-lost" in said
+    (folder,) = re.findall(r"^run folder: (.*)$", said, re.MULTILINE)
+    assert (Path(folder) / "events.jsonl").is_file()
+    (again,) = re.findall(r"^again: (.*)$", said, re.MULTILINE)
+    assert again == "bamboo inject tests/scenarios/own.yaml --set redundancy_level=1 --set seed=3"
+    done = tests.run(sys.executable, "-m", *shlex.split(again.replace("bamboo", "bamboo_cli", 1)))
+    assert (done.ret, "outcome" in done.stdout.str()) == (80, True)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("kill-midle-stage", "no scenario is called 'kill-midle-stage' (did you mean 'kill-middle-stage'?)"),
+        ("own.yaml", "no file tests/own.yaml: a path is relative to the folder of the test file"),
+        ("scenarios/bad.yaml", "tests/scenarios/bad.yaml:"),
+    ],
+)
+def test_a_wrong_scenario_is_named_without_a_traceback(tests: pytest.Pytester, scenario: str, words: str) -> None:
+    (tests.path / "tests" / "scenarios" / "bad.yaml").write_text(OWN.replace("do: kill", "doo: kill"))
+    said = output(tests, f"def test_it(bamboo_scenario):\n    bamboo_scenario({scenario!r})\n", failed=1)
+    assert words in said
