@@ -12,6 +12,7 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
+from bamboo_cli.options.faults import Tee
 from engine.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def inject(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the faults, victims and moments; with --run: as of now.")
     ] = False,
+    tee: Tee = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
     etcd: Endpoints = "",
@@ -93,11 +95,14 @@ def inject(
     if dry_run:
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
         return
+    if folder is not None and tee:
+        hint = "give --tee to the command that started the job"
+        raise UserError([Problem("--tee", "a job that this command starts", "--run", hint)])
     if folder is not None:
         cases = _attach(loaded, folder, as_json)
     else:
         typer.echo(f"job: {loaded.job_from}", err=True)
-        cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http)
+        cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
 
 
@@ -111,8 +116,8 @@ def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult
     return [case]
 
 
-def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool) -> list[CaseResult]:
-    from bamboo_cli.terminal.live import SCREEN
+def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool, tee: bool) -> list[CaseResult]:
+    from bamboo_cli.terminal.live import screen
     from engine.harness.case_runner import case_of_file, run_case
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.process.fork_client import ForkServer
@@ -123,7 +128,7 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     mark_processes()
     with holding() as interrupts, ForkServer() as server:  # for all runs: its start takes as long as a short job
         for _ in range(repeat):
-            cases.append(run_case(case_of_file(loaded), store, SCREEN, server))
+            cases.append(run_case(case_of_file(loaded), store, screen(tee=tee), server))
             _print_case(loaded, cases[-1], as_json)
             if interrupts.first is not None:
                 break

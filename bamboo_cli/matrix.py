@@ -181,9 +181,8 @@ def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
     from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD, say
 
     style = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL}[result.result]
-    why = "" if result.result == "passed" else f"\n    {result.text}"
-    text = f" {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left){why}"
-    say(f"[{number}/{count}] ", (f"{result.result:<7}", style), text, err=True)
+    lines = [f" {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left)", *result.details]
+    say(f"[{number}/{count}] ", (f"{result.result:<7}", style), "\n    ".join(lines), err=True)
 
 
 def _write(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Kills, NoTwin, grace_seconds, scenario_of
+from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Kills, NoTwin, Tee, grace_seconds, scenario_of
 from bamboo_cli.options.job import takes_job
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain
@@ -35,6 +35,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
     kill: Kills = None,
     no_twin: NoTwin = False,
+    tee: Tee = False,
     grace: Grace = DEFAULT_GRACE,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
@@ -57,7 +58,7 @@ def run(
 
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
-        from bamboo_cli.terminal.live import SCREEN
+        from bamboo_cli.terminal.live import screen
         from engine.harness.case_runner import Case, run_case
         from engine.runtime.process.interrupts import holding
 
@@ -66,7 +67,7 @@ def run(
         settings = etcd_settings(etcd, etcd_plain_http)
         try:
             with holding():
-                result = run_case(case, settings, SCREEN)
+                result = run_case(case, settings, screen(tee=tee))
                 code = _print_result(result, resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None

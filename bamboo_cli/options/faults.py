@@ -31,6 +31,12 @@ NoTwin = Annotated[
     bool,
     typer.Option("--no-twin", help="With --kill: do not run the twin; compare no weights.", rich_help_panel=_PANEL),
 ]
+Tee = Annotated[
+    bool,
+    typer.Option(
+        "--tee", help='Show what workers print on stderr, each line with the number of its worker: "[1] ...".'
+    ),
+]
 Grace = Annotated[
     str,
     typer.Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import sys
 import time
 from collections import deque
@@ -20,7 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bamboo_cli.terminal.console import console
+from bamboo_cli.terminal.worker_output import WorkerOutput
 from engine.core.config.job import Job
+from engine.files.run_folder import RunFolder
 from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
 from engine.runtime.agent.run_state import RunState
@@ -36,8 +39,10 @@ _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "
 class LivePicture:
     """Shows views of a run; a context manager, so that an error restores the terminal too."""
 
-    def __init__(self, job: Job, events: Path):
+    def __init__(self, job: Job, events: Path, *, tee: bool = False):
         self.job = job
+        self._num_unshown = 0  # characters of the output of workers
+        self._output = WorkerOutput(RunFolder(events.parent).logs) if tee else None
         self._recoveries = LiveRecoveries(job, events)
         self._console = console(err=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -84,6 +89,7 @@ class LivePicture:
         self._tell_notes()
         for text in self._recoveries.look(view):
             self._say(text)
+        self._tell_output()
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
         elif now_s - self._said_s >= _PLAIN_EVERY_S:
@@ -91,9 +97,21 @@ class LivePicture:
             typer.echo(self._line(view), err=True)
 
     def close(self) -> None:
-        """Shows the notes that came after the last view."""
+        """Shows the notes and the output of workers that came after the last view."""
         with contextlib.suppress(OSError):
             self._tell_notes()
+            self._tell_output(is_last=True)
+
+    def _tell_output(self, *, is_last: bool = False) -> None:
+        """Prints what workers have printed; leaves it out while stderr takes nothing, because the run must go on."""
+        for block in self._output.news(is_last=is_last) if self._output is not None else ():
+            if not select.select([], [sys.stderr], [], 0)[1]:
+                self._num_unshown += len(block)
+                continue
+            if self._num_unshown:
+                self._say(f"... {self._num_unshown} characters of output are left out: stderr was not read", style="")
+                self._num_unshown = 0
+            self._say(block, style="")
 
     def _tell_notes(self) -> None:
         notes = self._run_state.notes if self._run_state is not None else []
@@ -101,10 +119,10 @@ class LivePicture:
             self._say(text)
         self._num_notes = len(notes)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, style: str = "bold") -> None:
         """Prints a lasting line, on a terminal above the table."""
         if self._is_terminal:
-            self._console.print(Text(text, style="bold"))
+            self._console.print(Text(text, style=style))
         else:
             typer.echo(text, err=True)
 
@@ -171,10 +189,12 @@ class LivePicture:
 
 
 @contextlib.contextmanager
-def _picture(job: Job, events: Path) -> Iterator[Callable[[RunView], None]]:
-    with LivePicture(job, events) as picture:
+def _picture(job: Job, events: Path, *, tee: bool) -> Iterator[Callable[[RunView], None]]:
+    with LivePicture(job, events, tee=tee and not RunFolder(events.parent).is_of_twin) as picture:
         yield picture.show
         picture.close()
 
 
-SCREEN = Screen(partial(typer.echo, err=True), _picture)
+def screen(*, tee: bool = False) -> Screen:
+    """Returns the screen of a command; with `tee` it also shows what the workers of a run print, but of no twin."""
+    return Screen(partial(typer.echo, err=True), partial(_picture, tee=tee))

@@ -21,6 +21,9 @@ LATEST = "latest"
 RUN_NAME = r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
 
 
+_TWIN = "twin"
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of the files of one run."""
@@ -46,6 +49,16 @@ class RunFolder:
     def logs(self) -> Path:
         """The folder of the workers' output."""
         return self.path / "logs"
+
+    @property
+    def twin(self) -> RunFolder:
+        """The folder of its fault-free twin."""
+        return RunFolder(self.path / _TWIN)
+
+    @property
+    def is_of_twin(self) -> bool:
+        """Whether it is the folder of a twin."""
+        return self.path.name == _TWIN
 
     def write_run_json(self, mapping: Mapping[str, object]) -> None:
         """Replaces run.json; `mapping` holds finite numbers only, because JSON has no others.

@@ -13,13 +13,14 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.core.checks.cell_result import CellResult, judged
 from engine.core.errors import BY_SIGNAL, BambooError
+from engine.core.history.run_records import ConfirmedRecord, RaisedRecord
 
 if TYPE_CHECKING:
-    from engine.core.checks.stall import Stall
+    from engine.core.history.run_history import RunHistory
     from engine.core.message_codec import Plain
     from engine.files.scenarios.scenario_file import Loaded
     from engine.runtime.process.fork_client import ForkServer
@@ -38,21 +39,20 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{task['file']}.yaml"
     path.write_text(scenario_text(task["scenario"]), encoding="utf-8")
-    do, seed, run, stall = "", 0, "", None
+    do, seed = "", 0
     try:
         loaded = load_document(path, read_yaml(path), kinds(), None, [*task["settings"], f"results={results}"], offered)
         do, seed = loaded.faults[0].do if loaded.faults else "", loaded.seed
-        result, failure, text, run, stall = _checked(loaded, server, keep=task["keep"])
+        found = _checked(task["cell"], loaded, server, keep=task["keep"])
     except BambooError as error:
-        result, failure, text = "invalid", "", f"could not be run: {error}"
+        found = CellResult(task["cell"], "invalid", "", f"could not be run: {error}")
     finally:
         path.unlink(missing_ok=True)
     seconds = round(time.monotonic() - started_s, 3)
-    found = CellResult(task["cell"], result, failure, text, do, seconds, seed, run)
-    return replace(found, stall_ms=stall.least_ns / 1e6, stall_bound=stall.bound) if stall else found
+    return replace(found, do=do, seconds=seconds, seed=seed)
 
 
-def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, Any, str, str, Stall | None]:
+def _checked(cell: str, loaded: Loaded, server: ForkServer, *, keep: bool) -> CellResult:
     from engine.harness.case_runner import case_of_file, run_case
     from engine.harness.screen import lines_only
 
@@ -63,7 +63,19 @@ def _checked(loaded: Loaded, server: ForkServer, *, keep: bool) -> tuple[Any, An
     if is_interrupted:
         sys.exit(int(case.exit_code))
     stalls = [each.stall for each in case.recoveries if each.stall]
-    return *judged(case.checks), case.folder.name, max(stalls, key=lambda each: each.least_ns, default=None)
+    longest = max(stalls, key=lambda each: each.least_ns, default=None)
+    found = CellResult(cell, *judged(case.checks), run=case.folder.name, raised=_exceptions(case.seen.history))
+    return replace(found, stall_ms=longest.least_ns / 1e6, stall_bound=longest.bound) if longest else found
+
+
+def _exceptions(history: RunHistory) -> tuple[str, ...]:
+    """Returns in words the exceptions in the workers of a run that no fault raised."""
+    injected = {each.how for each in history.of(ConfirmedRecord)}
+    return tuple(
+        f"worker {each.of} {each.exception.in_step(each.step)}"
+        for each in history.of(RaisedRecord)
+        if f"raised: {each.error}" not in injected
+    )
 
 
 def main(fd: int) -> None:

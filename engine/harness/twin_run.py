@@ -62,9 +62,8 @@ def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     from engine.core.checks.twin import twin_of
     from engine.core.history.process_records import EndedRecord
     from engine.files.events_file import add_records
-    from engine.files.run_folder import RunFolder
 
-    own = RunFolder(folder.path / "twin")
+    own = folder.twin
     own.logs.mkdir(mode=0o700, parents=True)
     ending = run(twin_of(job), own)
     add_records(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))

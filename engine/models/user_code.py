@@ -18,6 +18,7 @@ from traceback import FrameSummary
 
 import torch
 
+from engine.core.printable import printable
 from engine.core.worker_exception import WorkerException
 
 _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 2_000, 10_000  # characters; they travel in one message
@@ -74,11 +75,6 @@ def exception_of(error: BaseException) -> WorkerException:
         printable("\n".join(_folded(frames)))[:_MOST_OF_FRAMES],
         printable("".join(traceback.format_exception(error)))[-_MOST_OF_TRACEBACK:],
     )
-
-
-def printable(text: str) -> str:
-    """Returns a text without control characters; tabs and ends of lines stay."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "?" for each in text)
 
 
 def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | None) -> tuple[str, int, str]:

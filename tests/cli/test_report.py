@@ -16,9 +16,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from bamboo_cli.report import report
+from bamboo_cli.report import load_run, report
 from engine.core.errors import NothingMatchedError, StorageError, UserError
-from tests.report.made_up import MadeUpRun, make_run
+from engine.files.run_folder import RunFolder
+from tests.report.made_up import MadeUpRun, agent, make_run
 
 APP = typer.Typer()
 APP.command()(report)
@@ -69,6 +70,19 @@ def test_without_a_browser_the_path_is_told_and_the_command_goes_on(
     said = say(folder, "--open")
     told = "no browser can be started here; open this file in one (or set BROWSER)"
     assert (said.exit_code, said.stderr.splitlines()) == (0, [str(folder / "report.html"), told])
+
+
+def test_exceptions_are_listed_under_the_headline(tmp_path: Path) -> None:
+    """A report did not name the exception that a run had survived."""
+    events = MadeUpRun(dead=((5, 2),)).events()
+    fields = {"error": "RuntimeError: cache is corrupt", "place": "layer 2 (fc2)", "file": "mine.py", "line": 31}
+    raised = [agent("raised", 51.0 + of, of=of, step=4, function="forward", **fields) for of in (1, 2)]
+    folder = make_run(tmp_path / "results", [*events[:-1], *raised, events[-1]])
+    said = say("--results", folder.parent)
+    assert said.stdout.splitlines()[1] == (
+        "  workers 1, 2 raised RuntimeError: cache is corrupt, in layer 2 (fc2) of step 4 (mine.py:31, in forward)"
+    )
+    assert load_run(RunFolder(folder)).raised[0].exception.place == "layer 2 (fc2)"
 
 
 def test_what_takes_long_to_read_is_told_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

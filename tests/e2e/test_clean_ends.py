@@ -85,6 +85,41 @@ def test_an_exception_in_a_layer_ends_the_run_with_its_traceback(launch: Launch)
     assert outcome(launcher)["outcome"] == "failed"
 
 
+def test_an_exception_that_is_survived_is_told_at_once_and_kept(launch: Launch) -> None:
+    """It was survived without a word: an empty log, no line in a report, and "exited with code 3" as the verdict."""
+    launcher, done = run_user_model(launch, "raises_once", "--tee")
+    assert done.code == 0
+    words = "raised RuntimeError: my own bug: cache is corrupt, in layer 1 (middle)"
+    line = r"\(\S+/user_models.py:\d+, in _raise_in_worker_1\)"
+    log = launcher.run_folder.resolve() / "logs" / "worker-1.log"
+    told = (
+        rf"worker 1 {re.escape(words)} of step 1 {line}; full text in \S+{log.parent.parent.name}/logs/worker-1.log\n"
+    )
+    assert re.search(rf"{told}  \S+/user_models.py:\d+, in _raise_in_worker_1\n      raise RuntimeError", done.stderr)
+    assert re.search(r"\n  \.\.\. \d+ frames of bamboo and torch\n", done.stderr)
+    assert f"worker 1 {words}, " in done.stdout  # the line of the recovery
+    assert "[1] about to raise\n" in done.stderr
+    assert "[1] RuntimeError: my own bug: cache is corrupt\n" in done.stderr
+    assert "Traceback" in log.read_text()
+    (record,) = launcher.events("raised")
+    assert (record["of"], record["step"], record["place"]) == (1, 1, "layer 1 (middle)")
+    assert record["traceback"].rstrip().endswith("in layer 1 (middle)")
+    (verdict,) = (event["verdict"] for event in launcher.events("epoch") if event["verdict"])
+    assert verdict[0][1].startswith(words)
+    assert verdict[0][2] == "raised"
+
+
+def test_a_wrong_loss_is_found_before_training(launch: Launch) -> None:
+    """It ended step 0 with exit code 3, torch's words without a place, and talk of a takeover."""
+    launcher, done = run_user_model(launch, "wrong_loss")
+    assert done.code == 2
+    assert "in the loss: TypeError: cross_entropy_loss()" in done.stderr
+    assert "outputs float32 [4, 1], targets float32 [4, 1]; both are tuples" in done.stderr
+    assert "take over" not in done.stdout + done.stderr
+    assert launcher.events("go") == []
+    assert {event["place"] for event in launcher.events("raised")} == {"the loss"}
+
+
 def test_an_exception_in_a_constructor_is_the_users_mistake(launch: Launch) -> None:
     _, done = run_user_model(launch, "raises_when_built", *ALONE)
     assert done.code == 2

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +210,23 @@ def _three_layers(middle: Callable[[], nn.Module]) -> Model:
 def raises_in_forward(call: int = 5) -> Model:
     """Raises in the first microbatch of step 1 where a step has 4 microbatches."""
     return _three_layers(partial(OnCall, call, _raise))
+
+
+def _raise_in_worker_1(x: Tensor) -> Tensor:
+    print("\x1b[31mabout to raise\x1b[0m")
+    if Path("/proc/self/comm").read_text() == "bamboo-1\n":
+        raise RuntimeError("my own bug: cache is corrupt")
+    return x
+
+
+def raises_once(call: int = 5) -> Model:
+    """Raises in the first microbatch of step 1 where a step has 4 microbatches, but not in an heir."""
+    return _three_layers(partial(OnCall, call, _raise_in_worker_1))
+
+
+def wrong_loss() -> Model:
+    """Has a loss that cannot be called with what it gets."""
+    return Model((nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 1)), nn.CrossEntropyLoss())  # type: ignore[arg-type]
 
 
 def _raise_in_constructor() -> nn.Module:

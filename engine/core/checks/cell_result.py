@@ -32,15 +32,22 @@ class CellResult:
     result: Result
     failure: Failure
     text: str
-    do: str
-    seconds: float
-    seed: int
-    run: str
+    do: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    run: str = ""
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     line: int = 0  # in the matrix file
     key: str = ""  # `key_of` its scenario and settings
     stall_ms: float | None = None
     stall_bound: str = ""
+    raised: tuple[str, ...] = ()  # the exceptions in its workers that no fault raised
+
+    @property
+    def details(self) -> list[str]:
+        """The reason of a result other than passed, and the exceptions with the name of the cell."""
+        reason = [] if self.result == "passed" else [self.text]
+        return [*reason, *(f"{self.cell}: {each}" for each in self.raised)]
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the result as JSON values."""

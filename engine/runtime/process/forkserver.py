@@ -23,6 +23,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn
 
 from engine.core.process_messages import ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
@@ -89,6 +90,8 @@ def _become(request: ForkMessage, fds: Sequence[int], launcher: Link, launcher_p
         told, log, *own = fds
         os.dup2(log, 1)
         os.dup2(log, 2)
+        if isinstance(sys.stdout, TextIOWrapper):  # a line of a worker that is killed later must not be lost
+            sys.stdout.reconfigure(line_buffering=True)
         os.close(log)
         name_process(request.name)
         if not os.read(told, 1):
