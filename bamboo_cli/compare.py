@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -21,19 +22,36 @@ def compare(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The run that is measured.", autocompletion=runs)],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures."""
-    from bamboo_cli.terminal.console import STRONG, say
+    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.
+
+    Fields in which the jobs differ come first, and runs that did not pass: their figures may mean something else.
+    """
+    from bamboo_cli.terminal.console import BAD, DOUBTFUL, STRONG, say
     from bamboo_cli.terminal.tables import print_table
     from engine.report.compare import compare as compared
+    from engine.report.compare import different_fields
+    from engine.report.conditions import judge_run
     from engine.report.formats import as_text, for_terminal
 
-    table = compared(*(load_run(find(results, run)) for run in (a, b)))
+    loaded = [load_run(find(results, run)) for run in (a, b)]
+    table, fields = compared(*loaded), different_fields(*(each.job for each in loaded))
+    wrong = {letter: why for letter, each in zip("AB", loaded, strict=True) if (why := judge_run(each)[1])}
     if as_json:
-        typer.echo(as_text(table, "json"), nl=False)
+        found = {"different_fields": fields, "not_passed": wrong, "figures": json.loads(as_text(table, "json"))}
+        typer.echo(json.dumps(found))
         return
+    if fields:
+        told = "; ".join(f"{name} {_text(ours)} and {_text(theirs)}" for name, (ours, theirs) in fields.items())
+        say((f"The jobs differ: {told}.", f"{STRONG} {DOUBTFUL}"))
+    for letter, why in wrong.items():
+        say((f"{letter}: {why}", f"{STRONG} {BAD}"))
     slower = ", ".join(table[table["verdict"] == "slower"]["figure"])
     say((f"B is slower in: {slower}" if slower else "Nothing got slower.", STRONG))
     print_table(*for_terminal(table))
+
+
+def _text(value: object) -> str:
+    return "unset" if value is None or value == "" else str(value)

@@ -152,7 +152,9 @@ def write(path: Path, content: str | bytes) -> None:
 def _say(runs: Sequence[RunTables], form: Format) -> None:
     """Prints the outcome of each run; beside another form than the terminal's, only of the failed ones, to stderr."""
     from bamboo_cli.terminal.console import BAD, GOOD, OPEN, STRONG, say
+    from bamboo_cli.terminal.tables import print_table
     from engine.report.exceptions import exception_lines
+    from engine.report.formats import for_terminal
     from engine.report.headline import headline
 
     styles = {"good": GOOD, "bad": BAD, "open": OPEN}
@@ -162,6 +164,9 @@ def _say(runs: Sequence[RunTables], form: Format) -> None:
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
         for line in exception_lines(run.raised) if form is Format.TERMINAL else ():
             typer.echo(f"  {line}")
+        if form is Format.TERMINAL and run.judgement.findings:
+            print_table(*for_terminal(run.checks))
+            typer.echo("")
 
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:

@@ -6,9 +6,13 @@ Rules: B is compared with A. A figure is slower, or faster, if the ratio of the 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
+from engine.core.config.job import Job
 from engine.report.load import RunTables
 from engine.report.recovery import PHASE_COLUMNS
 
@@ -22,6 +26,21 @@ def compare(a: RunTables, b: RunTables) -> pd.DataFrame:
     ours, theirs = _figures(a), _figures(b)
     rows = [_row(name, ours[name], theirs[name]) for name in ours if name in theirs]
     return pd.DataFrame(rows, columns=COLUMNS).sort_values("ratio", ascending=False, ignore_index=True)
+
+
+def different_fields(a: Job, b: Job) -> dict[str, tuple[Any, Any]]:
+    """Returns the values of each field, or argument, in which two jobs differ; the name and the folder do not count."""
+    ours, theirs = _flat(a), _flat(b)
+    names = [name for name in {**ours, **theirs} if name not in ("name", "results")]
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
+
+
+def _flat(job: Job) -> dict[str, Any]:
+    """Returns the fields of a job, with each argument as a field such as ``model_args.width``."""
+    found: dict[str, Any] = {}
+    for name, value in asdict(job).items():
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _figures(run: RunTables) -> dict[str, np.ndarray]:

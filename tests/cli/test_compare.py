@@ -25,8 +25,9 @@ def say(*arguments: object) -> str:
 
 def test_what_got_slower_is_said_first(tmp_path: Path) -> None:
     a = make_run(tmp_path, MadeUpRun().events(), hour=1)
-    b = make_run(tmp_path, MadeUpRun(stages=8).events(), hour=2)
-    first, titles, *rows = say(a, "latest", "--results", tmp_path).splitlines()
+    make_run(tmp_path, MadeUpRun(stages=8).events(), hour=2)
+    jobs, first, titles, *rows = say(a, "latest", "--results", tmp_path).splitlines()
+    assert jobs == "The jobs differ: stages 4 and 8."
     assert first.startswith("B is slower in: ")
     assert "step" in first
     assert re.split("  +", titles.strip()) == [
@@ -34,10 +35,34 @@ def test_what_got_slower_is_said_first(tmp_path: Path) -> None:
     ]
     assert any(row.startswith("action F ") and row.split()[-1] == "same" for row in rows)
     assert say(a, a).splitlines()[0] == "Nothing got slower."
-    assert say(b, a).splitlines()[0] == "Nothing got slower."
 
 
-def test_as_json_it_is_one_array(tmp_path: Path) -> None:
+def test_jobs_that_differ_are_told_before_their_figures(tmp_path: Path) -> None:
+    """The comparison of a large job with a small one said "Nothing got slower." and no word more."""
+    events = MadeUpRun().events()
+    a = make_run(tmp_path, events, hour=1)
+    changed = {"model": "gpt", "model_args": {"depth": 2}, "name": "other", "results": "elsewhere"}
+    b = make_run(tmp_path, [events[0] | changed, *events[1:]], hour=2)
+    text = "The jobs differ: model mlp and gpt; model_args.width 64 and unset; model_args.depth unset and 2."
+    assert say(a, b).splitlines()[:2] == [text, "Nothing got slower."]
+    found = json.loads(say(a, b, "--json"))
+    assert found["different_fields"] == {
+        "model": ["mlp", "gpt"],
+        "model_args.width": [64, None],
+        "model_args.depth": [None, 2],
+    }
+
+
+def test_a_run_that_did_not_pass_is_told_before_its_figures(tmp_path: Path) -> None:
+    *told, ended = MadeUpRun().events()
+    a = make_run(tmp_path, [*told, ended], hour=1)
+    b = make_run(tmp_path, [*told, ended | {"outcome": "failed", "exit_code": 1}], hour=2)
+    assert say(a, b).splitlines()[:2] == [f"B: {b.name} has failed: failed", "Nothing got slower."]
+
+
+def test_as_json_it_is_one_object(tmp_path: Path) -> None:
     a = make_run(tmp_path, MadeUpRun().events())
-    (step,) = [row for row in json.loads(say(a, a, "--json")) if row["figure"] == "step"]
+    found = json.loads(say(a, a, "--json"))
+    (step,) = [row for row in found["figures"] if row["figure"] == "step"]
     assert (step["a_n"], step["b_n"], step["ratio"], step["verdict"]) == (9, 9, 1.0, "same")
+    assert (found["different_fields"], found["not_passed"]) == ({}, {})

@@ -19,6 +19,9 @@ from engine.core.action import parse_action
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, NothingMatchedError, StorageError
 from engine.core.faults.fault import After, At, Fault, When, Worker
+from engine.core.history.run_records import RequestRecord
+from engine.core.history.verdict_records import CheckRecord, VerdictRecord
+from engine.files.events_file import read_history
 from engine.files.run_folder import RunFolder
 from engine.harness import attach
 from engine.harness.attach import have_shown, pace, skipped
@@ -154,6 +157,13 @@ def test_what_came_of_an_earlier_scenario_is_not_judged_again(run: RunFolder, mo
     assert [each["culprits"] for each in case["recoveries"]] == [[1]]
     assert (done.exit_code, case["verdict"]) == (0, "passed")
     assert "not judged: trajectory, leftovers (the job runs on)\n" in done.stderr
+    (request,) = read_history(run.events).of(RequestRecord)
+    judged = read_history(run.events)
+    found = {each.name: each.result for each in judged.of(CheckRecord) if each.request == request.request}
+    assert found == {name: result for name, (result, _) in checks.items()}
+    assert [(each.result, each.exit_code, each.request) for each in judged.of(VerdictRecord)] == [
+        ("passed", 0, request.request)
+    ]
 
 
 def test_a_refusal_of_somebody_elses_request_is_none(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
