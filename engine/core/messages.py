@@ -233,8 +233,9 @@ class FailedMessage(ToAgent):
 
 @message
 class RaisedMessage(ToAgent):
-    """The last message of a worker that an exception ends: the open step, and the exception."""
+    """The last message of a worker that an exception ends: its time, the open step, and the exception."""
 
+    at_ns: int
     step: int
     exception: WorkerException
 

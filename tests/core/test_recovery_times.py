@@ -234,6 +234,13 @@ def test_without_an_injected_fault_it_begins_when_the_end_was_seen() -> None:
     assert "detect" not in found.phases_ns  # the moment of death is not known; 0 ms would be too good
 
 
+def test_an_exception_is_the_begin_of_its_recovery() -> None:
+    """The recovery began when the exit was seen, some 10 ms later: the worker had to say what it had raised."""
+    raised = agent("raised", 205, of=2, step=1, error="ValueError: x")
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, raised, *RECOVERED, *REPLAYED, COMMIT])
+    assert (found.begin_ns, found.phases_ns["detect"]) == (205 * MS, 7 * MS)
+
+
 def test_what_the_dead_had_not_finished_is_no_replay() -> None:
     (found,) = recoveries([*BEGIN, *COMMITS, *RECOVERED, *REPLAYED, COMMIT])
     assert found.phases_ns["replay"] == 0

@@ -103,7 +103,7 @@ def test_the_innermost_place_counts() -> None:
 def test_the_longest_exception_fits_into_a_message_and_comes_back() -> None:
     error = ValueError("\N{SNOWMAN}\N{GRINNING FACE}" * 50_000)
     blame(error, "the data")
-    message = RaisedMessage(3, exception_of(error))
+    message = RaisedMessage(7, 3, exception_of(error))
     assert decode(packet(message)) == message
     assert encode(message) == packet(message)
 

@@ -24,7 +24,7 @@ MEMBER: Any = SimpleNamespace(worker=1, child=SimpleNamespace(pid=7), log="logs/
 
 
 def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
-    return RaisedMessage(step, WorkerException(error, "layer 2 (fc2)", "mine.py", 31, "forward"))
+    return RaisedMessage(7, step, WorkerException(error, "layer 2 (fc2)", "mine.py", 31, "forward"))
 
 
 def test_who_raises_is_dead_where_somebody_can_take_over() -> None:
@@ -69,7 +69,7 @@ def test_an_exception_of_the_users_before_training_is_the_users_mistake() -> Non
     error = error_of(MEMBER, words(), is_training=False)
     assert error.exit_code == ExitCode.USAGE
     assert str(error).startswith("in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward)\n")
-    elsewhere = RaisedMessage(0, WorkerException("RuntimeError: planted"))
+    elsewhere = RaisedMessage(7, 0, WorkerException("RuntimeError: planted"))
     assert error_of(MEMBER, elsewhere, is_training=False).exit_code == ExitCode.NOT_RECOVERED
 
 

@@ -19,12 +19,13 @@ from engine.core.history.run_records import (
     FaultRecord,
     GoRecord,
     MarkRecord,
+    RaisedRecord,
     SuspicionRecord,
 )
 from engine.core.ownership import Slot
 from engine.core.program.replay import replayed
 
-FailureSign = FaultRecord | SuspicionRecord | ExitRecord
+FailureSign = FaultRecord | RaisedRecord | SuspicionRecord | ExitRecord
 
 
 def recoveries(records: Iterable[Record]) -> list[Recovery]:
@@ -44,7 +45,9 @@ class RecoveryLog:
     committed: int = -1  # the last step before the open one
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
-    signs: list[FailureSign] = field(default_factory=list)  # faults, exits, suspicions since the last commit
+    signs: list[FailureSign] = field(
+        default_factory=list
+    )  # faults, exceptions, exits, suspicions since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> verdict; its later actions are ignored
@@ -58,7 +61,7 @@ class RecoveryLog:
             case ActionRecord() if record.end_ns <= self.out_since.get(record.worker, record.end_ns):
                 entry = (record.worker, parse_action(record.action), record.end_ns)
                 self.actions.setdefault(record.step, []).append(entry)
-            case FaultRecord() | SuspicionRecord():
+            case FaultRecord() | RaisedRecord() | SuspicionRecord():
                 self.signs.append(record)
             case ExitRecord() if not record.expected:
                 self.signs.append(record)
@@ -129,10 +132,11 @@ class RecoveryLog:
     def _points_ns(self, begin_ns: int) -> dict[str, int]:
         """Returns the end of each phase before replay.
 
-        Without an injected fault, the moment of an exit or of a broken link is not known, so detect is left out.
+        Without an injected fault or an exception, the moment of an exit or of a broken link is not known, so detect is
+        left out.
         """
         last = self.epochs[-1]
-        seen_ns = [_at_ns(each) for each in self.signs if not isinstance(each, FaultRecord)]
+        seen_ns = [_at_ns(each) for each in self.signs if not isinstance(each, (FaultRecord, RaisedRecord))]
         detect_ns = min([*seen_ns, self.epochs[0].at_ns])
         points = {"agree": last.at_ns} | ({"detect": detect_ns} if begin_ns < detect_ns else {})
         for phase in ("fence", "regroup", "inventory", "plan"):
@@ -143,7 +147,7 @@ class RecoveryLog:
         return points
 
     def _begin_ns(self) -> int:
-        """Returns the injected fault, else the last sign of life before the failure, else the first sign of it."""
+        """Returns the time of the fault, the exception, the last sign of life, or the first sign of failure."""
         first = self.epochs[0]
         struck = {each.of for each in self.signs if isinstance(each, FaultRecord)}
         unseen = [self._alive_ns(each) for each in first.verdict if each.worker not in struck]

@@ -213,7 +213,7 @@ class SuspicionRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaisedRecord(StampedRecord):
-    """An exception ended worker `of` in a step, or before training; the fields are those of `WorkerException`."""
+    """An exception ended worker `of` at `at_ns`, in a step or before training; its fields are `WorkerException`'s."""
 
     of: int
     step: int

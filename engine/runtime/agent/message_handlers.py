@@ -132,7 +132,7 @@ def _on_suspicion(agent: Agent, member: WorkerHandle, suspicion: messages.Suspic
 @_handles(messages.RaisedMessage)
 def _on_raised(agent: Agent, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
     exception, is_training = raised.exception, agent.run_state.going_at_ns > 0
-    agent.recorder.write(RaisedRecord(of=member.worker, step=raised.step, **asdict(exception)))
+    agent.recorder.write(RaisedRecord(at_ns=raised.at_ns, of=member.worker, step=raised.step, **asdict(exception)))
     if is_training and not agent.is_stopping:
         words = f"worker {member.worker} {exception.in_step(raised.step)}; full text in {member.log}"
         agent.run_state.note("\n  ".join([words, *exception.frames.splitlines()]))

@@ -30,7 +30,7 @@ from engine.models.user_code import exception_of
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
@@ -77,8 +77,9 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         control.send(messages.FailedMessage(str(error), int(error.exit_code)))
         return error.exit_code
     except Exception as error:
+        at_ns = now_ns()
+        control.send(messages.RaisedMessage(at_ns, control.at[0], exception_of(error)))
         traceback.print_exc()  # into the worker's log, whole
-        control.send(messages.RaisedMessage(control.at[0], exception_of(error)))
         return ExitCode.NOT_RECOVERED
     return ExitCode.OK
 
