@@ -150,11 +150,13 @@ def _print_plan(loaded: Loaded, as_json: bool) -> None:
 
 def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
     """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
+    from bamboo_cli.terminal.live import untold
+
     typer.echo(f"{loaded.scenario.name}: {case.verdict}", err=as_json)
     width = max(len(each.name) for each in case.checks)
     for each in case.checks:
         typer.echo(f"  {each.result:<7}  {each.name:<{width}}  {each.text}", err=as_json)
-    for recovery in case.recoveries:
+    for recovery in untold(map(str, case.recoveries), err=as_json):
         typer.echo(f"  {recovery}", err=as_json)
     typer.echo(f"{case.folder}", err=as_json)
 

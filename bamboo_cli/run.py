@@ -117,6 +117,8 @@ def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
 
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
     """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON."""
+    from bamboo_cli.terminal.live import untold
+
     if result.error is not None:
         for line in str(_with_origins(result.error, resolved)).splitlines():
             typer.echo(f"bamboo: {line}", err=True)
@@ -125,7 +127,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
 
         for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"]):
             typer.echo(f"  {line}", err=True)
-    for line in result.recovery_lines():
+    for line in untold(result.recovery_lines(), err=as_json):
         typer.echo(line, err=as_json)
     parts = [f"{summary['outcome']}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["steps"]:

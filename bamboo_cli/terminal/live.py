@@ -7,7 +7,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,12 @@ from rich.console import Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from bamboo_cli.terminal.console import console
+from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_output import WorkerOutput
+from bamboo_cli.terminal.worker_rows import awaited, doing, fitting
 from engine.core.config.job import Job
 from engine.files.run_folder import RunFolder
 from engine.harness.live_recoveries import GONE, LiveRecoveries
@@ -31,9 +32,14 @@ from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.process.first_answer import ANSWER
 from engine.runtime.process.interrupts import Interrupts, present
 
-_PLAIN_EVERY_S = 2.0
+_PLAIN_EVERY_S = 2.0  # at first; without a new step, each line waits twice as long as the one before
+_STILL_S = 3.0  # without a new step, after which the line names the workers that training waits for
 _RATE_OVER_S = 3.0
 _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "finished": "dim", "left": "dim"}
+_TOLD: set[str] = set()  # the recoveries that stay on the terminal of this process
+_TITLES = ("worker", "pid", "stage", "state", "step", "action", "microbatches/s")
+_NUMERIC = (True, True, False, False, True, False, True)
+_OTHER_LINES = 5  # of a picture: progress (it may wrap), bar, titles, the note about workers that do not fit
 
 
 class LivePicture:
@@ -52,6 +58,9 @@ class LivePicture:
         self._num_notes = 0
         self._interrupts: Interrupts | None = None  # that leave the answer to this picture
         self._history: deque[tuple[float, dict[int, int], int]] = deque()
+        self._moved_s = time.monotonic()  # when the last step was committed, or training began
+        self._num_epochs = 0
+        self._recovering_at = -1  # the number of steps that were committed when the open step was interrupted
 
     def __enter__(self) -> LivePicture:
         if self._is_terminal:
@@ -79,7 +88,17 @@ class LivePicture:
     def _show(self, view: RunView) -> None:
         now_s = time.monotonic()
         computed = {each.worker: each.progress.num_computed for each in view.workers}
-        self._history.append((now_s, computed, len(view.run_state.losses)))
+        num_steps = len(view.run_state.losses)
+        if (
+            not self._history
+            or self._history[-1][2] != num_steps
+            or any(each.state == "starting" for each in view.workers)
+        ):
+            self._moved_s = now_s
+        self._history.append((now_s, computed, num_steps))
+        if len(view.run_state.epochs) > self._num_epochs:
+            self._recovering_at = num_steps if self._num_epochs else -1
+            self._num_epochs = len(view.run_state.epochs)
         while now_s - self._history[0][0] > _RATE_OVER_S:
             self._history.popleft()
         self._run_state = view.run_state
@@ -89,10 +108,11 @@ class LivePicture:
         self._tell_notes()
         for text in self._recoveries.look(view):
             self._say(text)
+            _TOLD.update([text] * self._is_terminal)
         self._tell_output()
         if self._is_terminal:
             self._live.update(self._picture(view), refresh=True)
-        elif now_s - self._said_s >= _PLAIN_EVERY_S:
+        elif now_s - self._said_s >= max(_PLAIN_EVERY_S, self._said_s - self._moved_s):
             self._said_s = now_s
             typer.echo(self._line(view), err=True)
 
@@ -132,14 +152,21 @@ class LivePicture:
     def _progress(self, view: RunView) -> str:
         run_state = view.run_state
         if not run_state.losses:
-            waiting = sum(each.state == "starting" for each in view.workers)
-            return (
-                f"starting: {len(view.workers) - waiting} of {len(view.workers)} workers ready" if waiting else "step 0"
-            )
+            late = [each for each in view.workers if each.state == "starting"]
+            ready = f"{len(view.workers) - len(late)} of {len(view.workers)} workers ready"
+            return f"starting: {ready}; waiting for {awaited(late)}" if late else "step 0" + self._wait(view)
         text = f"step {len(run_state.losses)}/{self.job.steps}  loss {run_state.losses[-1]:.4f}"
         if run_state.validations:
             text += f"  validation {run_state.validations[max(run_state.validations)][0]:.4f}"
-        return text + self._time_left(len(run_state.losses))
+        return text + (self._wait(view) or self._time_left(len(run_state.losses)))
+
+    def _wait(self, view: RunView) -> str:
+        """Returns for how long no step was committed, and the workers that training waits for; empty at first."""
+        still_s = self._history[-1][0] - self._moved_s
+        if still_s < _STILL_S or len(view.run_state.losses) == self.job.steps:
+            return ""
+        workers = awaited(view.workers)
+        return f"  no step for {still_s:.0f} s" + (f": waiting for {workers}" if workers else "")
 
     def _time_left(self, num_steps: int) -> str:
         first_s, _, first_steps = self._history[0]
@@ -150,18 +177,18 @@ class LivePicture:
         return f"  {rate:.1f} steps/s  {(self.job.steps - num_steps) / rate:.0f} s left"
 
     def _picture(self, view: RunView) -> Group:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("worker", "pid", "stage", "state", "step", "action", "microbatches/s"):
-            table.add_column(
-                column, justify="right" if column in ("worker", "pid", "step", "microbatches/s") else "left"
-            )
-        for each in view.workers:
-            table.add_row(*self._row(each))
+        notable = [each.worker for each in view.workers if each.state != "running" or self._has_inherited(each)]
+        shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES)
+        is_recovering = self._recovering_at == len(view.run_state.losses)
+        table = fitted(_TITLES, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width)
         bar = ProgressBar(total=self.job.steps, completed=len(view.run_state.losses), width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
-        return Group(Text(self._line(view)), Padding(bar, 0), table)
+        return Group(Text(self._line(view)), Padding(bar, 0), table, *([Text(others, style="dim")] if others else []))
 
-    def _row(self, each: WorkerView) -> tuple[str | Text, ...]:
+    def _has_inherited(self, each: WorkerView) -> bool:
+        return not set(self._recoveries.slots(each.worker)) <= set(each.slots)
+
+    def _row(self, each: WorkerView, is_recovering: bool) -> tuple[str | Text, ...]:
         first_s, first, _ = self._history[0]
         elapsed_s = self._history[-1][0] - first_s
         # A microbatch counts two computations: forward and backward.
@@ -174,7 +201,7 @@ class LivePicture:
             Text(self._stages(each), style=row_style),
             Text(each.state, style=style),
             str(each.progress.step),
-            each.progress.action,
+            each.progress.action if each.state in GONE else doing(each.progress.action, is_recovering),
             f"{rate:.1f}",
         )
 
@@ -186,6 +213,17 @@ class LivePicture:
             text = str(stage) if self.job.pipelines == 1 else f"{pipeline}.{stage}"
             texts.append(text if owner == each.worker else f"{text} (now worker {owner})")
         return " ".join(texts)
+
+
+def untold(lines: Iterable[str], *, err: bool) -> list[str]:
+    """Returns lines for stdout, or stderr, without the beginnings that a picture has left on the same terminal."""
+    if not (sys.stderr if err else sys.stdout).isatty():
+        return list(lines)
+    rests = []
+    for line in lines:
+        told = max((each for each in _TOLD if line.startswith(each)), key=len, default="")
+        rests.append(line.removeprefix(told).removeprefix(", "))
+    return [rest for rest in dict.fromkeys(rests) if rest]
 
 
 @contextlib.contextmanager

@@ -24,12 +24,12 @@ def heard(state: State, beat: Heartbeat) -> State:
     at = (beat.epoch, beat.step, beat.index, not beat.inside)
     seen = was._replace(heard_ns=now_ns)
     if at > was.at:
-        slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if _is_inside(was) else was.slowest_ns
+        slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if was.is_inside else was.slowest_ns
         same_step = was.at[1] == beat.step
         seen = Sighting(
             now_ns, now_ns, at, slowest_ns if same_step else 0, was.slowest_before_ns if same_step else slowest_ns
         )
-    moves = beat.worker not in state.done and (at > was.at or _is_inside(seen))
+    moves = beat.worker not in state.done and (at > was.at or seen.is_inside)
     moved_ns = now_ns if moves else state.moved_ns
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
 
@@ -45,7 +45,7 @@ def unresponsive(state: State, now_ns: int) -> Verdict:
         if now_ns - seen.heard_ns > options.silence_ns:
             how = f"has been silent for {_seconds(now_ns - seen.heard_ns)}"
             found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker), seen.heard_ns))
-        elif _is_inside(seen) and now_ns - seen.since_ns > allowed_ns:
+        elif seen.is_inside and now_ns - seen.since_ns > allowed_ns:
             how = f"hangs for {_seconds(now_ns - seen.since_ns)} (limit {_seconds(allowed_ns)})"
             found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker), seen.since_ns))
     return tuple(found)
@@ -65,10 +65,6 @@ def last_seen(state: State, worker: int) -> Position | None:
     if seen is None or not seen.at[0] or seen.at[1] <= state.committed:
         return None
     return Position(*seen.at[1:])
-
-
-def _is_inside(seen: Sighting) -> bool:
-    return not seen.at[3]
 
 
 def _seconds(duration_ns: int) -> str:

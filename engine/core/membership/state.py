@@ -71,6 +71,15 @@ class Sighting(NamedTuple):
     slowest_ns: int = 0  # its slowest action in this step
     slowest_before_ns: int = 0  # its slowest action in the previous step
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the worker is inside an action and does not wait."""
+        return not self.at[3]
+
+    def ages_s(self, now_ns: int) -> tuple[float, float]:
+        """Returns the seconds since the last message, and those inside the present action; 0 if the worker waits."""
+        return (now_ns - self.heard_ns) / 1e9, (now_ns - self.since_ns) / 1e9 if self.is_inside else 0.0
+
 
 class State(NamedTuple):
     """All decisions so far. Slots are numbered as in `Ownership`; mappings are by worker and never modified."""

@@ -11,7 +11,7 @@ from engine.runtime.ipc.progress_board import Progress
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker in a picture."""
+    """One worker in a picture; `silent_s` since its last message, and `inside_s` in the action that it computes."""
 
     worker: int
     pid: int
@@ -20,6 +20,8 @@ class WorkerView:
     progress: Progress
     peak_stash: int
     peak_memory_kib: int
+    silent_s: float = 0.0
+    inside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

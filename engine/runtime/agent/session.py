@@ -26,7 +26,7 @@ from engine.core.history.process_records import (
 )
 from engine.core.history.record import AGENT, VERSION
 from engine.core.history.run_records import JobRecord
-from engine.core.membership.state import Options, State, begin
+from engine.core.membership.state import Options, Sighting, State, begin
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import Agent
@@ -242,11 +242,13 @@ def _refuse_backend(job: Job) -> None:
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:
-    workers = tuple(_worker_view(member, board) for member in agent.members.values())
+    sightings = agent.node.state.sightings
+    workers = tuple(_worker_view(each, board, sightings.get(each.worker)) for each in agent.members.values())
     return RunView(agent.run_state, workers, agent.interrupted is not None)
 
 
-def _worker_view(member: WorkerHandle, board: ProgressBoard) -> WorkerView:
+def _worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None) -> WorkerView:
+    silent_s, inside_s = (0.0, 0.0) if seen is None else seen.ages_s(now_ns())
     return WorkerView(
         member.worker,
         member.child.pid,
@@ -255,6 +257,8 @@ def _worker_view(member: WorkerHandle, board: ProgressBoard) -> WorkerView:
         board.read(member.worker),
         max(member.peak_stash.values(), default=0),
         member.peak_memory_kib,
+        silent_s,
+        inside_s,
     )
 
 

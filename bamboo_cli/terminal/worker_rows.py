@@ -1,0 +1,56 @@
+"""The workers of a run in a picture: the action of each, the workers that training waits for, and those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from engine.core.action import COMPUTE_OPS, Op, parse_action
+from engine.core.errors import ScheduleError
+from engine.runtime.agent.run_view import WorkerView
+
+_STILL_S = 2.0  # a worker that says nothing for so long, or is in one action, may be the one that training waits for
+_MOST_NAMED = 3
+ELLIPSIS = "\u2026"
+
+
+def doing(text: str, is_recovering: bool) -> str:
+    """Returns the present action of a worker in words: it computes, computes again, heals, or waits."""
+    try:
+        action = parse_action(text)
+    except ScheduleError:  # none yet, or half of one: see `ProgressBoard.read`
+        return text
+    if action.op in COMPUTE_OPS:
+        return f"replay {text}" if is_recovering else text
+    if action.op is Op.HEAL:
+        return f"heals stage {action.stage}"
+    return text if action.op is Op.STEP else f"waits in {text}"
+
+
+def awaited(workers: Sequence[WorkerView]) -> str:
+    """Returns the workers that training waits for, each with its silence or its action; empty if none stands out."""
+    found = []
+    for each in workers:
+        if each.state == "starting":
+            found.append((0.0, f"worker {each.worker}"))
+        elif each.state == "running" and each.silent_s >= _STILL_S:
+            found.append((each.silent_s, f"worker {each.worker}, silent for {each.silent_s:.0f} s"))
+        elif each.state == "running" and each.inside_s >= _STILL_S:
+            found.append((each.inside_s, f"worker {each.worker}, in {each.progress.action} for {each.inside_s:.0f} s"))
+    found.sort(key=lambda each: -each[0])
+    more = [f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
+    return "; ".join([text for _, text in found[:_MOST_NAMED]] + more)
+
+
+def fitting(workers: Sequence[WorkerView], notable: Collection[int], most: int) -> tuple[list[WorkerView], str]:
+    """Returns at most `most` workers, the `notable` ones first if there are more, and a line about the others."""
+    if len(workers) <= most:
+        return list(workers), ""
+    ordered = sorted(workers, key=lambda each: each.worker not in notable)
+    shown, others = ordered[: max(0, most - 1)], ordered[max(0, most - 1) :]
+    states = sorted({each.state for each in others})
+    words = (
+        f"all {states[0]}"
+        if len(states) == 1
+        else ", ".join(f"{sum(each.state == state for each in others)} {state}" for state in states)
+    )
+    return shown, f"{ELLIPSIS} {len(others)} more workers, {words}"
