@@ -75,7 +75,7 @@ def shown(results: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
 def test_commands_colour_a_terminal(tmp_path: Path) -> None:
     plain = {command for command, text in shown(tmp_path, {}).items() if not COLOURS.search(text)}
-    assert plain == {"run --stages 0", "compare latest latest", "status"}
+    assert plain == {"run --stages 0", "compare latest latest"}
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
