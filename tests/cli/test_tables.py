@@ -42,6 +42,7 @@ NOTE = ". A wider terminal shows them, and so does a pipe into less -S."
 # Columns of numbers without a unit: counts, names and quantities of the model.
 WITHOUT_UNIT = """
 step epoch worker pid code pipeline stage microbatch kind loss ratio
+exit_code steps_compared difference_step difference_layer
 lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss a_n b_n
 """.split()
 
@@ -62,8 +63,17 @@ def slow(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-FIRST = slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
-SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
+CHECKS = [
+    {"event": "check", "name": "outcome", "result": "passed", "text": "recovered from 2 of 2 faults"},
+    {
+        "event": "check",
+        "name": "trajectory",
+        "result": "failed",
+        "text": "expected the weights of the run without the fault, found others from step 3 on, layer 1 (loss 1.06)",
+    },
+]
+FIRST = CHECKS + slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
+SECOND = CHECKS[:1] + slow(MadeUpRun(dead=((5, 2),)).events())
 BENCH = [
     BenchRow("4 workers, interleaved", "step_ms", 1234.5678, 1301.25, 0.94875, 1.05, True, 9),
     BenchRow("4 workers, zb1p", "step_ms", 0.012345, 301.25, 4.1e-5, None, None, 12),
