@@ -70,6 +70,15 @@ class _Commands(_Group):
                 _take_any_value(self.commands[args[0]])
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Calls the command; a message about a wrong value loses the words of the library that checks values."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if isinstance(message := getattr(error, "message", None), str):
+                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+            raise
+
 
 def load(name: str) -> Any:
     """Returns the command, or group of commands, of this name, with its module imported."""

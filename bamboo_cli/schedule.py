@@ -47,13 +47,13 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the program of a job as a grid, with the predicted bubble and peak of stashed activations."""
-    print_plan(resolved.job, as_json)
-    if page is not None:
+    if page is not None:  # first: the reader of the output may go away
         from bamboo_cli.report import write
         from engine.report.pages.schedule_page import schedule_page
 
         write(page, schedule_page(resolved.job))
         typer.echo(str(page), err=True)
+    print_plan(resolved.job, as_json)
 
 
 @schedule.command()

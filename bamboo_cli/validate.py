@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bamboo_cli.options.completion import library_files
+from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
 
 EPILOG = (
@@ -80,12 +81,24 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         found = read_matrix(str(path), kinds(), offered=offered)
         cells = [each.cell.name for each in found.cells]
         text = f"a matrix of {len(cells)} cells; job: {found.job_from}"
-        return text, {"cells": cells, "job_from": found.job_from}
+        return text + _not_imported(*(each.loaded.scenario.job for each in found.cells)), {
+            "cells": cells,
+            "job_from": found.job_from,
+        }
     if kind in ("job", "run"):
         job = merge([file_layer(path)], offered).job
-        return f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps", {"job": asdict(job)}
+        text = f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps"
+        return text + _not_imported(job), {"job": asdict(job)}
     loaded = load_document(path, document, kinds(), seed, offered=offered)
     number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
     faults = [str(each) for each in loaded.faults]
     text = f"{number}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
-    return text, {"faults": faults, "job_from": loaded.job_from}
+    return text + _not_imported(loaded.scenario.job), {"faults": faults, "job_from": loaded.job_from}
+
+
+def _not_imported(*jobs: Job) -> str:
+    """Returns the names of the user's factories, of which only the modules were looked for."""
+    from engine.models.model_registry import is_own
+
+    own = dict.fromkeys(name for job in jobs for name in (job.model, job.data) if is_own(name))
+    return f"; not imported: {', '.join(own)}" if own else ""

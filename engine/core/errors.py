@@ -151,6 +151,7 @@ class InvariantError(BambooError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns ``did you mean 'x'?`` for the nearest known spelling of `word`, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else ""
+    """Returns ``did you mean 'x'?`` for the nearest known spelling of `word`, in any case, or an empty string."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -25,6 +25,17 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
 
 _BROKEN: Any = object()
+_INDENT = "indent this line as its neighbours: keys of one mapping, and items of one list, begin in one column"
+# Problems of PyYAML -> what to do about each.
+_PLAIN_WORDS = (
+    (re.compile(r"'\\t'"), "indent with spaces, not tabs"),
+    (re.compile(r"<block end>, but found '<scalar>'"), "quote the whole value, or indent this line as its neighbours"),
+    (re.compile(r"<block end>, but found|mapping values are not allowed"), _INDENT),
+    (re.compile(r"could not find expected ':'"), "write ': ' between a key and its value"),
+    (re.compile(r"expected ',' or '[]}]'"), "close each [ and {, and put commas between the values"),
+    (re.compile(r"unexpected end of stream"), "close the quote"),
+    (re.compile(r"that cannot start any token"), "quote a value that begins with this character"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ class _Builder:
             found = f"the control character {chr(error.character)!r}"
             self.problems.append(Problem("", "readable YAML", found, "", self.source, *place))
         except yaml.MarkedYAMLError as error:
-            hint = "indent with spaces, not tabs" if "'\\t'" in str(error.problem) else str(error.problem)
+            hint = _plain_words(str(error.problem), text, error.problem_mark)
             place = (error.problem_mark.line + 1, error.problem_mark.column + 1) if error.problem_mark else (1, 1)
             self.problems.append(Problem("", "readable YAML", "", hint, self.source, *place))
         except (ValueError, OverflowError):
@@ -215,6 +226,13 @@ class _Builder:
             self._refuse(path, event, "a text key", repr(text), "quote it")
             return None
         return text
+
+
+def _plain_words(problem: str, text: str, mark: Any) -> str:
+    """Returns what to do about a problem of the parser, in words without its terms."""
+    if problem.startswith("mapping values") and ": " in text[: mark.index].rpartition("\n")[2]:
+        return "quote the value, which has a second ': '"
+    return next((words for pattern, words in _PLAIN_WORDS if pattern.search(problem)), problem)
 
 
 def _place(event: Any) -> TextPlace:

@@ -1,19 +1,58 @@
-"""Checks the models, data and optimizers that a job names, and their arguments, without torch."""
+"""Checks the models, data and optimizers that a job names, and their arguments, without torch and without user code."""
 
 from __future__ import annotations
 
+import importlib.util
+from importlib.machinery import PathFinder
+from pathlib import Path
+
 from engine.core.config.job import Job
-from engine.core.errors import Problem
-from engine.models.arguments import argument_problems
-from engine.models.model_registry import layer_problems, problems_of
+from engine.core.config.offered import Offered
+from engine.core.errors import Problem, nearest
+from engine.models.arguments import argument_problems, builtin_arguments
+from engine.models.model_registry import argument_names, is_own, layer_problems, problems_of
+
+_OPTIMIZERS = "engine.runtime.stage.optimizer"
 
 
-def offered(job: Job) -> list[Problem]:
-    """Returns the problems of the built-in parts that a job names, and of its cut into stages."""
-    return [*named(job), *layer_problems(job)]
-
-
-def named(job: Job) -> list[Problem]:
-    """Returns the problems of the built-in parts that a job names; enough for commands that only make the program."""
-    optimizer = argument_problems("optimizer_args", "engine.runtime.stage.optimizer", job.optimizer, job.optimizer_args)
+def _named_problems(job: Job) -> list[Problem]:
+    optimizer = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
     return [*problems_of(job), *optimizer]
+
+
+def _argument_names(job: Job) -> list[str]:
+    return [*argument_names(job), *(f"optimizer_args.{each}" for each in builtin_arguments(_OPTIMIZERS, job.optimizer))]
+
+
+def missing_modules(job: Job) -> list[Problem]:
+    """Returns the problems with the modules of a user's model and data that no file has; imports none of them.
+
+    Only the top-level name is looked for: a package decides while it is imported where its modules are.
+    """
+    return [
+        Problem(
+            field, "a module that Python finds", repr(name), _nearest_module(module) or "in this folder or PYTHONPATH"
+        )
+        for field, name in (("model", job.model), ("data", job.data))
+        if is_own(name) and not _is_found(module := name.partition(":")[0].partition(".")[0])
+    ]
+
+
+def _is_found(module: str) -> bool:
+    try:
+        # Workers look in the current folder too.
+        return (
+            PathFinder.find_spec(module, [str(Path.cwd())]) is not None or importlib.util.find_spec(module) is not None
+        )
+    except (ImportError, ValueError):  # a finder of another package, or a module without a file: importing it will tell
+        return True
+
+
+def _nearest_module(module: str) -> str:
+    return nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
+
+
+# Enough for commands that only make the program.
+named = Offered(_named_problems, _argument_names)
+# Also the cut of the model into stages, and the modules of a user's own model and data.
+offered = Offered(lambda job: [*_named_problems(job), *layer_problems(job), *missing_modules(job)], _argument_names)

@@ -148,6 +148,13 @@ def model_problems(job: Job) -> list[Problem]:
     return problems
 
 
+def argument_names(job: Job) -> list[str]:
+    """Returns the arguments of the built-in model and data of a job, such as ``model_args.width``."""
+    entry, data = MODELS.get(job.model), None if is_own(job.data) else data_factory(job)
+    factories = {"model_args": entry.factory if entry else None, "data_args": data}
+    return [f"{field}.{name}" for field, each in factories.items() if each is not None for name in each.arguments({})]
+
+
 def _division_problems(part: str, whole: str, args: Args, given: Args) -> list[Problem]:
     """Returns a problem if argument `part` does not divide `whole`; it names the one that the user gave."""
     if int(args[whole]) % int(args[part]) == 0:

@@ -88,15 +88,6 @@ def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
         )
 
 
-def test_init(tmp_path: Path) -> None:
-    done = CliRunner().invoke(APP, ["init", str(tmp_path), "--ci", "github"], catch_exceptions=False)
-    *paths, following = done.stdout.splitlines()
-    assert all(Path(path).is_file() for path in paths) and len(paths) == 3
-    assert following == f"next: bamboo inject --scenario {tmp_path}/scenarios/first.yaml"
-    with pytest.raises(UserError, match="no such file yet"):
-        CliRunner().invoke(APP, ["init", str(tmp_path)], catch_exceptions=False)
-
-
 def test_the_pytest_plugin_loads_nothing_heavy() -> None:
     heavy = "print([each for each in ('torch', 'pandas', 'yaml', 'typer') if each in sys.modules])"
     code = f"import bamboo_cli.pytest_plugin, sys; {heavy}"

@@ -163,7 +163,7 @@ def test_reserved_and_foreign_variables_are_left_alone() -> None:
             "model_args: {a b: 1}",
             "job.yaml:1:14: model_args.a b: expected an argument named with letters, digits and _, found 'a b'",
         ),
-        ("a: b: c", "job.yaml:1:5: expected readable YAML (mapping values are not allowed here)"),
+        ("a: b: c", "job.yaml:1:5: expected readable YAML (quote the value, which has a second ': ')"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_file_has_its_place_and_message(text: str, message: str) -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from engine.core.errors import UserError
 from engine.files.strict_yaml import MAX_BYTES, read_scalar, read_text, read_yaml
 
+INDENT = "indent this line as its neighbours: keys of one mapping, and items of one list, begin in one column"
+
 
 def problems(text: str) -> list[str]:
     return [str(problem) for problem in read_text(text, "job.yaml").problems]
@@ -62,9 +64,21 @@ TWICE = "expected one value, found a second one"
         ("a: !mine [1]", "job.yaml:1:4: a: expected no tag, found '!mine' (remove it)"),
         ("a: 1\n---\nb: 2", "job.yaml:2:1: expected one document, found a second one (remove what follows)"),
         # Text that the parser refuses.
-        ("a: b: c", "job.yaml:1:5: expected readable YAML (mapping values are not allowed here)"),
+        (
+            "a: b: c",
+            "job.yaml:1:5: expected readable YAML (quote the value, which has a second ': ')",
+        ),
         ("a:\n\tb: 1", "job.yaml:2:1: expected readable YAML (indent with spaces, not tabs)"),
-        ("a: [1, 2", "job.yaml:1:9: expected readable YAML (expected ',' or ']', but got '<stream end>')"),
+        ("a:\n  b: 1\n   c: 2", f"job.yaml:3:5: expected readable YAML ({INDENT})"),
+        ("a:\n  b: 1\n c: 2", f"job.yaml:3:2: expected readable YAML ({INDENT})"),
+        ("a:\n- b: 1\n - c", f"job.yaml:3:2: expected readable YAML ({INDENT})"),
+        ("a: 1\nb\nc: 2", "job.yaml:3:1: expected readable YAML (write ': ' between a key and its value)"),
+        ("a: @x", "job.yaml:1:4: expected readable YAML (quote a value that begins with this character)"),
+        (
+            'a: "x" y',
+            "job.yaml:1:8: expected readable YAML (quote the whole value, or indent this line as its neighbours)",
+        ),
+        ("a: [1, 2", "job.yaml:1:9: expected readable YAML (close each [ and {, and put commas between the values)"),
         ("a: 1\nb: \x07", r"job.yaml:2:4: expected readable YAML, found the control character '\x07'"),
         (r'a: "\UFFFFFFFF"', "job.yaml:1:7: expected readable YAML (an escape that names no character)"),
         ("[" * 30, "job.yaml:1:21: expected at most 20 levels, found a deeper one"),
@@ -202,7 +216,7 @@ def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
         ("[1]", "--lr: expected one value, found a list (quote it)"),
         ("a: b", "--lr: expected one value, found a mapping (quote it)"),
         ("1 # x", "--lr: expected one value, found '1 # x' (quote it)"),
-        ("'x", "--lr: expected readable YAML (found unexpected end of stream)"),
+        ("'x", "--lr: expected readable YAML (close the quote)"),
     ],
 )
 def test_one_value_on_the_command_line_is_as_strict(text: str, message: str) -> None:

@@ -8,26 +8,21 @@ that only ``--set`` and flags change it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
+from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import Problem, UserError
 from engine.files.jobs.file_kind import with_its_faults
 from engine.files.jobs.job_layers import PROJECT_FILE, Layer, environment_layer, file_layer, flag_layer, set_layer
-from engine.files.jobs.job_value import ARGS_FIELDS, Given
+from engine.files.jobs.job_value import A_FIELD, ARGS_FIELDS, FIELD_TYPES, Given
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
-
-Offered = Callable[[Job], Iterable[Problem]]  # the problems with the models, data and arguments that a job names
-
-
-def anything(job: Job) -> Iterable[Problem]:
-    """Accepts every model, data set and argument that a job names."""
-    return ()
 
 
 def resolve_job(
@@ -36,7 +31,7 @@ def resolve_job(
     settings: Iterable[str] = (),
     flags: Mapping[str, str] | None = None,
     project: Path = Path(),
-    offered: Offered = anything,
+    offered: Offered = ANYTHING,
 ) -> Resolved:
     """Returns the job that all layers make together.
 
@@ -55,7 +50,7 @@ def resolve_job(
     return merge([*layers, flag_layer(flags or {})], offered)
 
 
-def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:
+def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     """Returns the job that the layers make together; a later layer overrides an earlier one.
 
     Raises:
@@ -76,10 +71,21 @@ def merge(layers: Sequence[Layer], offered: Offered = anything) -> Resolved:
     ]
     # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.
     if not {"model", "data", "optimizer"} & {problem.field for problem in problems}:
-        problems += [_at_its_place(problem, given) for problem in offered(job)]
+        known = {problem.field for problem in problems}  # one problem is enough for a value
+        problems += [_at_its_place(each, given) for each in offered.problems(job) if each.field not in known]
     if problems:
-        raise UserError(_in_order(problems, layers))
+        raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
     return Resolved(job, _origins(job, given))
+
+
+def _with_a_field(problem: Problem, job: Job, offered: Offered) -> Problem:
+    """Returns the problem of an unknown field with the argument of that name, or else with all fields."""
+    if problem.expected != A_FIELD or problem.hint:
+        return problem
+    by_last = {each.partition(".")[2]: each for each in offered.arguments(job)}
+    close = get_close_matches(problem.field.rpartition(".")[2], by_last, n=1)
+    hint = f"did you mean {by_last[close[0]]!r}?" if close else f"there is {', '.join(FIELD_TYPES)}"
+    return replace(problem, hint=hint)
 
 
 def _user_file(environment: Mapping[str, str]) -> Path | None:

@@ -16,6 +16,7 @@ from engine.files.yaml_scalar import plain_value
 OptionPath = tuple[str, ...]
 
 FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
+A_FIELD = "a field of the job"
 ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
 
 _EXPECTED: dict[Any, str] = {
@@ -72,7 +73,7 @@ def check(given: Given) -> Given | Problem:
     if not is_known(given.path):
         if given.path[0] in ARGS_FIELDS:
             return given.problem("an argument named with letters, digits and _", repr(given.path[1]))
-        return given.problem("a field of the job", "", nearest(given.name, FIELD_TYPES))
+        return given.problem(A_FIELD, "", nearest(given.name, FIELD_TYPES))
     kind: Any = Scalar if len(given.path) == 2 else FIELD_TYPES[given.name]
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     try:

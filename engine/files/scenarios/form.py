@@ -98,6 +98,7 @@ class FormEntry:
     form: Form
     about: str
     required: bool = False
+    expected: str = "a value"  # in the message that it is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Mapped:
     def _check_presence(self, reading: Reading, path: KeyPath, value: Mapping[str, object]) -> None:
         for name, entry in self.entries.items():
             if entry.required and not _is_there(reading, path, name, value):
-                reading.refuse((*path, name), "a value", "nothing", entry.about)
+                reading.refuse((*path, name), entry.expected, "nothing", entry.about)
         there = [name for name in self.one_of if _is_there(reading, path, name, value)]
         if self.one_of and len(there) != 1:
             reading.refuse(path, f"one of {', '.join(self.one_of)}", " and ".join(there) or "none of them")

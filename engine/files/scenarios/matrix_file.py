@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.matrix import SPREAD, Axis, Cell, MatrixCase, cells, spread_axes
 from engine.core.faults.scenario_plain import scenario_plain
 from engine.files.jobs.file_kind import kind_of, other_kind
-from engine.files.jobs.job_file import Offered, anything
 from engine.files.jobs.job_layers import PROJECT_FILE
 from engine.files.jobs.job_value import shown
 from engine.files.scenarios.form import BAD, Atom, FormEntry, ListOf, Mapped, Reading, in_order, text
 from engine.files.scenarios.library import find_file, library_names
 from engine.files.scenarios.scenario_file import Loaded, load_document
 from engine.files.scenarios.scenario_job import FROM, ScenarioJobs
-from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, constant
+from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, version_entry
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 _ID = text("a name of letters, digits and . _ -", ID_PATTERN)
@@ -49,7 +49,7 @@ _CASE = Mapped(
 )
 _MATRIX = Mapped(
     {
-        "version": FormEntry(constant(VERSION), f"{VERSION}", required=True),
+        "version": version_entry(),
         "name": FormEntry(_ID, "the name of the matrix", required=True),
         "about": FormEntry(text("one sentence"), "the purpose of the matrix, in one sentence", required=True),
         "job": FormEntry(_JOB, "the job of every case, as of a scenario (default: ./bamboo.yaml)"),
@@ -94,7 +94,7 @@ def matrix_schema() -> dict[str, Any]:
 
 
 def read_matrix(
-    name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = (), offered: Offered = anything
+    name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = (), offered: Offered = ANYTHING
 ) -> Matrix:
     """Returns the matrix of a file, or of a name in the library.
 

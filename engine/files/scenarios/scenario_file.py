@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.config.job import Job
+from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import UserError, nearest
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import After, At, Fault
@@ -20,7 +21,7 @@ from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenar
 from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.scalar import Scalar
 from engine.files.jobs.file_kind import other_kind
-from engine.files.jobs.job_file import Offered, anything, merge
+from engine.files.jobs.job_file import merge
 from engine.files.jobs.job_layers import Layer
 from engine.files.jobs.job_value import shown
 from engine.files.jobs.resolved_job import Resolved
@@ -62,7 +63,7 @@ def load_scenario(
     kinds: Mapping[str, FaultKind],
     seed: int | None = None,
     settings: Iterable[str] = (),
-    offered: Offered = anything,
+    offered: Offered = ANYTHING,
 ) -> Loaded:
     """Returns a scenario and its faults; `seed` defaults to the seed of the job.
 
@@ -86,7 +87,7 @@ def load_document(
     kinds: Mapping[str, FaultKind],
     seed: int | None = None,
     settings: Iterable[str] = (),
-    offered: Offered = anything,
+    offered: Offered = ANYTHING,
     jobs: ScenarioJobs | None = None,
 ) -> Loaded:
     """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.

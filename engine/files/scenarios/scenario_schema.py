@@ -122,7 +122,7 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
     )
     return Mapped(
         {
-            "version": FormEntry(constant(VERSION), f"{VERSION}", required=True),
+            "version": version_entry(),
             "name": FormEntry(
                 text("a name of letters, digits and . _ -", ID_PATTERN), "the scenario's name", required=True
             ),
@@ -171,6 +171,12 @@ def _job_field(name: str) -> dict[str, Any]:
 def constant(value: int) -> Atom:
     """Returns the form of a number that must be `value`."""
     return Atom(str(value), lambda found: found if type(found) is int and found == value else None, {"const": value})
+
+
+def version_entry() -> FormEntry:
+    """Returns the key that names the version of a file's form."""
+    expected = f"'version: {VERSION}' in the first line"
+    return FormEntry(constant(VERSION), "the version of the form of this file", required=True, expected=expected)
 
 
 def _parameters(kinds: Mapping[str, FaultKind]) -> dict[str, tuple[Form, str]]:
