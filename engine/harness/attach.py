@@ -23,6 +23,7 @@ from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, JobRecord, RefusedRecord, RequestRecord
+from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.events_file import add_records, events_of
 from engine.harness.case_result import CaseResult, judged
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
@@ -61,6 +62,12 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
     except RunInterruptedError:
         strikes = "the faults still strike it" if events.has_taken(request.name) else "no fault strikes it"
         say(f"the job runs on; {strikes}")
+        raise
+    except BambooError as error:
+        if error.exit_code == ExitCode.INVALID_CASE:
+            check = CheckRecord(name="faults", result="invalid", text=str(error), request=request.name)
+            verdict = VerdictRecord(result="invalid", exit_code=int(error.exit_code), request=request.name)
+            add_records(folder.events, check, verdict)
         raise
     finally:
         request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind

@@ -5,10 +5,11 @@ Rules: every command that runs a job runs it here. A run folder has all that is 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from engine.core.checks.expectations import Observed, why_no_twin
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
-from engine.core.errors import BambooError, UserError
+from engine.core.errors import BY_SIGNAL, BambooError, StorageError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
+from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
 from engine.core.history.run_records import ScenarioRecord
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.case_result import CaseResult, judged
@@ -74,9 +76,30 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     if problems := unreadable_data(job):
         raise UserError(problems)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2))
-    with folder_used(folder.path):
+    with folder_used(folder.path), _failure_recorded(folder):
         delete_dead_stores(Path(job.results))
         return _run_in(folder, case, etcd, screen, server, started_s)
+
+
+@contextlib.contextmanager
+def _failure_recorded(folder: RunFolder) -> Iterator[None]:
+    """Records an error that ends the command before the run has a verdict, such as a full disk or a store that refuses.
+
+    Without these records the run would look like one whose launcher was killed.
+    """
+    from engine.files.events_file import add_records, read_history
+
+    try:
+        yield
+    except BambooError as error:
+        with contextlib.suppress(StorageError):
+            history = read_history(folder.events)
+            outcome, code = "interrupted" if error.exit_code in BY_SIGNAL else "failed", int(error.exit_code)
+            training = [] if history.training_ended else [TrainingEndedRecord(outcome=outcome, exit_code=code)]
+            if history.records and history.ended is None:
+                ended = EndedRecord(outcome=outcome, exit_code=code)
+                add_records(folder.events, FailedRecord(error=str(error)), *training, ended)
+        raise
 
 
 def _run_in(

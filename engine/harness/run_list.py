@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory, history_of
+from engine.core.history.verdict_records import ComparisonRecord, NotComparedRecord
 from engine.files.events_file import events_of
 from engine.files.run_folder import RunFolder, run_names
 from engine.harness.dead_runs import dead_run
@@ -49,7 +50,13 @@ def _row(run: Path) -> RunRow:
 
 
 def _verdict(history: RunHistory) -> str:
-    return ""
+    """Returns the first check that did not pass, else what became of the weights; empty before the verdict."""
+    if history.findings:
+        return f"{history.findings[0].name} {history.findings[0].result}"
+    found = history.first(ComparisonRecord)
+    if found is not None and found.difference is None:
+        return f"weights identical, {found.compared} of {found.steps} steps"
+    return "weights not compared" if history.first(NotComparedRecord) else ""
 
 
 def _unfinished(run: Path) -> str:

@@ -81,6 +81,24 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
         (2, 9, "2026-01-01 01:00:00"),
     ]
     assert f"{failed}  gpt, 2 stages  failed" in say("list", "runs", "--results", tmp_path)
+
+
+def test_a_listed_run_tells_its_verdict(tmp_path: Path) -> None:
+    compared = {"event": "comparison", "compared": 8, "steps": 9, "difference": None}
+    check = {"event": "check", "name": "culprit", "result": "failed"}
+    ended = {"event": "ended", "outcome": "failed", "exit_code": 1}
+    ends: list[list[dict[str, Any]]] = [[compared], [compared, check], [{"event": "not_compared"}], []]
+    for hour, told in enumerate(ends):
+        make_run(tmp_path, "mlp", [*STARTED, *told, ended], hour=hour)
+    assert [row["verdict"] for row in listed("runs", "--results", tmp_path)["runs"]] == [
+        "",
+        "weights not compared",
+        "culprit failed",
+        "weights identical, 8 of 9 steps",
+    ]
+
+
+def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
     assert say("list", "runs", "--results", tmp_path / "none") == f"no runs in '{tmp_path}/none'\n"
 
 

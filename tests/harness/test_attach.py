@@ -172,6 +172,22 @@ def test_a_refusal_of_somebody_elses_request_is_none(run: RunFolder, monkeypatch
     assert say(run).exit_code == 0
 
 
+def test_faults_that_came_too_late_are_an_invalid_case_of_the_run(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(name: str, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+        return [of_agent("request", request=name, faults=[faults[0].id]), of_agent("commit", step=10**5)]
+
+    monkeypatch.setattr(attach, "pace", lambda _: 0)
+    answered(monkeypatch, too_late)
+    with pytest.raises(BambooError, match="these did not strike; try again"):
+        say(run)
+    history = read_history(run.events)
+    (check,), (verdict,) = history.of(CheckRecord), history.of(VerdictRecord)
+    assert (check.name, check.result, check.request) == ("faults", "invalid", verdict.request)
+    assert (verdict.result, verdict.exit_code) == ("invalid", 6)
+
+
 @pytest.mark.parametrize("reason", ["it is no good", ""])
 def test_whoever_is_refused_or_not_heard_withdraws_the_request(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, reason: str
