@@ -66,12 +66,17 @@ hand-over: the move of slots from a leaving worker to its heirs at a step bounda
 failure: the sign of a fault that the system sees.
 verdict: the decision which workers are out with an epoch, each with a cause.
 heir: the worker that owns a slot after a verdict or a hand-over.
+detect: the phase from a failure to the first process that knows of it.
+agree: the phase from the first sign of a failure to the verdict.
 fence: the end of all that workers do in an old epoch; later words of that epoch count for nothing.
+regroup: the phase in which the members of a new epoch form its process group.
 inventory: the list of all that a worker holds of the open step.
 plan: the program that finishes the open step after an epoch, made by every member alike.
 replay: the part of a plan that computes again results that are gone.
 recovery: the time from a failure to the first commit after it.
 phase: one part of a recovery, or the state of a job in the membership protocol.
+merged: the time from the end of the pause to the commit, in which the heir works for two.
+exposure: the time in which some slot has no replica but its owner's, so that one more loss could end the run.
 pause: the time of a recovery in which nothing new is computed.
 stall: the time between the commits around a failure, less a usual step.
 rendezvous: the store through which the members of an epoch find each other.

@@ -124,6 +124,11 @@ class Browser:
         """Sets the colour scheme that the page finds preferred, ``light`` or ``dark``."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
+    def resize(self, width: int, height: int) -> None:
+        """Sets the size of the window; below 600 pixels it is that of a phone."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
     def picture(self, path: Path, whole: bool = True) -> None:
         """Writes a picture of the page as PNG."""
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)

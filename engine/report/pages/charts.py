@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from engine.report.load import RunTables
+from engine.report.pages.words import definition
 from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -60,7 +61,7 @@ def _phases(recovery: pd.DataFrame) -> Figure:
             "y": labels,
             "marker": {"color": PHASE_COLOURS[phase]},
             "visible": "legendonly" if phase in _AFTER_THE_PAUSE else True,
-            "hovertemplate": f"{phase}: %{{x:.2f}} ms<extra></extra>",
+            "hovertemplate": f"<b>{phase}</b>: %{{x:.2f}} ms<br>{definition(phase)}<extra></extra>",
         }
         for phase in ALL_PHASES
     ]

@@ -22,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from engine.report.formats import cell_text
+from engine.report.pages.words import word
 
 Tile = tuple[str, str, str]  # title, figure, unit
 _TEXT_COLUMNS = {"what", "text", "reason"}
@@ -76,7 +77,7 @@ def html_table(table: pd.DataFrame) -> str:
     """Returns a table as HTML, every cell escaped."""
     numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in table.dtypes]
     head = "".join(
-        f'<th class="{"number" if number else ""}">{html.escape(str(name))}</th>'
+        f'<th class="{"number" if number else ""}">{word(str(name))}</th>'
         for name, number in zip(table.columns, numeric, strict=True)
     )
     rows = []
@@ -94,7 +95,7 @@ def html_table(table: pd.DataFrame) -> str:
 def tiles_html(tiles: Sequence[Tile]) -> str:
     """Returns the tiles of a heading as HTML."""
     return "".join(
-        f"<div><dt>{name}</dt><dd>{html.escape(figure)} <small>{html.escape(unit)}</small></dd></div>"
+        f"<div><dt>{word(name)}</dt><dd>{html.escape(figure)} <small>{html.escape(unit)}</small></dd></div>"
         for name, figure, unit in tiles
     )
 

@@ -48,11 +48,50 @@ function makeControls() {
 
 function drawCharts() {
   for (const [name, figure] of Object.entries(DATA.charts)) {
-    Plotly.react(name, name === "phases" ? figure.data : suited(figure.data), themed(structuredClone(figure.layout)), CONFIG);
+    const layout = themed(structuredClone(figure.layout));
+    if (name === "phases" && innerWidth < 700) layout.showlegend = false; // it would lie over the chart
+    Plotly.react(name, name === "phases" ? figure.data : suited(figure.data), layout, CONFIG);
   }
 }
 
+// Tells the definition of a word under the mouse, or at the focus of a keyboard or finger.
+function wordOf(text, definition) {
+  const word = document.createElement("abbr");
+  word.textContent = text;
+  word.tabIndex = 0;
+  word.dataset.told = definition;
+  return word;
+}
+
+function tellWords() {
+  const tip = document.createElement("div");
+  tip.id = "tip";
+  tip.setAttribute("role", "tooltip");
+  document.body.append(tip);
+  let word = null;
+  const place = () => {
+    if (!word) return;
+    const [box, size] = [word.getBoundingClientRect(), tip.getBoundingClientRect()];
+    tip.style.left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - size.width - 8)) + "px";
+    tip.style.top = (box.bottom + size.height + 6 < innerHeight ? box.bottom + 6 : box.top - size.height - 6) + "px";
+  };
+  const tell = (target) => {
+    word = target?.closest?.("abbr[data-told]") ?? null;
+    word?.setAttribute("aria-describedby", "tip");
+    tip.textContent = word?.dataset.told ?? "";
+    place();
+  };
+  for (const name of ["mouseover", "focusin"]) document.addEventListener(name, (event) => tell(event.target));
+  for (const name of ["mouseout", "focusout"]) document.addEventListener(name, () => tell(null));
+  document.addEventListener("scroll", place);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tell(null); });
+}
+
+// On paper nothing can be unfolded.
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => { each.open = true; }));
+
 drawCharts();
 makeControls();
+tellWords();
 DARK.addEventListener("change", () => { drawCharts(); show(...view); });
 document.body.dataset.drawn = "yes";

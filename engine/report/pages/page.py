@@ -1,11 +1,12 @@
 """The page of a run; its heading states the outcome.
 
-Rule: every text from outside is escaped, for HTML and for plotly; `frame` escapes the data of the scripts.
+Rule: every text from outside is escaped, for HTML and for Plotly.
 """
 
 from __future__ import annotations
 
 import html
+import re
 from string import Template
 
 import pandas as pd
@@ -14,32 +15,16 @@ from engine.core.checks.stall import quantile
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
 from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
+from engine.report.pages.exceptions_section import exceptions_section
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.job_facts import host_line, job_line, when_text
-from engine.report.pages.timeline import timeline
-from engine.report.recovery import NO_WORKER_LOST, PHASE_COLUMNS, stalls_of
+from engine.report.pages.recoveries import recoveries_section
+from engine.report.pages.timeline import slots_text, timeline
+from engine.report.pages.words import definition
+from engine.report.recovery import NO_WORKER_LOST, stalls_of
 
-_RECOVERY_COLUMNS = {
-    "what": "what",
-    "outcome": "outcome",
-    "slots": "slot",
-    "step": "step",
-    "last_action": "last action",
-    "heirs": "heir",
-    "stall_ms": "training stalled",
-    "stall_bound": "bound",
-    **{column: column.removesuffix("_ms") for column in PHASE_COLUMNS},
-    "pause_ms": "pause",
-    "redone_actions": "redone",
-    "samples_redone": "samples redone",
-    "samples_per_s_before": "samples/s before",
-    "samples_per_s_during": "during",
-    "samples_per_s_after": "after",
-    "plan_bytes": "bytes sent",
-    "heal_bytes": "to heal",
-    "rung": "survived by",
-    "reason": "reason",
-}
+# Gloo names a line of its own source before the cause, and gives general advice after it.
+_OF_GLOO = re.compile(r"\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by.*", re.DOTALL)
 
 
 def page(run: RunTables) -> str:
@@ -48,14 +33,14 @@ def page(run: RunTables) -> str:
     drawn, shown = timeline(run), charts(run)
     left_out = drawn["left_out"]
     data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
-    history = run.history.rename(columns={"at_ms": "at, ms"})
-    workers = run.workers.rename(columns={"end_ms": "end, ms", "peak_memory_mib": "peak MiB", "busy_ms": "busy, ms"})
     sections = Template(asset("run.html")).substitute(
-        recovery=_recovery(run),
+        exceptions=exceptions_section(run.raised),
+        recovery=recoveries_section(run),
+        exposed=html.escape(definition("exposure")),
         exposure=html.escape(_exposed(run)),
         memory='<section><h2>Memory</h2><div id="memory" class="chart"></div></section>' if "memory" in shown else "",
-        history=html_table(history),
-        workers=html_table(workers),
+        history=html_table(_history(run)),
+        workers=html_table(_workers(run)),
         command=html.escape(command(run)),
     )
     note = f"{left_out:,} actions of other steps are not in this page." if left_out else ""
@@ -71,7 +56,8 @@ def _tiles(run: RunTables) -> list[Tile]:
     outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(outcomes):
         tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))
-        tiles.append(("training stalled", str(quantile(stalls, 0.5)) if stalls else "-", "in the median"))
+    if stalls:
+        tiles.append(("training stalled", str(quantile(stalls, 0.5)), "in the median" if len(stalls) > 1 else ""))
     tiles.append(("median step", _figure(steps["duration_ms"].median()), "ms"))
     tiles.append(("throughput", _figure(steps["samples_per_s"].median()), "samples/s"))
     tiles.append(("training loss", f"{steps['loss'].iloc[-1]:.4g}" if len(steps) else "-", ""))
@@ -84,25 +70,46 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _recovery(run: RunTables) -> str:
-    if run.recovery.empty:
-        return ""
-    # An error may name many files; the history shows it completely.
-    table = run.recovery.assign(reason=run.recovery["reason"].str.split(";").str[0])
-    table = table[list(_RECOVERY_COLUMNS)].rename(columns=_RECOVERY_COLUMNS)
-    if run.recovery["outcome"].isin(NO_WORKER_LOST).all():
-        heading, chart = "<h2>Faults</h2>", ""
-    else:
-        heading = "<h2>Recoveries <small>(ms; click merged or heal to see the time after the pause)</small></h2>"
-        chart = '<div id="phases" class="chart"></div>'
-    return f'<section>{heading}{chart}<div class="scroll tight">{html_table(table)}</div></section>'
+def _seconds(ms: float) -> str:
+    return "" if pd.isna(ms) else "before" if ms < 0 else f"{ms / 1e3:,.3f}"
+
+
+def _history(run: RunTables) -> pd.DataFrame:
+    """Returns the observations and decisions with the causes of broken transfers alone; events have the whole texts."""
+    table = run.history.assign(text=run.history["text"].str.replace(_OF_GLOO, "", regex=True))
+    table["at_ms"] = table["at_ms"].map(_seconds)
+    return table.rename(columns={"at_ms": "at, s"})
+
+
+def _workers(run: RunTables) -> pd.DataFrame:
+    one_pipeline = run.job.pipelines == 1
+    gained = {
+        heir: slots_text(of[["pipeline", "stage"]].to_numpy(), one_pipeline)
+        for heir, of in run.takeovers.groupby("heir")
+    }
+    slots = [[list(map(int, each.split("."))) for each in text.split()] for text in run.workers["slots"]]
+    return pd.DataFrame(
+        {
+            "worker": run.workers["worker"],
+            "stages": [slots_text(each, one_pipeline) for each in slots],
+            "took over": run.workers["worker"].map(gained),
+            "end": run.workers["state"],
+            "at, s": run.workers["end_ms"].map(_seconds),
+            "peak memory, MiB": run.workers["peak_memory_mib"],
+            "peak stashed activations": run.workers["peak_stash"],
+            "actions": run.workers["num_actions"],
+            "busy, s": run.workers["busy_ms"] / 1e3,
+            "last action": run.workers["last_action"],
+            "pid": run.workers["pid"],
+        }
+    )
 
 
 def _exposed(run: RunTables) -> str:
     lengths_ms = run.exposure["to_ms"] - run.exposure["from_ms"]
     exposed_ms, longest_ms = float(lengths_ms.sum()), float(lengths_ms.max())
     if not exposed_ms:
-        return "Every slot had a live replica all the time."
+        return "Every slot had a second replica all the time."
     share = exposed_ms / run.end_ms if run.end_ms else 1.0
-    total = f"Some slot had only its owner's replica for {exposed_ms:,.0f} ms, {share:.1%} of the run"
-    return f"{total}; the longest time was {longest_ms:,.0f} ms."
+    total = f"Some slot had only its owner's replica for {exposed_ms / 1e3:,.2f} s, {100 * share:.1f} % of the run"
+    return f"{total}; the longest time was {longest_ms / 1e3:,.2f} s."

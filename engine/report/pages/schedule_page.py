@@ -37,6 +37,7 @@ from engine.report.pages.charts import (
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.job_facts import counted
 from engine.report.pages.timeline import REDUNDANT, packed, slots_text
+from engine.report.pages.words import definition
 
 _OPS = [op for op, row in OP_TABLE.items() if row.work and row.stands is not Stands.AGAIN]
 _COLOURS = (SKY, ORANGE, YELLOW, GREEN)
@@ -104,6 +105,7 @@ def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: di
         "told": "worker %{customdata[1]}",
         "follower": "stash",
         "kinds": [OP_TABLE[op].about for op in _OPS],
+        "definitions": [definition(OP_TABLE[op].about) for op in _OPS],
         "texts": [str(span.action) for span in spans],
         "workers": [
             {"worker": each, "slots": slots[each], "also": [], "also_short": "", "state": "", "end": None}

@@ -143,16 +143,16 @@ function traceOf(kind, which) {
 function drawLegend(single, kinds) {
   const marks = single === null ? [] : [...new Set(single.map((i) => ACTIONS.mark[i]))];
   const entries = single === null ? [["a step, the stronger the colour the busier", "#56B4E9", ""]]
-    : kinds.map((kind) => [LINE.kinds[kind], suited(DATA.colours[kind]), ""]);
+    : kinds.map((kind) => [LINE.kinds[kind], suited(DATA.colours[kind]), "", LINE.definitions[kind]]);
   if (ACTIONS.shade) entries.push(["the darker, the later the stage", "", "shades"]);
   for (const { pattern, told, style } of MARKS) {
     if (marks.some((mark) => patternOf(mark) === pattern)) entries.push([told, "", style]);
   }
-  document.getElementById("legend").replaceChildren(...entries.map(([name, background, style]) => {
+  document.getElementById("legend").replaceChildren(...entries.map(([name, background, style, definition]) => {
     const [entry, swatch] = [document.createElement("span"), document.createElement("i")];
     swatch.style.backgroundColor = background;
     swatch.className = style;
-    entry.append(swatch, name);
+    entry.append(swatch, definition ? wordOf(name, definition) : name);
     return entry;
   }));
 }

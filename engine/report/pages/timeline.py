@@ -15,6 +15,7 @@ import pandas as pd
 
 from engine.report.actions import KINDS
 from engine.report.load import RunTables
+from engine.report.pages.words import definition
 from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
 from engine.report.workers import NOT_BUSY
 
@@ -36,6 +37,7 @@ def timeline(run: RunTables) -> dict[str, Any]:
         "all": "Whole run",
         "told": "worker %{customdata[1]}, step %{customdata[2]}, epoch %{customdata[3]}",
         "kinds": list(KINDS),
+        "definitions": [definition(kind) for kind in KINDS],
         "texts": [str(text) for text in texts],
         "workers": [_worker(row, run) for row in run.workers.itertuples()],
         "actions": {
