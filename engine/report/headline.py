@@ -75,8 +75,8 @@ def _deaths(recovery: pd.DataFrame) -> str:
     late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
     recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
     if late and recovery.empty:
-        who = "Workers" if "," in late else "Worker"
-        return f"{who} {late} was lost after the last commit, when no step was left to recover."
+        lost = f"Workers {late} were" if "," in late else f"Worker {late} was"
+        return f"{lost} lost after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]
     if out.empty:
         return "No worker was lost." if recovery.empty else "No worker was lost; one link was mended."
@@ -84,11 +84,13 @@ def _deaths(recovery: pd.DataFrame) -> str:
     told = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
     if len(out) == 1:
         row = out.iloc[0]
-        who = "Worker" if "," not in row["who"] else "Workers"
-        heirs = f"worker {row['heirs']} took over" if row["heirs"] else "the others went on"
-        return f"{who} {row['who']} was lost in step {row['step']}; {heirs}; {told}."
+        lost = f"Workers {row['who']} were" if "," in row["who"] else f"Worker {row['who']} was"
+        heirs = f"worker{'s' if ',' in row['heirs'] else ''} {row['heirs']}" if row["heirs"] else ""
+        goes_on = f"{heirs} took over" if heirs else "the others went on"
+        return f"{lost} lost in step {row['step']}; {goes_on}; {told}."
     longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls else ""
-    return f"Workers were lost {len(out)} times; others took over; {told}{longest}."
+    num_lost = sum(len(who.split(", ")) for who in out["who"])
+    return f"{num_lost} workers were lost; others took over; {told}{longest}."
 
 
 def command(run: RunTables) -> str:
@@ -119,4 +121,6 @@ _PLACES = {"results", "name"}
 def _flags(name: str, value: Any) -> list[str]:
     if name in _MAPPINGS:
         return [word for key, each in value.items() for word in ("--set", f"{name}.{key}={each}")]
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
     return [f"--{name.replace('_', '-')}", str(value)]

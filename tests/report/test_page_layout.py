@@ -151,3 +151,44 @@ def test_texts_and_units_are_for_people(opened: Browser) -> None:
     assert "a second replica of every slot" in exposure and "exposed: another loss could end the run" in exposure
     memory = opened.ask("document.getElementById('memory').textContent")
     assert "worker 2" in memory and "SIGKILL, not known" in memory
+
+
+def ended(browser: Browser, folder: Path, *told: Event, **end: object) -> list[str]:
+    """Returns the sign, the mood and the text of the line on the weights of a run with these events after its end."""
+    *made, _, last = MadeUpRun(dead=((5, 2),)).events()
+    path = folder / "report.html"
+    at_ms = last["at_ns"] / 1e6
+    run = load([*made, *(agent(at_ms=at_ms, **each) for each in told), last | end], "judged")
+    path.write_text(page(run), encoding="utf-8")
+    browser.open(path)
+    colour = "getComputedStyle(document.querySelector('.weights')).color"
+    line: list[str] = browser.ask(f"[document.querySelector('.weights').innerText, {colour}]")
+    return line
+
+
+def test_the_first_line_says_in_colour_whether_the_weights_are_the_same(browser: Browser, tmp_path: Path) -> None:
+    """A run whose weights differ had a big green headline, and one whose weights are the same did not say so."""
+    same: Event = {
+        "event": "comparison",
+        "compared": 10,
+        "steps": 10,
+        "last_step": 9,
+        "difference": None,
+        "disturbed": 5,
+    }
+    other = {"step": 2, "layer": 1, "part": "weights", "tensor": "bias", "run": "0a", "twin": "0b"}
+    failed: Event = {"event": "check", "name": "trajectory", "result": "failed", "text": "step 2: other weights"}
+    good, bad, undecided = "rgb(0, 112, 79)", "rgb(179, 71, 0)", "rgb(0, 86, 138)"
+    text, colour = ended(browser, tmp_path, same)
+    assert (text, colour) == ("\u2713 Weights identical to the run without the fault, 10 of 10 steps.", good)
+    assert "Weights" not in browser.ask("document.querySelector('h1').innerText")
+    text, colour = ended(browser, tmp_path, same | {"difference": other}, failed, outcome="failed", exit_code=1)
+    assert (text, colour) == ("\u2717 Weights differ from those of the run without the fault.", bad)
+    assert browser.ask("getComputedStyle(document.querySelector('h1')).color") == bad
+    checks = (
+        "[...document.querySelector('section:nth-of-type(2)').querySelectorAll('td')].map((each) => each.innerText)"
+    )
+    assert browser.ask(checks) == ["trajectory", "failed", "step 2: other weights"]
+    assert browser.ask("getComputedStyle(document.querySelector('td.bad')).color") == bad
+    text, colour = ended(browser, tmp_path, {"event": "not_compared", "why": "no twin was asked for"})
+    assert (text, colour) == ("Weights not compared: no twin was asked for.", undecided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -283,7 +284,10 @@ def test_the_headline_says_who_was_lost_and_the_command_does_it_again(run: RunTa
     assert sentence.startswith(
         "Worker 2 was lost in step 5; worker 1 took over; training stalled for 60 ms. All 10 steps"
     )
-    assert command(run) == "bamboo run --model mlp --set model_args.width=64 --steps 10 --seed 7 --kill 5:2"
+    again = "bamboo run --model mlp --set model_args.width=64 --steps 10 --seed 7"
+    assert command(run) == f"{again} --kill 5:2"
+    unchecked = replace(run, job=replace(run.job, check_pure=False))
+    assert command(unchecked) == f"{again} --no-check-pure --kill 5:2", "no command takes --check-pure False"
 
 
 def test_who_is_lost_after_the_last_commit_is_no_recovery() -> None:
@@ -323,7 +327,7 @@ def test_two_deaths_are_two_rows_and_runs_are_joined(run: RunTables) -> None:
     twice = load(MadeUpRun(stages=6, dead=((2, 1), (4, 4))).events(), "twice")
     assert list(twice.recovery["who"]) == ["1", "4"]
     assert list(joined([run, twice], "recovery")["run"]) == ["made-up", "twice", "twice"]
-    assert headline(twice)[1].startswith("Workers were lost 2 times; others took over")
+    assert headline(twice)[1].startswith("2 workers were lost; others took over")
 
 
 def test_a_run_of_which_next_to_nothing_is_known() -> None:

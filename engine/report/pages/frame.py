@@ -26,13 +26,17 @@ from engine.report.pages.words import word
 
 Tile = tuple[str, str, str]  # title, figure, unit
 _TEXT_COLUMNS = {"what", "text", "reason"}
+_MOODS = {"passed": "good", "failed": "bad", "invalid": "open"}  # of the results of checks
+_SIGNS = {"good": "\u2713 ", "bad": "\u2717 ", "open": ""}
+_LONG = 150  # characters of a sentence for which a large type is too large
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
     """The top of a page, and the note below its timeline; `mood` is good, bad or open.
 
-    `when` says when it happened, `facts` are lines about the job and the machine.
+    `when` says when it happened, `weights` has the mood and the text of the line on the comparison with the twin, and
+    `facts` are lines about the job and the machine.
     """
 
     command: str
@@ -43,6 +47,7 @@ class Heading:
     note: str = ""
     when: str = ""
     facts: Sequence[str] = ()
+    weights: tuple[str, str] = ("", "")
 
 
 def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
@@ -56,7 +61,8 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         name=html.escape(heading.name),
         when=html.escape(heading.when),
         facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in heading.facts),
-        mood=heading.mood,
+        weights=_weights(*heading.weights),
+        mood=f"{heading.mood} long" if len(heading.sentence) > _LONG else heading.mood,
         headline=re.sub(r"(\d) (ms|s|%|units?)(?!\w)", r"\1&nbsp;\2", html.escape(heading.sentence)),
         tiles=tiles_html(heading.tiles),
         note=heading.note,
@@ -85,11 +91,16 @@ def html_table(table: pd.DataFrame) -> str:
         cells = []
         for name, value, number in zip(table.columns, values, numeric, strict=True):
             kind = "number" if number else "text" if name in _TEXT_COLUMNS else ""
+            kind = _MOODS.get(str(value), "") if name == "result" else kind
             cells.append(
                 f'<td class="{kind}" data-name="{html.escape(str(name))}">{html.escape(cell_text(value))}</td>'
             )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+
+
+def _weights(mood: str, text: str) -> str:
+    return f'<p class="weights {mood}">{_SIGNS[mood]}{html.escape(text)}</p>' if text else ""
 
 
 def tiles_html(tiles: Sequence[Tile]) -> str:

@@ -11,7 +11,7 @@ from string import Template
 
 import pandas as pd
 
-from engine.core.checks.stall import quantile
+from engine.core.checks.stall import Stall, quantile
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
 from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
@@ -34,6 +34,7 @@ def page(run: RunTables) -> str:
     left_out = drawn["left_out"]
     data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
     sections = Template(asset("run.html")).substitute(
+        checks=_checks(run),
         exceptions=exceptions_section(run.raised),
         recovery=recoveries_section(run),
         exposed=html.escape(definition("exposure")),
@@ -46,8 +47,27 @@ def page(run: RunTables) -> str:
     note = f"{left_out:,} actions of other steps are not in this page." if left_out else ""
     when = when_text(run.host) if run.host else ""
     facts = [job_line(run.job), *([host_line(run.host)] if run.host else [])]
-    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note, when, facts)
+    weights = _weights(run)
+    sentence = sentence.removesuffix(weights[1]).strip()
+    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note, when, facts, weights)
     return framed(heading, sections, data)
+
+
+def _weights(run: RunTables) -> tuple[str, str]:
+    """Returns the mood and the text of the line on the weights; a run that still trains has no such line."""
+    found = run.judgement.comparison
+    if not run.judgement.training:
+        return "open", ""
+    if found is not None and found.difference:
+        return "bad", "Weights differ from those of the run without the fault."
+    return "open" if found is None else "good", run.judgement.weights()
+
+
+def _checks(run: RunTables) -> str:
+    if run.checks.empty:
+        return ""
+    table = run.checks if run.checks["request"].any() else run.checks.drop(columns="request")
+    return f"<section><h2>Checks</h2>{html_table(table.rename(columns={'name': 'check'}))}</section>"
 
 
 def _tiles(run: RunTables) -> list[Tile]:
@@ -57,11 +77,17 @@ def _tiles(run: RunTables) -> list[Tile]:
     if len(outcomes):
         tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))
     if stalls:
-        tiles.append(("training stalled", str(quantile(stalls, 0.5)), "in the median" if len(stalls) > 1 else ""))
+        tiles.append(_stalled(quantile(stalls, 0.5), "in the median" if len(stalls) > 1 else ""))
     tiles.append(("median step", _figure(steps["duration_ms"].median()), "ms"))
     tiles.append(("throughput", _figure(steps["samples_per_s"].median()), "samples/s"))
     tiles.append(("training loss", f"{steps['loss'].iloc[-1]:.4g}" if len(steps) else "-", ""))
     return tiles
+
+
+def _stalled(stall: Stall, which: str) -> Tile:
+    least = str(Stall(stall.least_ns, stall.least_ns))
+    most = "" if not stall.bound or stall.most_ns is None else f"at most {Stall(stall.most_ns, stall.most_ns)}"
+    return "training stalled", f"\u2265 {least}" if stall.bound else least, ", ".join(filter(None, (most, which)))
 
 
 def _figure(value: float) -> str:

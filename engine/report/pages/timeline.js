@@ -202,6 +202,8 @@ function coarseTrace() {
 // About so many: names of workers stand on the left.
 const pixelsPerMs = () => (document.getElementById("timeline").clientWidth - 140) / (view[1] - view[0]);
 
+const span = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+
 function phaseTrace() {
   const bars = [];
   for (const recovery of LINE.recoveries) {
@@ -211,7 +213,8 @@ function phaseTrace() {
       at += taken;
     }
   }
-  const fits = ([phase, , taken]) => taken * pixelsPerMs() > 8 * phase.length + 4;
+  const fits = (text, taken) => taken * pixelsPerMs() > 8 * text.length + 4;
+  const textOf = ([phase, , taken]) => [`${phase} ${span(taken)}`, phase].find((text) => fits(text, taken)) ?? "";
   return {
     type: "bar",
     orientation: "h",
@@ -220,7 +223,7 @@ function phaseTrace() {
     x: bars.map((bar) => bar[2]),
     y: bars.map(() => -1),
     width: 0.62,
-    text: bars.map((bar) => (fits(bar) ? bar[0] : "")),
+    text: bars.map(textOf),
     textposition: "inside",
     insidetextanchor: "middle",
     textangle: 0,
