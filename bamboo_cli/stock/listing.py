@@ -177,6 +177,6 @@ def _shown_run(row: Mapping[str, Any]) -> dict[str, str]:
         "job": f"{row['model']}, {size}" if row["model"] else "",
         "outcome": row["outcome"],
         "verdict": row["verdict"],
-        "steps": f"{row['steps']} of {row['num_steps']}",
+        "steps": f"{row['steps']} of {row['num_steps']}" if row["num_steps"] else "",
         "date": row["started"],
     }

@@ -41,10 +41,11 @@ def _row(run: Path) -> RunRow:
     started = datetime.strptime(run.name[:15], "%Y%m%d-%H%M%S").isoformat(" ")
     try:
         history = _ends(RunFolder(run).events)
-    except StorageError as error:
-        return RunRow(run.name, "", 0, 0, "unknown", f"its events cannot be read: {error}", 0, 0, started)
+    except StorageError:
+        return RunRow(run.name, "", 0, 0, "unknown", "events cannot be read: bamboo report says why", 0, 0, started)
     job = history.job
-    outcome = history.ended.outcome if history.ended else _unfinished(run)
+    ended = history.training_ended or history.ended
+    outcome = ended.outcome if ended and history.ended else _unfinished(run)
     steps = history.committed + 1
     return RunRow(run.name, job.model, job.pipelines, job.stages, outcome, _verdict(history), steps, job.steps, started)
 
