@@ -66,7 +66,8 @@ def matrix(
     seconds = usual_seconds(_existing(times or ()))
     chosen = _chosen(found, shard, cell, seconds)
     if form != "text":
-        _print_cells(file, chosen, form, num_shards, seconds)
+        names = [each.cell.name for each in chosen]
+        _print_cells(file, names, num_shards if form == "github" else 0, seconds, as_json)
         return
     from engine.harness.matrix_runner import MatrixRun, usual_jobs
     from engine.runtime.process.interrupts import holding
@@ -81,18 +82,14 @@ def matrix(
     raise typer.Exit(code)
 
 
-def _print_cells(
-    file: str, chosen: Sequence[PlannedCell], form: str, num_shards: int, seconds: Mapping[str, float]
-) -> None:
-    """Prints the names of the cells, or a workflow matrix that runs them."""
+def _print_cells(file: str, names: Sequence[str], num_shards: int, seconds: Mapping[str, float], as_json: bool) -> None:
+    """Prints the names of the cells, or with `num_shards` a workflow matrix that runs them."""
     from engine.core.faults.ci_shards import workflow_matrix
 
-    names = [each.cell.name for each in chosen]
-    if form == "github":
+    if num_shards:
         typer.echo(json.dumps(workflow_matrix(file, names, num_shards, seconds)))
-        return
-    for name in names:
-        typer.echo(name)
+    else:
+        typer.echo(json.dumps({"cells": names}) if as_json else "\n".join(names))
 
 
 def _folder(results: Path, name: str, *, resume: bool) -> Path:

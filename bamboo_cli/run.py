@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
+    from engine.core.config.job import Job
     from engine.harness.case_result import CaseResult
 
 EPILOG = (
@@ -137,10 +139,23 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     if summary["validation_loss"] is not None:
         parts.append(f"validation {summary['validation_loss']:.4f}")
     if summary["validation_metric"] is not None:
-        parts.append(f"accuracy {summary['validation_metric']:.1%}")
+        is_own = ":" in resolved.job.model  # its metric may be any
+        metric = summary["validation_metric"]
+        parts.append(f"metric {metric:.4f}" if is_own else f"accuracy {metric:.1%}")
     if summary["missing"]:
         parts.append(f"missing: {', '.join(summary['missing'])}")
     if summary["trajectory"]:
         parts.append(f"trajectory {summary['trajectory'][:12]}")
     typer.echo("; ".join(parts), err=as_json)
     typer.echo(summary["run_dir"], err=as_json)
+    if not as_json:
+        typer.echo(f"next: {'  |  '.join(_next_commands(summary, result, resolved.job))}", err=True)
+
+
+def _next_commands(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
+    """Returns the commands that a user may want after a run."""
+    commands = [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
+    if job.retains and job.stages > 1 and job.steps > 1 and not result.recoveries and summary["outcome"] == "finished":
+        record = shlex.quote(f"{summary['run_dir']}/run.json")
+        commands.append(f"bamboo run {record} --kill {job.steps // 2}:{job.stages // 2}")
+    return commands

@@ -23,7 +23,7 @@ from bamboo_cli.terminal.console import STRONG, console, width_of
 FIRST_TO_GO = (
     *("rung", "redone actions", "plan ms", "inventory ms", "agree ms", "fence ms", "regroup ms", "heirs"),
     *("replay ms", "pause ms", "detect ms"),
-    *("epoch", "commit ms", "grad norm", "validation loss", "samples/s"),
+    *("epoch", "commit ms", "grad norm", "validation loss", "validation metric", "samples/s"),
     *("code", "peak stash", "actions", "pid", "end ms", "last action", "peak memory MiB", "busy ms", "slots"),
     *("date", "job"),
     *("stages before",),

@@ -27,8 +27,9 @@ def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
 
 
 def accuracy(outputs: Tensors, targets: Tensors) -> Tensor:
-    """Returns the fraction of samples, in 0..1, whose largest output is the target class."""
-    return (outputs[0].argmax(dim=-1) == targets[0]).float().mean()
+    """Returns the fraction of targets that count, in 0..1, whose class has the largest output."""
+    counted = targets[0] != IGNORED
+    return (outputs[0].argmax(dim=-1) == targets[0])[counted].float().mean()
 
 
 def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
@@ -37,8 +38,13 @@ def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
 
 
 def metric_of(model: Model, outputs: Tensors, targets: Tensors) -> float | None:
-    """Returns the metric of a microbatch, None without one; an exception in it names the metric."""
-    return None if model.metric is None else float(_called("the metric", model.metric, outputs, targets))
+    """Returns the metric of a microbatch, None without one; an exception in it names the metric.
+
+    The metric of a model with the default loss is the accuracy, if the loss is a cross-entropy.
+    """
+    has_classes = model.loss is default_loss and not targets[0].is_floating_point()
+    metric = model.metric or (accuracy if has_classes else None)
+    return None if metric is None else float(_called("the metric", metric, outputs, targets))
 
 
 def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> Tensor:

@@ -53,6 +53,8 @@ def _training(run: RunTables) -> str:
     steps = f"{committed} of {num_steps} steps were committed"
     if outcome == "interrupted":
         return f"Interrupted: {steps}."
+    if not outcome and not num_steps:
+        return "This run has recorded nothing yet."
     if not outcome:
         return f"The end of this run is not recorded: {steps}."
     return f"The run failed: {_cause(run)}. {steps[0].upper()}{steps[1:]}."

@@ -25,7 +25,7 @@ def steps_table(history: RunHistory) -> pd.DataFrame:
         (commit.step, epoch, commit.at_ns, commit.loss, commit.grad_norm)
         for epoch, commit in history.in_epochs(CommitRecord)
     ]
-    validation = {each.step: each.loss for each in history.of(ValidationRecord)}
+    validated = history.of(ValidationRecord)
     origin_ns = history.begin_ns
     table = pd.DataFrame(rows, columns=["step", "epoch", "at_ns", "loss", "grad_norm"])
     table = table.astype(
@@ -35,6 +35,8 @@ def steps_table(history: RunHistory) -> pd.DataFrame:
     duration_ms = (table["at_ns"] - before_ns) / 1e6
     table.insert(2, "commit_ms", (table["at_ns"] - origin_ns) / 1e6)
     table.insert(3, "duration_ms", duration_ms)
-    table["validation_loss"] = table["step"].map(validation).astype("float64")
+    table["validation_loss"] = table["step"].map({each.step: each.loss for each in validated}).astype("float64")
+    metrics = {each.step: each.metric for each in validated if each.metric is not None}
+    table["validation_metric"] = table["step"].map(metrics).astype("float64")
     table["samples_per_s"] = samples_per_step(history.job) / (duration_ms.where(duration_ms > 0, np.nan) / 1e3)
     return table.drop(columns="at_ns")

@@ -60,6 +60,7 @@ def test_shards_of_some_cells() -> None:
 
 def test_earlier_times_balance_the_shards(tmp_path: Path) -> None:
     slow, *others = lines("matrix-smoke", "--format", "list")
+    assert json.loads("".join(lines("matrix-smoke", "--format", "list", "--json"))) == {"cells": [slow, *others]}
     append_result(tmp_path, CellResult(slow, "passed", "", "", "kill", 1000.0, 0, ""))
     append_result(tmp_path, CellResult(others[0], "passed", "", "", "kill", 1.0, 0, ""))
     append_result(tmp_path, CellResult(others[1], "passed", "", "", "kill", 1.0, 0, ""))

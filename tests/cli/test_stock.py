@@ -73,13 +73,7 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
     gone = make_run(tmp_path, "gpt", [STARTED[0], *many_actions, *STARTED[1:]], hour=2)
     damaged = make_run(tmp_path, "old", [], hour=3)
     (tmp_path / damaged / "events.jsonl").write_text('{"event": "job"}\n\n')
-    verdict = {"result": "failed", "exit_code": 1}
-    difference = {"step": 0, "layer": 0, "part": "weights", "tensor": "", "run": "a1", "twin": "b2"}
-    comparison = {"compared": 2, "steps": 2, "last_step": 1, "difference": difference, "disturbed": 1}
-    judged = [{"event": "comparison", **comparison}, {"event": "verdict", **verdict}]
-    make_run(tmp_path, "mlp", [*ENDED[:-1], *judged, ENDED[-1]], hour=4)
-    judged_row, *rows = listed("runs", "--results", tmp_path)["runs"]
-    assert (judged_row["outcome"], judged_row["verdict"]) == ("failed", "failed, weights differ")
+    rows = listed("runs", "--results", tmp_path)["runs"]
     assert [row["name"] for row in rows] == [damaged, gone, failed]
     assert [row["outcome"] for row in rows] == ["unknown", "launcher gone", "failed"]
     assert [(row["steps"], row["num_steps"], row["started"]) for row in rows[1:]] == [

@@ -43,7 +43,7 @@ NOTE = ". A wider terminal shows them, and so does a pipe into less -S."
 WITHOUT_UNIT = """
 step epoch worker pid code pipeline stage microbatch kind loss ratio
 exit_code steps_compared difference_step difference_layer
-lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss a_n b_n
+lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss validation_metric a_n b_n
 """.split()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.core.config.job import Job
 from engine.models.layers import Model, Tensors
+from engine.models.losses import metric_of
 from engine.models.model_loader import build_model, open_data
 
 Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss
@@ -125,8 +126,8 @@ class PlainLoop:
                 for layer in copy.deepcopy(self.pipelines[0]):
                     values = self._call(layer.eval(), values)
                 losses.append(self.model.loss(_in_float32(values), batch.targets).item())
-                if self.model.metric is not None:
-                    metrics.append(self.model.metric(_in_float32(values), batch.targets).item())
+                metric = metric_of(self.model, values, batch.targets)
+                metrics += [] if metric is None else [metric]
         return fmean(losses), fmean(metrics) if metrics else None
 
     def _reduced(self) -> dict[tuple[int, str], Tensor]:

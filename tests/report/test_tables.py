@@ -72,6 +72,22 @@ def test_throughput_is_told_before_during_and_after(run: RunTables) -> None:
     assert row["samples_per_s_after"] == pytest.approx(run.steps["samples_per_s"][6:].median())
 
 
+def test_a_validation_has_its_loss_and_its_metric() -> None:
+    """The metric stood in the events and in the last line of the run only."""
+    events = MadeUpRun(steps=2).events()
+    at = next(place for place, event in enumerate(events) if event["event"] == "commit")
+    validation = agent("validation", 1000, step=0, loss=0.5, metric=0.9)
+    steps = load([*events[: at + 1], validation, *events[at + 1 :]]).steps
+    assert steps["validation_loss"][0] == 0.5
+    assert steps["validation_metric"][0] == 0.9
+    assert math.isnan(steps["validation_metric"][1])
+
+
+def test_a_run_without_events_has_recorded_nothing_yet() -> None:
+    """The sentence was: 0 of 0 steps were committed."""
+    assert headline(load([])) == ("open", "This run has recorded nothing yet.")
+
+
 def test_steps_have_their_epoch_and_duration(run: RunTables) -> None:
     assert list(run.steps["step"]) == list(range(10))
     assert list(run.steps["epoch"]) == [1] * 5 + [2] * 5

@@ -67,6 +67,18 @@ def test_a_metric_is_named_too() -> None:
     assert exception_of(caught.value).place == "the metric"
 
 
+@pytest.mark.parametrize(
+    ("targets", "metric"),
+    [(torch.tensor([0, 1, 2, 2]), 0.75), (torch.tensor([0, IGNORED, 2, 2]), 2 / 3), (torch.ones(4, 3), None)],
+    ids=["classes", "some count", "numbers"],
+)
+def test_accuracy_is_the_metric_of_a_cross_entropy(targets: torch.Tensor, metric: float | None) -> None:
+    """A classifier of the user's own layers had no metric."""
+    outputs = torch.eye(3)[[0, 1, 2, 0]]
+    found = metric_of(Model((nn.Identity(),), default_loss), (outputs,), (targets,))  # type: ignore[arg-type]
+    assert found == (None if metric is None else pytest.approx(metric))
+
+
 def test_the_first_targets_are_tried_before_training() -> None:
     """Wrong classes came up in step 0, where they ended the run with 3, after talk of a takeover."""
     model = Model((nn.Linear(8, 10),), default_loss)  # type: ignore[arg-type]

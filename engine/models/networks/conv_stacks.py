@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model
-from engine.models.losses import accuracy, default_loss
+from engine.models.losses import default_loss
 
 # An entry per convolution: its channels as a multiple of `width`, and whether a pooling follows.
 VGG19_CONVS = (
@@ -90,4 +90,4 @@ def _stack(
     add(Linear, num_inputs * area * area, hidden, 0.0, False, area)
     add(Linear, hidden, hidden, dropout, False, 0)
     add(Linear, hidden, facts.num_classes, dropout, True, 0)
-    return Model(tuple(layers), default_loss, metric=accuracy)
+    return Model(tuple(layers), default_loss)

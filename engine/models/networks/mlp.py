@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model
-from engine.models.losses import accuracy, default_loss
+from engine.models.losses import default_loss
 
 
 class Hidden(nn.Sequential):
@@ -28,4 +28,4 @@ def mlp(facts: DataFacts, *, width: int = 64, depth: int = 3, dropout: float = 0
         for index in range(depth)
     ]
     head = LayerSpec("head", "Linear", partial(nn.Linear, width, num_outputs))
-    return Model((*hidden, head), default_loss, metric=accuracy if classifies else None)
+    return Model((*hidden, head), default_loss)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model
-from engine.models.losses import accuracy, default_loss
+from engine.models.losses import default_loss
 
 SMALL_HEIGHT = 64
 
@@ -30,7 +30,7 @@ def resnet(blocks: tuple[int, int, int, int], bottleneck: bool, facts: DataFacts
             layers.append(LayerSpec(f"group{group}.block{index}", block.__name__, build))
             num_inputs = width * 2**group * block.expansion
     layers.append(LayerSpec("head", "Head", partial(Head, num_inputs, facts.num_classes)))
-    return Model(tuple(layers), default_loss, metric=accuracy)
+    return Model(tuple(layers), default_loss)
 
 
 def _conv(num_inputs: int, num_outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:

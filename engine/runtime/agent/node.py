@@ -112,7 +112,8 @@ class Node:
         except LeaseLostError:
             self._is_out = True
             raise CoordinatorUnavailableError(
-                "the lease of this host has expired: the other hosts count it as out"
+                "the lease of this host has expired: the other hosts count it as out (the launcher had no processor "
+                f"time for {LEASE_TTL_S} s, or the machine slept: run less beside it, and start again)"
             ) from None
         except CoordinatorUnavailableError:
             self._is_out = True
