@@ -26,7 +26,7 @@ EPILOG = (
     "bamboo inject --scenario kill-middle-stage --run latest"
 )
 # The first of these verdicts that occurs in several runs decides their exit code.
-_WORST_FIRST = ("failed", "invalid", "passed")
+_WORST_FIRST = ("interrupted", "failed", "invalid", "passed")
 
 
 _File = Annotated[
@@ -152,7 +152,7 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
     """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
     from bamboo_cli.terminal.live import untold
 
-    typer.echo(f"{loaded.scenario.name}: {case.verdict}", err=as_json)
+    typer.echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
     width = max(len(each.name) for each in case.checks)
     for each in case.checks:
         typer.echo(f"  {each.result:<7}  {each.name:<{width}}  {each.text}", err=as_json)
@@ -165,7 +165,7 @@ def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> in
     """Prints the summary of all runs; returns the exit code."""
     from engine.harness.case_result import stalls_of
 
-    worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict), not each.exit_code))
+    worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict_word), not each.exit_code))
     stalls = stalls_of(cases)
     if len(cases) > 1:
         passed = sum(each.verdict == "passed" for each in cases)
@@ -173,7 +173,7 @@ def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> in
         parts += [f"training stalled for {', '.join(f'{name} {each}' for name, each in stalls.items())}"] * bool(stalls)
         typer.echo("; ".join(parts), err=as_json)
     if as_json:
-        found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict}
+        found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict_word}
         stalls_ms = {name: round(each.least_ns / 1e6, 3) for name, each in stalls.items()}
         found |= {"exit_code": int(worst.exit_code), "stall_ms": stalls_ms, "runs": [each.as_dict() for each in cases]}
         typer.echo(json.dumps(found))

@@ -131,10 +131,11 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
             typer.echo(f"  {line}", err=True)
     for line in untold(result.recovery_lines(), err=as_json):
         typer.echo(line, err=as_json)
-    parts = [f"{summary['outcome']}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
+    outcome = result.summary["outcome"] if result.is_interrupted else summary["outcome"]  # of training
+    parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["steps"]:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
-        if summary["outcome"] != "finished":
+        if outcome != "finished":
             parts.append(f"last committed step {summary['steps'] - 1}")
     if summary["validation_loss"] is not None:
         parts.append(f"validation {summary['validation_loss']:.4f}")
@@ -146,6 +147,8 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
         parts.append(f"missing: {', '.join(summary['missing'])}")
     if summary["trajectory"]:
         parts.append(f"trajectory {summary['trajectory'][:12]}")
+    if result.is_interrupted and result.seen.twin is not None:
+        parts.append(f"not compared: {result.seen.twin}")
     typer.echo("; ".join(parts), err=as_json)
     typer.echo(summary["run_dir"], err=as_json)
     if not as_json:

@@ -77,7 +77,7 @@ class LivePicture:
             with contextlib.suppress(OSError):
                 self._live.stop()
         if self._interrupts is not None:
-            self._interrupts.has_picture = False
+            self._interrupts.picture_ends()
 
     def show(self, view: RunView) -> None:
         """Shows one view: redraws the table, or prints a line if the last one is some seconds old."""

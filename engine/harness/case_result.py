@@ -42,9 +42,19 @@ class CaseResult:
         return verdict(self.checks)
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ended the run or its twin; then the checks are those that could be made."""
+        return self.exit_code in BY_SIGNAL
+
+    @property
+    def verdict_word(self) -> str:
+        """The verdict, or ``interrupted``."""
+        return "interrupted" if self.is_interrupted else self.verdict
+
+    @property
     def error(self) -> BambooError | None:
-        """The error that ended the run, or the first check that failed; None if all passed."""
-        if self.run_error is not None or self.seen.exit_code or self.verdict == "passed":
+        """The error that ended the run, or the first check that failed; None if all passed, or after a signal."""
+        if self.run_error is not None or self.seen.exit_code or self.verdict == "passed" or self.is_interrupted:
             return self.run_error
         text = next(each.text for each in self.checks if each.result == self.verdict)
         if self.verdict == "invalid":
@@ -65,7 +75,7 @@ class CaseResult:
         """Returns the case as plain values."""
         return {
             "run_dir": str(self.folder),
-            "verdict": self.verdict,
+            "verdict": self.verdict_word,
             "exit_code": int(self.exit_code),
             "checks": [asdict(each) for each in self.checks],
             "recoveries": [each.as_dict() for each in self.recoveries],
@@ -75,11 +85,9 @@ class CaseResult:
     def ended(self) -> EndedRecord:
         """The end of the command: its outcome in one word, and its exit code."""
         is_own = self.error is not None and self.error is not self.run_error  # training finished, and a check failed
-        if self.is_scenario or is_own:
-            outcome, code = str(self.verdict), int(self.exit_code)
-        else:
-            outcome, code = self.summary["outcome"], self.summary["exit_code"]
-        return EndedRecord(outcome="interrupted" if code in BY_SIGNAL else outcome, exit_code=code)
+        if self.is_scenario or is_own or self.is_interrupted:
+            return EndedRecord(outcome=self.verdict_word, exit_code=int(self.exit_code))
+        return EndedRecord(outcome=self.summary["outcome"], exit_code=self.summary["exit_code"])
 
     def records(self, request: str = "") -> Iterator[StampedRecord]:
         """Yields the checks and the verdict as records of the run, or of a request to it."""

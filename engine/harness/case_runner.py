@@ -70,13 +70,19 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     from engine.harness.dead_runs import delete_dead_stores
     from engine.models.model_registry import unreadable_data
     from engine.runtime.process.folder_lock import folder_used
+    from engine.runtime.process.interrupts import holding
 
     started_s = time.monotonic()
     job = case.scenario.job
     if problems := unreadable_data(job):
         raise UserError(problems)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2))
-    with folder_used(folder.path), _failure_recorded(folder):
+    with (
+        holding() as interrupts,
+        folder_used(folder.path),
+        _failure_recorded(folder),
+        interrupts.forcing(partial(_note_forced_end, folder)),
+    ):
         delete_dead_stores(Path(job.results))
         return _run_in(folder, case, etcd, screen, server, started_s)
 
@@ -100,6 +106,13 @@ def _failure_recorded(folder: RunFolder) -> Iterator[None]:
                 ended = EndedRecord(outcome=outcome, exit_code=code)
                 add_records(folder.events, FailedRecord(error=str(error)), *training, ended)
         raise
+
+
+def _note_forced_end(folder: RunFolder, number: int) -> None:
+    from engine.files.events_file import add_records
+
+    if folder.events.exists():
+        add_records(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
 
 
 def _run_in(

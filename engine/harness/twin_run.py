@@ -68,7 +68,9 @@ def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     ending = run(twin_of(job), own)
     add_records(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
     if ending.exit_code:
-        error = BambooError(f"the fault-free twin did not finish: {ending.error or ending.outcome}")
+        is_interrupted = ending.outcome == "interrupted"
+        why = "interrupted in the twin" if is_interrupted else f"the fault-free twin did not finish: {ending.error}"
+        error = BambooError(why)
         error.exit_code = ExitCode(ending.exit_code)
         raise error
     return ending.view.run_state.rows

@@ -138,8 +138,9 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
         ),
         ("outcome", {"exit_code": 3, "error": "why\nmore"}, "failed", "not recovered, but recovered was expected: why"),
         ("outcome", {"exit_code": 80}, "failed", "state-lost, but recovered was expected"),
-        ("outcome", {"exit_code": 130}, "invalid", "the run ended with exit code 130"),
-        ("trajectory", {"twin": None}, "invalid", "there is no twin to compare with"),
+        ("outcome", {"exit_code": 130}, "invalid", "the run was interrupted"),
+        ("outcome", {"exit_code": 74}, "invalid", "the run ended with exit code 74"),
+        ("trajectory", {"twin": None}, "invalid", "not compared: there is no twin to compare with"),
         (
             "trajectory",
             {"twin": compare(ROWS[:2], ROWS, HISTORY)},
@@ -192,13 +193,14 @@ def test_where_fewer_steps_are_hashed_only_those_are_compared() -> None:
 
 
 def test_a_twin_that_did_not_finish_gives_its_exit_code_unless_a_check_is_worse() -> None:
+    """A case that was interrupted in its twin ended with 6, as if a fault had not struck."""
     error = BambooError("the twin\nmore")
     error.exit_code = ExitCode.INTERRUPTED
     seen = replace(SEEN, twin=error)
     checks = check(ALL, JOB, (FAULT,), KINDS, seen)
-    assert (checks[2].result, checks[2].text, exit_code(checks, seen)) == ("invalid", "the twin", 130)
+    assert (checks[2].result, checks[2].text, exit_code(checks, seen)) == ("invalid", "not compared: the twin", 130)
     missed = replace(seen, history=history_without(STRUCK, CONFIRMED))
-    assert exit_code(check(Expect(trajectory="identical"), JOB, (FAULT,), KINDS, missed), missed) == 6
+    assert exit_code(check(Expect(trajectory="identical"), JOB, (FAULT,), KINDS, missed), missed) == 130
     miscounted = replace(seen, history=made_history([*did(0, 1, 7, "1B0"), *EVENTS]))
     assert exit_code(check(ALL, JOB, (FAULT,), KINDS, miscounted), miscounted) == 1
 

@@ -7,16 +7,19 @@ on the same machine.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -48,9 +51,20 @@ class Listener:
 
 
 class Launcher:
-    """One launch of `bamboo` with arguments, in its own folder and environment."""
+    """One launch of `bamboo` with arguments, in its own folder and environment; `files` (name, text) lie there.
 
-    def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]):
+    With `on_terminal` it is the foreground process group of a terminal of its own, which is its stdin and stderr.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        on_terminal: bool = False,
+        files: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -65,21 +79,43 @@ class Launcher:
             "PYTHONDONTWRITEBYTECODE": "1",
             "LAUNCH": self._mark,
         }
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        self._terminal, far = os.openpty() if on_terminal else (-1, -1)
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "bamboo_cli", *arguments],
                 cwd=folder,
-                env={**own, **environment},
-                stdin=subprocess.DEVNULL,
+                env={**own, **environment, **({"TERM": "xterm"} if on_terminal else {})},
+                stdin=far if on_terminal else subprocess.DEVNULL,
                 stdout=stdout,
-                stderr=stderr,
+                stderr=far if on_terminal else stderr,
                 start_new_session=True,
+                preexec_fn=_control_terminal if on_terminal else None,  # noqa: PLW1509 - this process has one thread
             )
+        if on_terminal:
+            os.close(far)
+            os.set_blocking(self._terminal, False)
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Sends a signal to the launcher alone; on a terminal presses Ctrl-C, which reaches the whole group."""
+        if self._terminal < 0:
+            self.process.send_signal(number)
+        else:
+            os.write(self._terminal, b"\x03")
+
+    def stderr(self) -> str:
+        """Returns the output to stderr so far; also of a terminal, which would else block the launcher."""
+        if self._terminal >= 0:
+            with (self.folder / "stderr").open("ab") as file, contextlib.suppress(OSError):  # none yet, or closed
+                while part := os.read(self._terminal, 65536):
+                    file.write(part)
+        return (self.folder / "stderr").read_text(errors="replace")
 
     def wait(self, timeout_s: float = 120.0) -> Done:
         """Waits for the end of the launcher itself."""
         code = self.process.wait(timeout_s)
-        return Done(code, (self.folder / "stdout").read_text(), (self.folder / "stderr").read_text())
+        return Done(code, (self.folder / "stdout").read_text(), self.stderr())
 
     def processes(self) -> dict[str, int]:
         """Returns the live processes of this launch: name -> pid; the launcher's own name is ``launcher``."""
@@ -138,6 +174,8 @@ class Launcher:
         while not condition():
             assert self.process.poll() is None, f"ended with {self.wait()}"
             assert time.monotonic() < deadline_s, f"still waiting after {timeout_s} s"
+            if self._terminal >= 0:
+                self.stderr()
             time.sleep(_POLL_S)
 
     def leftovers(self) -> list[str]:
@@ -160,6 +198,13 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        if self._terminal >= 0:
+            os.close(self._terminal)
+            self._terminal = -1
+
+
+def _control_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def on_a_terminal(folder: Path, *arguments: str) -> str:

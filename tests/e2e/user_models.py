@@ -263,6 +263,16 @@ def dies_in_step(call: int = 6) -> Model:
     return _three_layers(partial(OnCall, call, _kill_this_process))
 
 
+def _loop(x: Tensor) -> Tensor:
+    while True:
+        pass
+
+
+def loops(call: int = 6) -> Model:
+    """Never returns from the second microbatch of step 1 where a step has 4 microbatches."""
+    return _three_layers(partial(OnCall, call, _loop))
+
+
 def raises() -> Model:
     """Is a factory that raises."""
     raise RuntimeError("planted in a factory")

@@ -105,10 +105,20 @@ def test_a_fault_that_did_not_strike_makes_the_case_invalid() -> None:
 
 def test_a_twin_that_failed_proves_nothing() -> None:
     error = BambooError("the twin")
-    error.exit_code = ExitCode.INTERRUPTED
+    error.exit_code = ExitCode.NOT_RECOVERED
     found = result_of(error).to_plain()
-    assert (found["twin"], found["exit_code"], found["outcome"]) == ({"error": "the twin"}, 130, "interrupted")
-    assert found["error"] == "the case is invalid, nothing was proved: the twin"
+    assert (found["twin"], found["exit_code"], found["outcome"]) == ({"error": "the twin"}, 3, "invalid")
+    assert found["error"] == "the case is invalid, nothing was proved: not compared: the twin"
+
+
+def test_a_run_that_was_interrupted_in_its_twin_has_not_failed() -> None:
+    """It was told as failed, or as an invalid case."""
+    error = BambooError("interrupted in the twin")
+    error.exit_code = ExitCode.INTERRUPTED
+    found = result_of(error)
+    assert (found.verdict, found.verdict_word, found.error) == ("invalid", "interrupted", None)
+    assert (found.ended.outcome, found.ended.exit_code) == ("interrupted", 130)
+    assert found.to_plain()["twin"] == {"error": "interrupted in the twin"}
 
 
 def test_a_run_that_failed_by_itself_says_its_own_error() -> None:

@@ -120,9 +120,12 @@ def exit_code(checks: Sequence[Check], seen: Observed) -> ExitCode:
     outcome = next(each.result for each in checks if each.name == "outcome")
     if outcome == "invalid":
         return ExitCode(seen.exit_code)
+    twin = seen.twin
+    if isinstance(twin, BambooError) and twin.exit_code in BY_SIGNAL and verdict(checks) != "failed":
+        return ExitCode(twin.exit_code)
     worst = next((each.name for each in checks if each.result == verdict(checks)), "")
-    if worst == "trajectory" and isinstance(seen.twin, BambooError):
-        return ExitCode(seen.twin.exit_code)
+    if worst == "trajectory" and isinstance(twin, BambooError):
+        return ExitCode(twin.exit_code)
     if outcome == "failed" and seen.exit_code:
         return ExitCode.STATE_LOST if seen.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
     return {
@@ -175,6 +178,8 @@ def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
 
 def _outcome(expected: Outcome, seen: Observed) -> Check:
     why = f": {seen.error.splitlines()[0]}" if seen.error else ""
+    if seen.exit_code in BY_SIGNAL:
+        return Check("outcome", "invalid", "the run was interrupted")
     if seen.exit_code in _NOT_RUN:
         return Check("outcome", "invalid", f"the run ended with exit code {seen.exit_code}{why}")
     outcome = _OUTCOMES.get(seen.exit_code, "not recovered")
@@ -186,7 +191,8 @@ def _trajectory(expected: Agreement, seen: Observed) -> Check:
     """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
     found = seen.twin
     if not isinstance(found, ComparisonRecord):
-        return Check("trajectory", "invalid", str(found or "there is no twin to compare with").splitlines()[0])
+        missing = "the run was interrupted" if seen.exit_code in BY_SIGNAL else "there is no twin to compare with"
+        return Check("trajectory", "invalid", f"not compared: {str(found or missing).splitlines()[0]}")
     if found.difference is not None:
         return Check("trajectory", "failed", str(found))
     committed = max((each.step for each in seen.of(CommitRecord)), default=-1)

@@ -16,7 +16,6 @@ from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import (
-    EndedRecord,
     HostRecord,
     InterruptRecord,
     KeysLeftRecord,
@@ -121,10 +120,9 @@ def _ended(recorder: Recorder, ending: Ending) -> Ending:
 
 
 def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:
-    """Records the end of a run whose process is about to end, and releases its resources."""
+    """Records the end of training whose process is about to end, and releases its resources."""
     recorder.write(InterruptRecord(signal=number.name))
     recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
-    recorder.write(EndedRecord(outcome="interrupted", exit_code=128 + number))
     stack.close()
 
 

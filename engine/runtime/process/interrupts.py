@@ -57,7 +57,7 @@ class Interrupts:
         self.patience_s = 0.0  # from the first signal until a wait is broken off
         self.has_picture = False  # a live table is on the terminal, and shows the answer
         self.is_answered = False
-        self._last_rites: Act | None = None
+        self._last_rites: list[Act] = []
         self._count = 0
         self._first_s = self._due_s = 0.0
         self._is_waiting = False
@@ -91,6 +91,12 @@ class Interrupts:
             yield
         finally:
             self._is_waiting = before
+
+    def picture_ends(self) -> None:
+        """Gives an answer that the live table has not shown yet."""
+        self.has_picture = False
+        if self.first is not None:
+            self.answer()
 
     def answer(self) -> None:
         """Tells the user once that the signal was heard."""
@@ -131,19 +137,19 @@ class Interrupts:
     @contextlib.contextmanager
     def forcing(self, last_rites: Act) -> Iterator[None]:
         """Runs `last_rites` before an end by force inside the block, in which waits are broken off at once at first."""
-        self.patience_s, self._last_rites = 0.0, last_rites
+        self._last_rites.append(last_rites)
+        self.patience_s = 0.0
         try:
             yield
         finally:
-            self._last_rites = None
+            self._last_rites.pop()
 
     def _end_by_force(self, number: signal.Signals) -> NoReturn:
-        rites, self._last_rites = self._last_rites, None
         signal.signal(signal.SIGALRM, lambda number, frame: os._exit(128 + int(self.first or number)))
         signal.setitimer(signal.ITIMER_REAL, _RITES_S)
-        if rites is not None:
+        while self._last_rites:
             with contextlib.suppress(Exception):
-                rites(number)
+                self._last_rites.pop()(number)
         os._exit(128 + number)
 
 
