@@ -131,6 +131,14 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
             typer.echo(f"  {line}", err=True)
     for line in untold(result.recovery_lines(), err=as_json):
         typer.echo(line, err=as_json)
+    typer.echo("; ".join(_summary_parts(summary, result, resolved.job)), err=as_json)
+    typer.echo(summary["run_dir"], err=as_json)
+    if not as_json:
+        typer.echo(f"next: {'  |  '.join(_next_commands(summary, result, resolved.job))}", err=True)
+
+
+def _summary_parts(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
+    """Returns the parts of the summary line."""
     outcome = result.summary["outcome"] if result.is_interrupted else summary["outcome"]  # of training
     parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["steps"]:
@@ -140,7 +148,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     if summary["validation_loss"] is not None:
         parts.append(f"validation {summary['validation_loss']:.4f}")
     if summary["validation_metric"] is not None:
-        is_own = ":" in resolved.job.model  # its metric may be any
+        is_own = ":" in job.model  # its metric may be any
         metric = summary["validation_metric"]
         parts.append(f"metric {metric:.4f}" if is_own else f"accuracy {metric:.1%}")
     if summary["missing"]:
@@ -149,10 +157,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
         parts.append(f"trajectory {summary['trajectory'][:12]}")
     if result.is_interrupted and result.seen.twin is not None:
         parts.append(f"not compared: {result.seen.twin}")
-    typer.echo("; ".join(parts), err=as_json)
-    typer.echo(summary["run_dir"], err=as_json)
-    if not as_json:
-        typer.echo(f"next: {'  |  '.join(_next_commands(summary, result, resolved.job))}", err=True)
+    return parts
 
 
 def _next_commands(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
