@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-ends soak-interrupts soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-ends soak-interrupts soak-stalls soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -54,6 +54,10 @@ soak-ends: $(TEST_STAMP)
 # Ctrl-C at every moment of each command, answered in 0.3 s and ended in 2: some six minutes, on an idle machine only.
 soak-interrupts: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.interrupt_soak --rounds 3
+
+# How long training stood, by the reports of 40 runs and by an observer outside of them: some eight minutes on two cores.
+soak-stalls: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.stall_soak --cases 200 --seed $(SEED)
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

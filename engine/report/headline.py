@@ -80,10 +80,10 @@ def _deaths(recovery: pd.DataFrame) -> str:
         lost = f"Workers {late} were" if "," in late else f"Worker {late} was"
         return f"{lost} lost after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]
-    if out.empty:
-        return "No worker was lost." if recovery.empty else "No worker was lost; one link was mended."
-    stalls = stalls_of(out)
+    stalls = stalls_of(recovery if out.empty else out)
     told = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
+    if out.empty:
+        return "No worker was lost." if recovery.empty else f"No worker was lost; one link was mended; {told}."
     if len(out) == 1:
         row = out.iloc[0]
         lost = f"Workers {row['who']} were" if "," in row["who"] else f"Worker {row['who']} was"

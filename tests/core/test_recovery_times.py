@@ -183,6 +183,16 @@ def test_the_record_of_an_epoch_says_that_it_was_planned() -> None:
     assert str(found).endswith("; training stalled for 80 ms")
 
 
+def test_a_worker_that_leaves_right_after_its_hand_over_has_a_stall() -> None:
+    """Before, no step was usual in between, so each notice left a bound behind."""
+    handed_over = [epoch(1, 201, (0, 1, 1)), agent("go", 205, epoch=1), agent("commit", 260, step=3)]
+    leaves = [epoch(2, 330, (0, 1, 1), excluded(2, Cause.LEFT, "has left after step 4")), agent("go", 331, epoch=2)]
+    later = [agent("commit", at, step=step) for step, at in ((4, 329), (5, 400), (6, 470), (7, 535), (8, 600))]
+    planned = [event | {"planned": True} if event["event"] == "epoch" else event for event in [*handed_over, *leaves]]
+    moved, left = recoveries([*BEGIN, *COMMITS, *planned[:3], later[0], *planned[3:], *later[1:]])
+    assert (moved.stall, left.stall) == (Stall(10 * MS, 10 * MS), Stall(6 * MS, 6 * MS))
+
+
 def test_a_record_without_causes_tells_of_deaths() -> None:
     old = {**epoch(1, 215, (0, 1, 1)), "verdict": [[2, "was killed"]]}
     (found,) = recoveries([*BEGIN, *COMMITS, RECOVERED[0], old, *RECOVERED[2:], COMMIT])
@@ -239,6 +249,38 @@ def test_an_exception_is_the_begin_of_its_recovery() -> None:
     raised = agent("raised", 205, of=2, step=1, error="ValueError: x")
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, raised, *RECOVERED, *REPLAYED, COMMIT])
     assert (found.begin_ns, found.phases_ns["detect"]) == (205 * MS, 7 * MS)
+
+
+@pytest.mark.parametrize(
+    ("cause", "alive", "begin"),
+    [
+        (Cause.SILENCE, 208, 208),  # the last heartbeat
+        (Cause.SILENCE, 150, 203),  # a finished action was later
+        (Cause.HANG, 208, 203),  # the heart goes on
+    ],
+)
+def test_silence_and_a_hang_begin_with_the_last_sign_of_life(cause: Cause, alive: int, begin: int) -> None:
+    """Both began with the verdict: a worker that stood for 5.2 s was "recovered in 0.03 s", detect 0."""
+    out = excluded(2, cause, "stands still", None, alive * MS)
+    late = [epoch(1, 5215, (0, 1, 1), out), agent("go", 5230, epoch=1), agent("commit", 5330, step=3)]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *late])
+    assert (found.begin_ns, found.phases_ns["detect"]) == (begin * MS, (5215 - begin) * MS)
+    assert found.noticed_ns == 5215 * MS  # by which a judgement from the middle of a run on takes it in
+    assert str(found).startswith("worker 2 stands still after 2B0 of step 3; worker 1 took over stage 2; ")
+    assert str(found).endswith("; training stalled for 5.08 s, 0 steps lost")
+
+
+def test_of_two_failures_the_injected_one_does_not_hide_the_silent_one() -> None:
+    out = excluded(2, Cause.SILENCE, "stands still", None, 204 * MS)
+    late = [epoch(1, 5215, (0, 1, 1), out), agent("go", 5230, epoch=1), COMMIT]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, agent("fault", 5000, fault="slow", of=0), *late])
+    assert found.begin_ns == 204 * MS
+
+
+def test_a_word_that_was_lost_makes_all_workers_wait_from_their_last_action_on() -> None:
+    late = [epoch(1, 60_000, (0, 1, 2)), agent("go", 60_010, epoch=1), agent("commit", 60_100, step=3)]
+    (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, *late])
+    assert found.begin_ns == 209 * MS
 
 
 def test_what_the_dead_had_not_finished_is_no_replay() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.checks.stall import USUAL, Stall, StepLengths, quantile
+from engine.core.checks.stall import USUAL, Stall, StepLengths, quantile, with_later_steps
 
 MS = 1_000_000
 
@@ -56,6 +56,13 @@ def test_what_is_not_known_is_a_bound(before: StepLengths, resume_ms: int | None
     stall = before.stall(None if resume_ms is None else resume_ms * MS, 6000 * MS, 30 * MS)
     assert stall == found
     assert str(stall) == (text if stall.bound else "30 ms")
+
+
+def test_steps_that_follow_make_a_stall_known() -> None:
+    commits_ns = [0, 90, 190, 290, 392]  # the first step restores the shadows
+    assert with_later_steps(Stall(10, 130), commits_ns) == Stall(30, 30)
+    assert with_later_steps(Stall(10, 130), commits_ns[:2]) == Stall(10, 130)
+    assert with_later_steps(Stall(10, None), commits_ns) == Stall(10, None)
 
 
 def test_bounds_of_a_quantile_are_quantiles_of_bounds() -> None:

@@ -75,7 +75,7 @@ class Observed:
     @cached_property
     def recoveries(self) -> list[Recovery]:
         """The recoveries that began since `since_ns`; to find them takes longer than to read the events."""
-        return [each for each in recoveries(self.history.records) if each.begin_ns >= self.since_ns]
+        return [each for each in recoveries(self.history.records) if each.noticed_ns >= self.since_ns]
 
     def miscounted(self, job: Job) -> list[str]:
         """Returns one sentence for each sample that a judged step did not count once."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import inf
 
 from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checks.recovery_times import Recovery
-from engine.core.checks.stall import USUAL, Stall, StepLengths
+from engine.core.checks.stall import USUAL, Stall, StepLengths, with_later_steps
 from engine.core.exclusion import Cause, Exclusion
 from engine.core.history.process_records import ExitRecord, FailedRecord
 from engine.core.history.record import Record
@@ -32,7 +34,19 @@ def recoveries(records: Iterable[Record]) -> list[Recovery]:
     """Returns the recoveries of a run, from its records in the order of the file; the last may be open."""
     log = RecoveryLog()
     found = [recovery for record in records for recovery in log.read(record)]
-    return found + ([log.recovery(None)] if log.epochs else [])
+    found += [log.recovery(None)] if log.epochs else []
+    commits_ns = [each.at_ns for each in log.history.of(CommitRecord)]
+    return [_settled(each, following, commits_ns) for each, following in zip_longest(found, found[1:])]
+
+
+def _settled(recovery: Recovery, following: Recovery | None, commits_ns: list[int]) -> Recovery:
+    """Returns a recovery whose stall is known if the steps up to the following recovery make it known."""
+    stall, resume_ns = recovery.stall, recovery.resume_ns
+    if stall is None or not stall.bound or resume_ns is None or recovery.heirs:
+        return recovery
+    until_ns = inf if following is None else following.resume_ns or following.begin_ns
+    later_ns = [at_ns for at_ns in commits_ns if resume_ns <= at_ns < until_ns]
+    return replace(recovery, stall=with_later_steps(stall, later_ns))
 
 
 @dataclass(slots=True)
@@ -45,9 +59,7 @@ class RecoveryLog:
     committed: int = -1  # the last step before the open one
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
-    signs: list[FailureSign] = field(
-        default_factory=list
-    )  # faults, exceptions, exits, suspicions since the last commit
+    signs: list[FailureSign] = field(default_factory=list)  # since the last commit
     marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> verdict; its later actions are ignored

@@ -61,6 +61,11 @@ class Recovery:
         return {phase: taken[phase] for phase in PHASES if phase in taken}
 
     @property
+    def noticed_ns(self) -> int:
+        """The injected fault, else the first sign of the failure, which silence gives only with the verdict."""
+        return self.begin_ns if self.faults else self.points_ns.get("detect", self.begin_ns)
+
+    @property
     def pause_ns(self) -> int | None:
         """The time from the beginning to the catch-up point; None if it was not reached."""
         return sum(self.phases_ns.values()) if "replay" in self.points_ns else None

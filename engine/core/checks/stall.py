@@ -3,6 +3,8 @@
 Rules:
 - Times are nanoseconds. A usual step is the median of the last few steps under the same owners. The first step of a
   run, which warms up, and the first step after a recovery, which restores shadows, are not usual.
+- If no slot has changed its owner, the steps after the recovery are usual as well: they count if none before does. So a
+  worker that leaves after its hand-over has a stall, although only one step lies between the two.
 - The time is a range, not a figure, if there is no usual step or if no commit has followed. It is at least the time
   without any finished action, because the rest of the gap holds one step; it is at most the whole gap.
 """
@@ -13,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 USUAL = 10  # steps whose median is the usual length
@@ -68,6 +71,15 @@ class StepLengths:
             return Stall(max(0, idle_ns), None if resume_ns is None else gap_ns)
         known_ns = max(0, gap_ns - int(median(self.usual)))
         return Stall(max(known_ns, idle_ns), None) if resume_ns is None else Stall(known_ns, known_ns)
+
+
+def with_later_steps(stall: Stall, commits_ns: Sequence[int]) -> Stall:
+    """Returns a stall of which only bounds are known, by the steps after it: from the commit that ended it on."""
+    usual_ns = [later - earlier for earlier, later in pairwise(commits_ns[1 : USUAL + 2])]
+    if stall.most_ns is None or not usual_ns:
+        return stall
+    known_ns = max(0, stall.most_ns - int(median(usual_ns)))
+    return Stall(known_ns, known_ns)
 
 
 def quantile(stalls: Sequence[Stall], part: float) -> Stall:
