@@ -77,10 +77,9 @@ def run_workflow(project: Path, python: Path, skip: str = "") -> dict[str, int]:
     Python and upload, are left out, and so is the step named `skip`.
     """
     found: dict[str, Any] = yaml.safe_load((project / WORKFLOW).read_text())
-    (job,) = found["jobs"].values()
     environment = clean() | {"PYTHONPATH": "", "PATH": f"{python}:{os.environ['PATH']}", **found["env"]}
     codes: dict[str, int] = {}
-    for step in job["steps"]:
+    for step in (each for job in found["jobs"].values() for each in job["steps"]):
         is_due = not any(codes.values()) or step.get("if") == "always()"
         name = step.get("name", step.get("run", ""))
         if "run" in step and is_due and name != skip:

@@ -101,6 +101,8 @@ def test_a_run_is_repeated_by_its_record() -> None:
 def test_a_record_says_how_to_repeat_the_faults(more: dict[str, object], command: str) -> None:
     write_record(**more)
     assert resolve_job(Path("run.json"), {}).with_faults == command
+    Path("latest").symlink_to(".")  # leads to another run as soon as the job is repeated
+    assert resolve_job(Path("latest/run.json"), {}).with_faults == command
     told = CliRunner().invoke(app, ["run", "run.json", "--explain"]).stderr
     assert told == f"the job of that run, without its faults; with them: {command}\n"
 

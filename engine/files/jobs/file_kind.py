@@ -5,6 +5,7 @@ Rule: a command that gets a file of another kind names the kind, and the command
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -49,12 +50,17 @@ def other_kind(document: Document, *wanted: FileKind) -> Problem | None:
 def with_its_faults(record: Document) -> str:
     """Returns the command that repeats a run with its faults, from the record of the run; empty if it had none."""
     value: Any = record.value
-    path = Path(record.source)
+    folder = Path(os.path.realpath(Path(record.source).parent))  # `latest` leads to another run soon
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if isinstance(scenario := value.get("scenario"), dict):
-        words = ["inject", "--scenario", str(path.parent / "scenario.yaml"), "--seed", str(scenario.get("seed", 0))]
+        words = ["inject", "--scenario", str(folder / "scenario.yaml"), "--seed", str(scenario.get("seed", 0))]
         words += [word for each in scenario.get("settings", ()) for word in ("--set", str(each))]
     elif kills := value.get("kill"):
-        words = ["run", str(path), *(word for each in kills for word in ("--kill", str(each)))]
+        words = [
+            "run",
+            str(folder / Path(record.source).name),
+            *(word for each in kills for word in ("--kill", str(each))),
+        ]
     else:
         return ""
     return shlex.join(["bamboo", *words])
