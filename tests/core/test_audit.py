@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
 from engine.core.checks.audit import AuditBook
-from engine.core.checks.trajectory import TrajectoryRow
+from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
 from engine.core.errors import InvariantError
 
 ONE, OTHER = "0" * 64, "f" * 64
@@ -48,6 +49,17 @@ def test_who_disagrees_is_told_the_tensor() -> None:
     book.add(0, 0, 0, {0: ("s", "b")}, {0: ([("bias", "11"), ("weight", "22"), ("weight exp_avg", "33")], ())})
     with pytest.raises(InvariantError, match="step 0: layer 0, tensor weight, differs between worker 0"):
         book.add(0, 1, 0, {0: ("t", "b")}, {0: ([["bias", "11"], ["weight", "99"], ["weight exp_avg", "88"]], ())})
+
+
+def test_rows_keep_the_marks_of_their_tensors() -> None:
+    book = AuditBook(num_layers=2, num_pipelines=2)
+    marks = ([("bias", "11111111"), ("weight", "22222222")], [("mean", "33333333")])
+    for pipeline in (1, 0):
+        book.add(0, pipeline, pipeline, {0: ("s", "b"), 1: ("s", "b")}, {0: marks})
+    marked, plain = book.close(0, 1.0)
+    assert marked.marks == ((("bias", "weight"), "1111111122222222"), (("mean",), "33333333"))
+    assert plain.marks == (NO_MARKS, NO_MARKS)
+    assert replace(marked, layer=1) == plain  # marks only explain a difference
 
 
 def test_an_owner_and_its_shadows_make_one_row() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.trajectory import TensorMarks, TrajectoryRow
+from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
 from engine.core.checks.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
@@ -84,9 +84,9 @@ def test_steps_that_only_one_has_are_not_compared() -> None:
 
 def test_a_difference_is_named_with_its_step_layer_and_tensor() -> None:
     names = ("weight", "bias", "weight.exp_avg")
-    ours, its = (TensorMarks(names, marks) for marks in ("11111111" * 3, "1111111122222222" + "33333333"))
-    mine = replace(ROWS[3], state="ff", marks=(ours, TensorMarks()))
-    twin = [*ROWS[:3], replace(ROWS[3], marks=(its, TensorMarks())), *ROWS[4:]]
+    ours, its = ((names, marks) for marks in ("11111111" * 3, "1111111122222222" + "33333333"))
+    mine = replace(ROWS[3], state="ff", marks=(ours, NO_MARKS))
+    twin = [*ROWS[:3], replace(ROWS[3], marks=(its, NO_MARKS)), *ROWS[4:]]
     found = compare([*ROWS[:3], mine, *ROWS[4:]], twin, HISTORY).difference
     assert found is not None
     assert (found.step, found.layer, found.tensor) == (1, 1, "bias")

@@ -87,6 +87,9 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     assert resolve_job(folder / "run.json", {}).with_faults.endswith(f"--scenario {folder}/scenario.yaml --seed 0")
     assert [each["id"] for each in facts["scenario"]["faults"]] == ["first"]
     assert facts["result"]["case"]["verdict"] == "passed"
+    last = launcher.events()[-1]
+    assert (last["event"], last["outcome"], last["exit_code"]) == ("ended", "passed", 0)
+    assert (facts["result"]["outcome"], facts["result"]["exit_code"]) == ("passed", 0)
     (again,), (twin,) = launcher.events("scenario"), launcher.events("twin")
     assert (again["scenario"], again["text"]) == ("scenario.yaml", (folder / "scenario.yaml").read_text())
     assert [step for step, _ in twin["losses"]] == [*range(6)]

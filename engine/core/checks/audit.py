@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from engine.core.checks.trajectory import TensorMarks, TrajectoryRow
+from engine.core.checks.trajectory import NO_MARKS, TensorMarks, TrajectoryRow
 from engine.core.errors import InvariantError
 
 AuditMarks = Sequence[Sequence[str]]  # (name, digest of this tensor and all before it) of each tensor
@@ -61,13 +61,17 @@ class AuditBook:
         for layer in range(self.num_layers):
             of_buffers = [buffers[layer, pipeline] for pipeline in range(self.num_pipelines)]
             joined = _joined([report[0] for report in of_buffers])
-            marks = (self._marks(states[layer][2]), self._marks([each for report in of_buffers for each in report[2]]))
-            rows.append(TrajectoryRow(step, layer, states[layer][0], joined, loss, marks))
+            state, _, of_state = states[layer]
+            marks = (self._marks(of_state), self._marks(of_buffers[0][2]))  # of the first pipeline
+            rows.append(TrajectoryRow(step, layer, state, joined, loss, marks))
         return rows
 
     def _marks(self, of_tensors: AuditMarks) -> TensorMarks:
-        names = tuple(name for name, _ in of_tensors)
-        return TensorMarks(self._names.setdefault(names, names), "".join(mark for _, mark in of_tensors))
+        """Returns marks in little memory: a run has some for each step, and a commit waits for them."""
+        if not of_tensors:
+            return NO_MARKS
+        names, marks = zip(*of_tensors, strict=True)
+        return self._names.setdefault(names, names), "".join(marks)
 
 
 def _compare(step: int, part: str, one: _Report, other: _Report) -> None:

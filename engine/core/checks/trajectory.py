@@ -17,20 +17,9 @@ _HASH_DIGITS = 12  # of a hash in a message
 _PARTS = ("weights or optimizer state", "buffers")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMarks:
-    """The names of some tensors, and their marks, of `MARK_DIGITS` each; a mark hashes a tensor and all before it."""
-
-    names: tuple[str, ...] = ()
-    marks: str = ""
-
-    def first_difference(self, other: TensorMarks) -> str:
-        """Returns the name of the first tensor that differs, or an empty text if the marks do not tell."""
-        for number, name in enumerate(self.names):
-            place = slice(number * MARK_DIGITS, (number + 1) * MARK_DIGITS)
-            if other.names[number : number + 1] and self.marks[place] != other.marks[place]:
-                return name
-        return ""
+# The names of some tensors, and their marks, of `MARK_DIGITS` each; a mark hashes a tensor and all before it.
+TensorMarks = tuple[tuple[str, ...], str]
+NO_MARKS: TensorMarks = ((), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,7 @@ class TrajectoryRow:
     state: str
     buffers: str
     loss: float | None
-    marks: tuple[TensorMarks, TensorMarks] = field(default=(TensorMarks(), TensorMarks()), compare=False, repr=False)
+    marks: tuple[TensorMarks, TensorMarks] = field(default=(NO_MARKS, NO_MARKS), compare=False, repr=False)
 
     def texts(self) -> tuple[str, ...]:
         """Returns the row as text in the order of `COLUMNS`; a missing loss is empty."""
@@ -80,11 +69,20 @@ def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]
         parts = zip(_PARTS, (mine.state, mine.buffers), (its.state, its.buffers), mine.marks, its.marks, strict=True)
         for part, one, other, marks, its_marks in parts:
             if one != other:
-                tensor = marks.first_difference(its_marks)
+                tensor = _first_tensor(marks, its_marks)
                 return Difference(step, layer, part, tensor, one[:_HASH_DIGITS], other[:_HASH_DIGITS])
         if loss is None and repr(mine.loss) != repr(its.loss):
             loss = Difference(step, None, "loss", "", repr(mine.loss), repr(its.loss))
     return loss
+
+
+def _first_tensor(mine: TensorMarks, its: TensorMarks) -> str:
+    """Returns the name of the first tensor that differs, or an empty text if the marks do not tell."""
+    for number, name in enumerate(mine[0][: len(its[0])]):
+        place = slice(number * MARK_DIGITS, (number + 1) * MARK_DIGITS)
+        if mine[1][place] != its[1][place]:
+            return name
+    return ""
 
 
 def _by_key(rows: Iterable[TrajectoryRow]) -> dict[tuple[int, int], TrajectoryRow]:
