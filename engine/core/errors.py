@@ -82,7 +82,7 @@ class UserError(BambooError):
 
 
 class UserCodeError(BambooError):
-    """The user's model, data or loss raised an exception before training began."""
+    """The user's model, data or loss raised an exception before the first commit."""
 
     exit_code = ExitCode.USAGE
 

@@ -11,7 +11,7 @@ from engine.core.checks.expectations import Check, Observed, check, exit_code, v
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import Stall, quantile
 from engine.core.checks.strike_accuracy import strike_accuracy
-from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
+from engine.core.errors import BY_SIGNAL, BambooError, ExitCode, UserCodeError
 from engine.core.faults.fault import Fault
 from engine.core.faults.scenario import Scenario
 from engine.core.history.process_records import EndedRecord
@@ -65,6 +65,8 @@ class CaseResult:
 
     def recovery_lines(self) -> list[str]:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
+        if isinstance(self.run_error, UserCodeError):
+            return []  # every worker would have raised it: no worker could take over
         twin, proved = self.seen.twin, ""
         if isinstance(twin, ComparisonRecord) and twin.difference is None and twin.compared:
             is_last = twin.last_step == self.summary["steps"] - 1

@@ -60,17 +60,17 @@ def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
     ids=["refused", "diverged", "failed", "raised"],
 )
 def test_a_last_message_ends_the_run_with_its_error(last: Any, code: ExitCode, text: str) -> None:
-    error = error_of(MEMBER, last, is_training=True)
+    error = error_of(MEMBER, last, has_commit=True)
     assert error.exit_code == code
     assert str(error).startswith(text)
 
 
-def test_an_exception_of_the_users_before_training_is_the_users_mistake() -> None:
-    error = error_of(MEMBER, words(), is_training=False)
+def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake() -> None:
+    error = error_of(MEMBER, words(), has_commit=False)
     assert error.exit_code == ExitCode.USAGE
-    assert str(error).startswith("in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward)\n")
+    assert str(error) == "in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward)"
     elsewhere = RaisedMessage(7, 0, WorkerException("RuntimeError: planted"))
-    assert error_of(MEMBER, elsewhere, is_training=False).exit_code == ExitCode.NOT_RECOVERED
+    assert error_of(MEMBER, elsewhere, has_commit=False).exit_code == ExitCode.NOT_RECOVERED
 
 
 def test_every_message_to_the_agent_has_a_handler() -> None:

@@ -133,10 +133,11 @@ def _on_suspicion(agent: Agent, member: WorkerHandle, suspicion: messages.Suspic
 def _on_raised(agent: Agent, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
     exception, is_training = raised.exception, agent.run_state.going_at_ns > 0
     agent.recorder.write(RaisedRecord(at_ns=raised.at_ns, of=member.worker, step=raised.step, **asdict(exception)))
-    if is_training and not agent.is_stopping:
-        words = f"worker {member.worker} {exception.in_step(raised.step)}; full text in {member.log}"
-        agent.run_state.note("\n  ".join([words, *exception.frames.splitlines()]))
-        if agent.raised.is_survivable(member.worker, raised, agent.node.state):
+    if not agent.is_stopping:
+        is_of_job = not is_training and exception.place  # every worker would raise it
+        words = exception.at_start() if is_of_job else f"worker {member.worker} {exception.in_step(raised.step)}"
+        agent.run_state.note("\n  ".join([f"{words}; full text in {member.log}", *exception.frames.splitlines()]))
+        if is_training and agent.raised.is_survivable(member.worker, raised, agent.node.state):
             agent.injector.sees(member.worker, "raised", exception.error)
             return  # the end of its process makes the verdict
     _on_failed(agent, member, raised)
@@ -146,7 +147,7 @@ def _on_failed(
     agent: Agent, member: WorkerHandle, last: messages.RefusedMessage | messages.FailedMessage | messages.RaisedMessage
 ) -> None:
     member.state = "failed"
-    agent.fail(error_of(member, last, is_training=agent.run_state.going_at_ns > 0))
+    agent.fail(error_of(member, last, has_commit=bool(agent.run_state.losses)))
 
 
 _handles(messages.RefusedMessage)(_on_failed)

@@ -149,21 +149,20 @@ class RunState:
 
 
 def error_of(
-    member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, is_training: bool
+    member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, has_commit: bool
 ) -> BambooError:
     """Returns the error that a worker's last message reports.
 
-    An exception of the user's code before training is the user's mistake: no training is lost.
+    An exception of the user's code before the first commit is the user's mistake: no training is lost.
     """
     if isinstance(last, RefusedMessage):
         return UserError(last.problems)
     worker = f"worker {member.worker} (pid {member.child.pid})"
     if isinstance(last, RaisedMessage):
         exception = last.exception
-        if is_training or not exception.place:
-            return WorkerFailedError(f"{worker} {exception.in_step(last.step)}; full text in {member.log}")
-        text = "\n  ".join([exception.at_start(), *exception.frames.splitlines()])
-        return UserCodeError(f"{text}\n  full text in {member.log}")
+        if exception.place and not has_commit:
+            return UserCodeError(exception.at_start())
+        return WorkerFailedError(f"{worker} {exception.in_step(last.step)}; full text in {member.log}")
     if last.code == ExitCode.EXPECTATION_FAILED:
         return DivergedError(f"{worker}: {last.error}")
     error = BambooError(f"{worker}: {last.error}")
