@@ -61,7 +61,7 @@ def key_of(scenario: Mapping[str, Any], settings: Sequence[str]) -> str:
 
 def from_plain(plain: Mapping[str, Any]) -> CellResult:
     """Returns the result that `to_plain` turned into these values; raises TypeError for other fields."""
-    return CellResult(**plain)
+    return CellResult(**{**plain, "raised": tuple(plain.get("raised", ()))})  # JSON has no tuples
 
 
 def judged(checks: Sequence[Check]) -> tuple[Result, Failure, str]:
