@@ -165,6 +165,8 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
     from torch import nn
 
     from engine.models.data import Data
+    from engine.models.layers import Model
+    from engine.models.losses import loss_of, metric_of
 
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/training-your-own-model.md"], re.DOTALL)
@@ -173,7 +175,12 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
     data, model = names["Sums"](seed=3), names["small"](width=8)
     assert isinstance(data, Data) and isinstance(model, nn.Sequential)
     batch = data.microbatch(0, 0, 1, 4)
-    assert (*batch.inputs[0].shape, *model(batch.inputs[0]).shape) == (4, 32, *batch.targets[0].shape)
+    outputs = model(batch.inputs[0]).detach()
+    assert (*batch.inputs[0].shape, *outputs.shape) == (4, 32, *batch.targets[0].shape)
+    own = names["own_loss"]()
+    assert isinstance(own, Model)
+    assert loss_of(own, (outputs,), batch.targets).isfinite()
+    assert metric_of(own, (outputs,), batch.targets) == (outputs - batch.targets[0]).abs().max().item()
 
 
 def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None:

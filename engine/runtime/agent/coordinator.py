@@ -27,6 +27,10 @@ from engine.core.membership.state import Phase, State, resume, to_json
 from engine.core.store.kv import KV, Change, KeyValue, Put, Txn, absent, equal
 from engine.runtime.store.election import Election
 
+# The usual reason for an expired lease, and the remedy.
+STOOD_STILL = (
+    "the launcher had no processor time for many seconds, or the machine slept: run less beside it, and start again"
+)
 ROLE, STATE = "coordinator", "state"
 _MAX_VERDICTS = 64
 
@@ -83,7 +87,7 @@ class Coordinator:
     def _rival(self, holder: KeyValue | None) -> str:
         """Returns in words the reason for the failed transaction."""
         if holder is None:
-            return f"the key {ROLE!r} is gone: its lease has expired, or another client has deleted it"
+            return f"the key {ROLE!r} is gone: its lease has expired ({STOOD_STILL}), or another client has deleted it"
         if not self._election.fence.holds(holder):
             return f"the key {ROLE!r} now names {holder.value.decode(errors='replace')[:80]!r}"
         return f"another client has written the key {STATE!r}"

@@ -21,7 +21,7 @@ from engine.core.membership.run_status import Slots
 from engine.core.membership.state import State
 from engine.core.ownership import by_slot
 from engine.core.store.kv import KV, Delete, Txn
-from engine.runtime.agent.coordinator import ROLE, Coordinator
+from engine.runtime.agent.coordinator import ROLE, STOOD_STILL, Coordinator
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.store.election import Election
 
@@ -112,8 +112,7 @@ class Node:
         except LeaseLostError:
             self._is_out = True
             raise CoordinatorUnavailableError(
-                "the lease of this host has expired: the other hosts count it as out (the launcher had no processor "
-                f"time for {LEASE_TTL_S} s, or the machine slept: run less beside it, and start again)"
+                f"the lease of this host has expired: the other hosts count it as out ({STOOD_STILL})"
             ) from None
         except CoordinatorUnavailableError:
             self._is_out = True
