@@ -16,6 +16,7 @@ from engine.core.faults.fault import Fault
 from engine.core.faults.scenario import Scenario
 from engine.core.history.process_records import EndedRecord
 from engine.core.history.record import StampedRecord
+from engine.core.history.run_records import ConfirmedRecord, RaisedRecord
 from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Result, VerdictRecord
 
 
@@ -73,6 +74,16 @@ class CaseResult:
             proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
         return [f"{each}{proved if each.resume_ns is not None or each.after_end else ''}" for each in self.recoveries]
 
+    def exceptions(self) -> tuple[str, ...]:
+        """Returns in words the exceptions in workers that no fault raised."""
+        history = self.seen.history
+        injected = {each.how for each in history.of(ConfirmedRecord)}
+        return tuple(
+            f"worker {each.of} {each.exception.in_step(each.step)}"
+            for each in history.of(RaisedRecord)
+            if f"raised: {each.error}" not in injected
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the case as plain values."""
         return {
@@ -81,6 +92,7 @@ class CaseResult:
             "exit_code": int(self.exit_code),
             "checks": [asdict(each) for each in self.checks],
             "recoveries": [each.as_dict() for each in self.recoveries],
+            "exceptions": self.exceptions(),
         }
 
     @property
@@ -107,6 +119,7 @@ class CaseResult:
             **found,
             "error": None if self.error is None else str(self.error),
             "recoveries": [each.as_dict() for each in self.recoveries],
+            "exceptions": self.exceptions(),
             "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
             "twin": _twin(self.seen.twin),
         }

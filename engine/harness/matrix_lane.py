@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 
 from engine.core.checks.cell_result import CellResult, judged
 from engine.core.errors import BY_SIGNAL, BambooError
-from engine.core.history.run_records import ConfirmedRecord, RaisedRecord
 
 if TYPE_CHECKING:
-    from engine.core.history.run_history import RunHistory
     from engine.core.message_codec import Plain
     from engine.files.scenarios.scenario_file import Loaded
     from engine.runtime.process.fork_client import ForkServer
@@ -64,18 +62,8 @@ def _checked(cell: str, loaded: Loaded, server: ForkServer, *, keep: bool) -> Ce
         sys.exit(int(case.exit_code))
     stalls = [each.stall for each in case.recoveries if each.stall]
     longest = max(stalls, key=lambda each: each.least_ns, default=None)
-    found = CellResult(cell, *judged(case.checks), run=case.folder.name, raised=_exceptions(case.seen.history))
+    found = CellResult(cell, *judged(case.checks), run=case.folder.name, raised=case.exceptions())
     return replace(found, stall_ms=longest.least_ns / 1e6, stall_bound=longest.bound) if longest else found
-
-
-def _exceptions(history: RunHistory) -> tuple[str, ...]:
-    """Returns in words the exceptions in the workers of a run that no fault raised."""
-    injected = {each.how for each in history.of(ConfirmedRecord)}
-    return tuple(
-        f"worker {each.of} {each.exception.in_step(each.step)}"
-        for each in history.of(RaisedRecord)
-        if f"raised: {each.error}" not in injected
-    )
 
 
 def main(fd: int) -> None:
