@@ -16,6 +16,7 @@ from tests.report.test_matrix_forms import ALL
 from tests.report.test_matrix_page import opened as open_matrix
 
 SIZES = {"screen": (1280, 800), "phone": (390, 800)}
+SHEET_PX = 1224  # 340 mm less the margins, at 96 pixels per inch
 GLOO = (
     "transfer from worker 2 failed: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error "
     "[127.0.0.1]:5546: Connection reset by peer. This is typically caused by a remote worker hanging or bugs in the "
@@ -80,6 +81,23 @@ def test_nothing_is_cut(sized: Browser, kind: str, tmp_path: Path) -> None:
         sized.prefer(scheme)
         assert sized.ask(CUT) == [], scheme
     assert (sized.complaints, sized.requests) == ([], [])
+
+
+def test_a_printed_page_is_unfolded_and_as_wide_as_its_sheet(browser: Browser, tmp_path: Path) -> None:
+    """A print cut the wide table, and the timeline, at the edge of the paper."""
+    path = tmp_path / "report.html"
+    path.write_text(page(load(events(), "paper")), encoding="utf-8")
+    browser.resize(1600, 900)
+    browser.open(path)
+    try:
+        browser.ask("dispatchEvent(new Event('beforeprint'))")
+        browser.call("Emulation.setEmulatedMedia", media="print")
+        browser.resize(SHEET_PX, 1700)
+        assert browser.ask(CUT) == []
+        assert browser.ask("[...document.querySelectorAll('details')].every((each) => each.open)")
+    finally:
+        browser.call("Emulation.setEmulatedMedia", media="")
+        browser.call("Emulation.clearDeviceMetricsOverride")
 
 
 @pytest.fixture(name="opened")

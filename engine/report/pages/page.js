@@ -87,8 +87,16 @@ function tellWords() {
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") tell(null); });
 }
 
-// On paper nothing can be unfolded.
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => { each.open = true; }));
+// On paper nothing can be unfolded, and a chart has the width of the sheet that page.css chooses.
+addEventListener("beforeprint", () => {
+  document.querySelectorAll("details").forEach((each) => { each.open = true; });
+  setWidths((chart) => Math.min(chart.clientWidth, chart.closest(".grid") ? 525 : 1110));
+});
+addEventListener("afterprint", () => setWidths(() => null));
+
+function setWidths(widthOf) {
+  document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.relayout(chart, { width: widthOf(chart) }));
+}
 
 drawCharts();
 makeControls();

@@ -297,7 +297,7 @@ function annotations() {
 
 // A name may be as wide as a quarter of the chart, and as high as its row.
 function nameOf({ worker, slots, also, also_short }) {
-  if (document.getElementById("timeline").clientWidth < 700) return `<b>${worker}</b> ${escaped(also_short)}`;
+  if (document.getElementById("timeline").clientWidth < 700) return [`worker ${worker}`, escaped(also_short)].filter(Boolean).join("<br>");
   const most = LINE.workers.length > 16 ? 0 : 2;
   const lines = also.length > most ? [...also.slice(0, most - 1), also_short] : also;
   return [`worker ${worker}: <b>${escaped(slots)}</b>`, ...lines.map(escaped)].join(most ? "<br>" : " ");

@@ -104,7 +104,7 @@ def _worker(row: Any, run: RunTables) -> dict[str, Any]:
         "worker": row.worker,
         "slots": slots_text(slots, one_pipeline),
         "also": also,
-        "also_short": " ".join(f"+{each.pipeline}.{each.stage}" for each in gained.itertuples()),
+        "also_short": f"+ {slots_text(gained[['pipeline', 'stage']].to_numpy(), one_pipeline)}" if len(gained) else "",
         "state": f"{state}{goes_on}",
         "end": end_ms if dead else None,
     }

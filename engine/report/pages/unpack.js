@@ -26,4 +26,5 @@ async function begin() {
   start(program);
 }
 
-begin();
+// The text is painted first: to unpack takes longer.
+requestAnimationFrame(() => setTimeout(begin));
