@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.files.matrix_results import RESULTS
 from engine.files.run_folder import RunFolder, run_names
 from engine.runtime.process.folder_lock import unused_folder
 
@@ -54,6 +55,8 @@ def _has_launcher(run: RunFolder) -> bool:
             first = json.loads(file.readline())
         written_s = run.events.stat().st_mtime
     except FileNotFoundError:
+        if (run.path / RESULTS).exists():  # a matrix that has begun
+            return False
         return time.time() - run.path.stat().st_mtime < _START_S
     except (OSError, ValueError):
         return False

@@ -19,6 +19,7 @@ from engine.files.matrix_results import new_folder
 from engine.files.run_folder import create_run_folder, find_run
 from engine.harness.cleaning import Leftover, OldRuns, delete, end_of_cleaning, leftovers
 from engine.harness.dead_runs import dead_run, delete_dead_stores
+from engine.runtime.process.folder_lock import folder_used
 
 GONE_PID = 2**22 + 1  # above the largest pid of Linux
 HOLDER = """
@@ -168,12 +169,12 @@ def test_the_leftovers_of_a_killed_matrix_are_found(tmp_path: Path) -> None:
     matrix = new_folder(tmp_path, "smoke", datetime(2026, 1, 1), "abcd")
     (matrix / "results.jsonl").touch()
     run = make_run(matrix / "runs")
-    os.utime(matrix, (1, 1))
     assert clean(tmp_path) == {
         "store of a killed run": [run / "logs" / "etcd"],
         "temporary file": [run / ".run.json.77.tmp"],
     }
-    os.utime(matrix, (1, 1))
+    with folder_used(matrix):
+        assert leftovers(tmp_path, OldRuns()) == ([], [matrix.name])
     assert clean(tmp_path, OldRuns(keep=1)) == {}
     assert clean(tmp_path, OldRuns()) == {"matrix": [matrix]}
     assert not matrix.exists()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -71,7 +72,7 @@ def test_it_serves_and_leaves_nothing_but_its_log(tmp_path: Path) -> None:
     assert "ready to serve client requests" in server.log.read_text()
 
 
-def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_it_dies_when_its_parent_is_killed_and_its_data_are_deleted(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pidfd = os.pidfd_open(int(parent.stdout.readline()))
@@ -79,6 +80,10 @@ def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
         parent.kill()
         assert select.select([pidfd], [], [], GONE_WITHIN_S)[0]
         os.close(pidfd)
+    until_s = time.monotonic() + GONE_WITHIN_S
+    while (tmp_path / "etcd").exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["etcd.log"]
 
 
 def test_it_does_not_start_for_a_parent_that_is_gone_already() -> None:
