@@ -68,7 +68,7 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     from engine.files.scenarios.matrix_file import read_matrix
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
-    from engine.harness.job_checks import offered
+    from engine.harness.job_checks import readable
     from engine.runtime.faults.registry import kinds
 
     path = find_file(name, "scenario or matrix", library_names())
@@ -78,7 +78,7 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
     kind = kind_of(document)
     if kind == "matrix":
-        found = read_matrix(str(path), kinds(), offered=offered)
+        found = read_matrix(str(path), kinds(), offered=readable)
         cells = [each.cell.name for each in found.cells]
         text = f"a matrix of {len(cells)} cells; job: {found.job_from}"
         return text + _not_imported(*(each.loaded.scenario.job for each in found.cells)), {
@@ -86,19 +86,20 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
             "job_from": found.job_from,
         }
     if kind in ("job", "run"):
-        job = merge([file_layer(path)], offered).job
+        job = merge([file_layer(path)], readable).job
         text = f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps"
         return text + _not_imported(job), {"job": asdict(job)}
-    loaded = load_document(path, document, kinds(), seed, offered=offered)
-    number = "1 fault" if len(loaded.faults) == 1 else f"{len(loaded.faults)} faults"
+    loaded = load_document(path, document, kinds(), seed, offered=readable)
+    count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program
+    number = "1 fault" if count == 1 else f"{count} faults"
     faults = [str(each) for each in loaded.faults]
     text = f"{number}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
     return text + _not_imported(loaded.scenario.job), {"faults": faults, "job_from": loaded.job_from}
 
 
 def _not_imported(*jobs: Job) -> str:
-    """Returns the names of the user's factories, of which only the modules were looked for."""
+    """Returns the names of the user's code that the jobs name, none of which a check of files runs."""
     from engine.models.model_registry import is_own
 
-    own = dict.fromkeys(name for job in jobs for name in (job.model, job.data) if is_own(name))
+    own = dict.fromkeys(name for job in jobs for name in (job.model, job.data, job.schedule) if is_own(name))
     return f"; not imported: {', '.join(own)}" if own else ""

@@ -19,6 +19,7 @@ import typer
 from bamboo_cli.options import completion
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 
@@ -57,7 +58,18 @@ def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
 
     flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = named if program_only else offered
+    _refuse_a_library_name(values["job_file"])
     return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
+
+
+def _refuse_a_library_name(path: Path | None) -> None:
+    """Raises UserError for the name of a shipped scenario or matrix, which has no file in the current folder."""
+    from engine.files.scenarios.library import library_names, scenario_names
+
+    if path is None or path.exists() or (name := str(path)) not in library_names():
+        return
+    kind, command = ("a scenario", "inject") if name in scenario_names() else ("a matrix", "matrix")
+    raise UserError([Problem("", "a job file", kind, f"run it with: bamboo {command} {name}", name)])
 
 
 def _text(name: str, value: str | bool) -> str:

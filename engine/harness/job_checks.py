@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -56,3 +57,5 @@ def _nearest_module(module: str) -> str:
 named = Offered(_named_problems, _argument_names)
 # Also the cut of the model into stages, and the modules of a user's own model and data.
 offered = Offered(lambda job: [*_named_problems(job), *layer_problems(job), *missing_modules(job)], _argument_names)
+# For a check of files, which runs no code of the user's.
+readable = replace(offered, calls_code=False)

@@ -64,18 +64,25 @@ def test_one_line_says_what_to_do(tmp_path: Path, command: str, line: str) -> No
     assert not (tmp_path / "results").exists()
 
 
-def test_validate_finds_a_module_and_imports_none(tmp_path: Path) -> None:
+def test_validate_finds_modules_and_imports_none(tmp_path: Path) -> None:
+    """A model without a module was valid; a generator of a schedule was called."""
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')\n")
-    (tmp_path / "job.yaml").write_text("model: mine:small\nstages: 2\n")
+    (tmp_path / "job.yaml").write_text("model: mine:small\nstages: 2\nschedule: mine:lists\n")
+    (tmp_path / "s.yaml").write_text(HEAD + "job: job.yaml\n" + FAULTS)
+    (tmp_path / "m.yaml").write_text(HEAD + "job: job.yaml\ncases:\n  - name: a\n    " + FAULTS)
     done = subprocess.run(
-        [sys.executable, "-m", "bamboo_cli", "validate", "job.yaml"],
+        [sys.executable, "-m", "bamboo_cli", "validate", "job.yaml", "s.yaml", "m.yaml"],
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
         check=False,
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "job.yaml: valid: a job: mine:small in 1 x 2 stages, 80 steps; not imported: mine:small\n"
+    assert done.stdout.splitlines() == [
+        "job.yaml: valid: a job: mine:small in 1 x 2 stages, 80 steps; not imported: mine:small, mine:lists",
+        "s.yaml: valid: 1 fault, expects recovered; job: ./job.yaml; not imported: mine:small, mine:lists",
+        "m.yaml: valid: a matrix of 1 cells; job: ./job.yaml; not imported: mine:small, mine:lists",
+    ], done.stderr
 
 
 @pytest.mark.parametrize("command", ["report --table foo", "init --ci foo", "schema foo"])

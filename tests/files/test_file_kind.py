@@ -45,6 +45,11 @@ def write_record(**more: object) -> None:
     [
         ("run s.yaml", "s.yaml: expected a job or the record of a run, found a scenario (run it with: bamboo inject "),
         ("run m.yaml", "m.yaml: expected a job or the record of a run, found a matrix (run it with: bamboo matrix m."),
+        ("run nan", "nan: expected a job file, found a scenario (run it with: bamboo inject nan)"),
+        (
+            "run matrix-smoke",
+            "matrix-smoke: expected a job file, found a matrix (run it with: bamboo matrix matrix-smoke)",
+        ),
         ("inject m.yaml", "m.yaml: expected a scenario, found a matrix (run it with: bamboo matrix m.yaml)"),
         ("inject job.yaml", "job.yaml: expected a scenario, found a job (run it with: bamboo run job.yaml)"),
         ("inject --scenario run.json", "run.json: expected a scenario, found the record of a run (run it with: "),

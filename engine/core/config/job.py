@@ -86,6 +86,11 @@ class Job:
     results: str = _field("results", "folder that receives one folder per run")
 
     @property
+    def has_program(self) -> bool:
+        """Whether its schedule is known: the name of a generator that was not called stands for no schedule."""
+        return not FACTORY.fullmatch(self.schedule)
+
+    @property
     def retains(self) -> bool:
         """Whether another worker can take over a slot; each worker then keeps its outputs until the commit."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)

@@ -59,7 +59,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     given = {each.path: each for layer in layers for each in layer.given}
     job = _job(given.values())
     problems = [problem for layer in layers for problem in layer.problems]
-    own = own_schedule(job)
+    own = own_schedule(job) if offered.calls_code or job.has_program else job.schedule
     if isinstance(own, Problem):
         problems += [_at_its_place(own, given)]
     else:
@@ -67,7 +67,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     problems += [
         _at_its_place(problem, given)
         for problem in check_job(job)
-        if not (isinstance(own, Problem) and problem.field == "schedule")
+        if problem.field != "schedule" or (job.has_program and not isinstance(own, Problem))
     ]
     # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.
     if not {"model", "data", "optimizer"} & {problem.field for problem in problems}:

@@ -102,7 +102,8 @@ def load_document(
         raise in_order(reading.problems)
     seed = scenario.job.seed if seed is None else seed
     try:
-        return Loaded(path, scenario, seed, expand(scenario, seed), source, resolved.origins, settings)
+        faults = expand(scenario, seed) if scenario.job.has_program else ()
+        return Loaded(path, scenario, seed, faults, source, resolved.origins, settings)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
 
@@ -118,7 +119,7 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None)
     faults = {number: each for number, each in enumerate(listed) if each is not None}
     expect = _expect(values.get("expect", {}))
     whole = len(faults) == len(listed) and all(each.do for each in faults.values())
-    found = PlannedFaults(job, faults, whole)
+    found = PlannedFaults(job if job and job.has_program else None, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
     reading.problems += [reading.located(each) for each in check_faults(found, expect, ending)]
     if reading.problems or job is None:
