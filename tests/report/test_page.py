@@ -12,7 +12,7 @@ import pytest
 from engine.report.load import RunTables
 from engine.report.pages.page import page
 from tests.report.browser import Browser
-from tests.report.made_up import MadeUpRun, load
+from tests.report.made_up import MadeUpRun, agent, load
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> ${x} %{y}"
 GOAL_S = 2.0
@@ -83,6 +83,15 @@ def test_the_head_tells_job_machine_and_date(standard: Browser) -> None:
         in head
     )
     assert "Machine: Made-up CPU, 2 cores, torch 2.13.0, Python 3.11.7." in head
+
+
+def test_the_head_has_the_last_validation() -> None:
+    """The accuracy of a run was on no page."""
+    *made, ended = MadeUpRun().events()
+    told = [agent("validation", 1300 + step, step=step, loss=2.0 - step / 8, metric=step / 8) for step in (2, 7)]
+    head = page(load([*made, *told, ended], "validated")).split("</header>")[0]
+    assert "<dt>validation loss</dt><dd>1.125 " in head
+    assert "<dt>validation metric</dt><dd>0.875 " in head
 
 
 def test_marks_are_where_the_events_say(standard: Browser, run: RunTables) -> None:
