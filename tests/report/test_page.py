@@ -144,6 +144,17 @@ def test_a_takeover_is_seen_at_the_heir_and_at_the_dead(standard: Browser, run: 
     assert "for a slot that was taken over" in standard.ask(dots)
 
 
+def test_the_time_until_a_failure_was_seen_is_filled_and_named(standard: Browser, run: RunTables) -> None:
+    """A hang of 30 s was an empty field."""
+    begin_ms = run.recovery["begin_ms"].iloc[0]
+    view = f"{{ 'xaxis.range[0]': {begin_ms - 0.2}, 'xaxis.range[1]': {begin_ms + 1.5} }}"
+    standard.ask(f"Plotly.relayout('timeline', {view}).then(() => null)")
+    layout = "document.getElementById('timeline').layout"
+    filled = standard.wait_for(f"{layout}.shapes.find((each) => each.type === 'rect' && each.y0 === 2 - 0.39)")
+    assert (filled["x0"], filled["x1"]) == pytest.approx((begin_ms, begin_ms + run.recovery["detect_ms"].iloc[0]))
+    assert "worker 2 was ended by SIGKILL" in standard.ask(f"{layout}.annotations.map((each) => each.text)")
+
+
 def test_waiting_is_the_quietest_colour_and_a_transfer_another_one(
     browser: Browser, run: RunTables, tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ def _phases(recovery: pd.DataFrame) -> Figure:
     layout = {
         "barmode": "stack",
         "height": 130 + 34 * len(labels),
-        "xaxis": title("milliseconds"),
+        "xaxis": title("milliseconds") | {"tickformat": ",~f"},
         "yaxis": {"autorange": "reversed", "automargin": True},
         "legend": LEGEND | {"traceorder": "normal"},
     }

@@ -251,8 +251,18 @@ function faultTrace() {
   };
 }
 
+// The time in which a worker did not answer, until the failure was seen: (row, begin, end, its failure in words).
+function silences() {
+  return LINE.recoveries.flatMap(({ begin_ms, phases, who, verdict }) => {
+    const seen = begin_ms + (phases.find(([phase]) => phase === "detect")?.[1] ?? 0);
+    const rows = (who ? who.split(", ") : []).map((each) => ROW_OF.get(Number(each))).filter((row) => row !== undefined);
+    return rows.map((row) => [row, Math.max(begin_ms, view[0]), Math.min(seen, view[1]), verdict]);
+  }).filter(([, from, to]) => (to - from) * pixelsPerMs() > 150);
+}
+
 function shapes() {
-  const found = [];
+  const found = silences().map(([row, from, to]) => (
+    { type: "rect", x0: from, x1: to, y0: row - 0.39, y1: row + 0.39, fillcolor: colour("silent"), line: { width: 0 }, layer: "below" }));
   for (const { begin_ms, resume_ms } of LINE.recoveries) {
     const line = { color: FAULT, width: 1.5, dash: "dash" };
     const across = { yref: "paper", y0: 0, y1: 1, x0: begin_ms };
@@ -279,6 +289,10 @@ function annotations() {
       found.push({ x: Math.max(each.end, view[0]), y: row, xanchor: "left", xshift: 12, showarrow: false, text: escaped(each.state), font });
     }
   });
+  for (const [row, from, to, verdict] of silences()) {
+    const text = escaped(shortened(verdict, Math.floor((to - from) * pixelsPerMs() / 7) - 4));
+    found.push({ x: from, y: row, xanchor: "left", xshift: 12, showarrow: false, text, font: { ...font, color: colour("ink") } });
+  }
   const edges = [0, ...LINE.commits];
   const steps = edges.map((at, step) => [step, Math.max(at, view[0]), Math.min(edges[step + 1] ?? LINE.end, view[1])])
     .filter(([step, from, to]) => step < LINE.commits.length && to - from > (view[1] - view[0]) * 0.05);

@@ -143,5 +143,5 @@ def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
     known = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
     if row["outcome"] in NO_WORKER_LOST:
         known["resume_ms"] = row["begin_ms"]  # nothing was interrupted
-    texts = {name: str(row[name]) for name in ("what", "who", "outcome", "last_action")}
+    texts = {name: str(row[name]) for name in ("what", "verdict", "who", "outcome", "last_action")}
     return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}
