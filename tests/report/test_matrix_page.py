@@ -43,6 +43,7 @@ def test_good_is_green_bad_is_red_and_what_did_not_run_is_grey(browser: Browser,
     assert browser.ask("document.querySelector('h1').innerText") == "1 passed, 1 failed, 1 invalid"
     assert LEGEND.replace("  ", ", ") in browser.ask("document.querySelector('.note').innerText")
     assert [INVALID.text in each for each in listed(browser)] == [False, True]
+    assert browser.ask("document.querySelector('h2').innerText") == "Cells that did not pass"
     assert (browser.complaints, browser.requests) == ([], [])
 
 
@@ -138,3 +139,12 @@ def test_a_cell_that_did_not_pass_links_to_its_run(browser: Browser, tmp_path: P
     assert browser.ask(links) == ["runs/run-2/report.html"]
     head = browser.ask("document.querySelector('header').innerText")
     assert "1 January 2026, 01:02" in head and "Job: model mlp." in head and "Machine: Made-up CPU." in head
+
+
+def test_a_cell_that_passed_with_an_exception_of_the_user_is_listed(browser: Browser, tmp_path: Path) -> None:
+    """An exception that training survived was on no page."""
+    told = "worker 1 raised ValueError: my own bug, in layer 2 of step 3"
+    opened(browser, tmp_path, [replace(PASSED, raised=(told,))])
+    assert browser.ask("document.querySelector('h1').innerText") == "1 passed, 0 failed, 0 invalid"
+    assert browser.ask("document.querySelector('h2').innerText").endswith("or whose workers raised exceptions")
+    assert [told in each for each in listed(browser)] == [True]

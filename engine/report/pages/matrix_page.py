@@ -42,7 +42,11 @@ def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: M
     """Returns the page as HTML."""
     others = [each for each in results if each.result != "passed"]
     mood = "good" if results and not others else "bad" if any(each.result == "failed" for each in others) else "open"
-    told = "".join(f"<li>{_told((each.cell, each), run)}</li>" for each in others)
+    shown = [each for each in results if each.result != "passed" or each.raised]
+    told = "".join(f"<li>{_told((each.cell, each), run)}</li>" for each in shown)
+    heading = (
+        "Cells that did not pass" if shown == others else "Cells that did not pass, or whose workers raised exceptions"
+    )
     script = asset("matrix.js")
     return Template(asset("matrix.html")).substitute(
         policy=policy(script),
@@ -56,7 +60,7 @@ def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: M
         grid=_table(grid, run),
         legend=LEGEND.replace("  ", ", "),
         times=html_table(_times(results)),
-        others=f'<section><h2>Cells that did not pass</h2><ul class="others">{told}</ul></section>' if told else "",
+        others=f'<section><h2>{heading}</h2><ul class="others">{told}</ul></section>' if told else "",
         script=script,
     )
 
@@ -155,5 +159,6 @@ def _told(cell: GridCell, run: MatrixRunFacts) -> str:
         stall = "" if result.stall_ms is None else f", training stalled for {bound}{result.stall_ms:,.0f} ms"
         verdict = f"{result.result}{kind} in {result.seconds:.1f} s{stall}{why}"
     page = f' <a href="{html.escape(run.pages[name])}">its run</a>' if name in run.pages else ""
+    raised = "".join(f'<br><span class="bad">{html.escape(each)}</span>' for each in (result.raised if result else ()))
     again = html.escape(run.replay(name))
-    return f"<b>{html.escape(name)}</b> {html.escape(verdict)}{page}<br><code>{again}</code>"
+    return f"<b>{html.escape(name)}</b> {html.escape(verdict)}{page}{raised}<br><code>{again}</code>"
