@@ -100,7 +100,7 @@ def report(
         raise UserError([Problem("--format parquet", "--output FILE")])
     loaded = [load_run(folder) for folder in folders]
     code = _check(loaded, fail_if or ())
-    _say(loaded, form)
+    _say(loaded, form, has_checks=table is Table.CHECKS)
     _write_table(loaded, table, form, output)
     if page is not None or is_opened or form is Format.TERMINAL:
         for folder, run in zip(folders, loaded, strict=True):
@@ -149,8 +149,11 @@ def write(path: Path, content: str | bytes) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _say(runs: Sequence[RunTables], form: Format) -> None:
-    """Prints the outcome of each run; beside another form than the terminal's, only of the failed ones, to stderr."""
+def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
+    """Prints the outcome of each run, and the checks of a failed one unless they are the table that follows.
+
+    Beside another form than the terminal's, prints only the outcomes of failed runs, to stderr.
+    """
     from bamboo_cli.terminal.console import BAD, GOOD, OPEN, STRONG, say
     from bamboo_cli.terminal.tables import print_table
     from engine.report.exceptions import exception_lines
@@ -164,7 +167,7 @@ def _say(runs: Sequence[RunTables], form: Format) -> None:
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
         for line in exception_lines(run.raised) if form is Format.TERMINAL else ():
             typer.echo(f"  {line}")
-        if form is Format.TERMINAL and run.judgement.findings:
+        if form is Format.TERMINAL and run.judgement.findings and not has_checks:
             print_table(*for_terminal(run.checks))
             typer.echo("")
 
