@@ -23,19 +23,22 @@ from engine.core.errors import BY_SIGNAL, BambooError, StorageError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
 from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
+from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ScenarioRecord
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.case_result import CaseResult, judged
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
-    from engine.core.history.run_history import RunHistory
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_view import Ending
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
+
+
+_QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,13 @@ def _run_in(
     rows = ending.view.run_state.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
-    seen = Observed(ending.exit_code, error, read_history(folder.events), leftovers=left)
+    is_long = folder.events.stat().st_size > _QUICK_BYTES
+    if ending.outcome == "interrupted" and is_long and not faults:
+        screen.say("a long run: its recoveries are in `bamboo report`")
+        history = RunHistory(job)
+    else:
+        history = read_history(folder.events)
+    seen = Observed(ending.exit_code, error, history, leftovers=left)
     if why := why_no_twin(expect, faults, seen):
         add_records(folder.events, NotComparedRecord(why=why))
     else:

@@ -102,7 +102,7 @@ def _in_cell(launcher: Launcher) -> bool:
 
 _TWIN = "not compared: interrupted in the twin"
 MOMENTS = {
-    "run, 0.1 s after its start": Moment(_LONG, _at_launch, 0.1),
+    "run, 0.05 s after its start": Moment(_LONG, _at_launch, 0.05),
     "run, 0.2 s after its start": Moment(_LONG, _at_launch, 0.2),
     "run, 0.35 s after its start": Moment(_LONG, _at_launch, 0.35),
     "run, 0.5 s after its start": Moment(_LONG, _at_launch, 0.5),
