@@ -41,8 +41,10 @@ def show_list(
     elif kind:
         _print(kind, rows[kind], results)
     else:
-        for each, found in rows.items():
-            typer.echo(f"bamboo list {each:<11} {len(found):>3}  {_ABOUT[each]}")
+        from bamboo_cli.terminal.tables import print_table
+
+        counts = [(f"bamboo list {each}", str(len(found)), _ABOUT[each]) for each, found in rows.items()]
+        print_table(("command", "count", "about"), (False, True, False), counts, has_head=False)
 
 
 _ABOUT: Mapping[Kind, str] = {

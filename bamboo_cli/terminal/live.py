@@ -37,8 +37,10 @@ _STILL_S = 3.0  # without a new step, after which the line names the workers tha
 _RATE_OVER_S = 3.0
 _STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "finished": "dim", "left": "dim"}
 _TOLD: set[str] = set()  # the recoveries that stay on the terminal of this process
-_TITLES = ("worker", "pid", "stage", "state", "step", "action", "microbatches/s")
+_TITLES = ("worker", "pid", "stages", "state", "step", "action", "microbatches/s")
 _NUMERIC = (True, True, False, False, True, False, True)
+_REMEDY = "A wider terminal shows them."
+_NARROW = 80  # columns, below which more lines wrap, and a line names the columns that are left out
 _OTHER_LINES = 5  # of a picture: progress (it may wrap), bar, titles, the note about workers that do not fit
 
 
@@ -178,9 +180,12 @@ class LivePicture:
 
     def _picture(self, view: RunView) -> Group:
         notable = [each.worker for each in view.workers if each.state != "running" or self._has_inherited(each)]
-        shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES)
+        is_narrow = self._console.width < _NARROW
+        shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES - 3 * is_narrow)
         is_recovering = self._recovering_at == len(view.run_state.losses)
-        table = fitted(_TITLES, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width)
+        table = fitted(
+            _TITLES, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width, remedy=_REMEDY
+        )
         bar = ProgressBar(total=self.job.steps, completed=len(view.run_state.losses), width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
         return Group(Text(self._line(view)), Padding(bar, 0), table, *([Text(others, style="dim")] if others else []))

@@ -32,7 +32,7 @@ class StatusPicture:
     def __init__(self, watch: bool):
         self._console = console()
         self._live = None
-        if watch and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if watch and width_of() is not None and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
         self._shown: RunStatus | None = None
 

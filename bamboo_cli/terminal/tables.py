@@ -25,7 +25,7 @@ FIRST_TO_GO = (
     *("replay ms", "pause ms", "detect ms"),
     *("epoch", "commit ms", "grad norm", "validation loss", "validation metric", "samples/s"),
     *("code", "peak stash", "actions", "pid", "end ms", "last action", "peak memory MiB", "busy ms", "slots"),
-    *("date", "job"),
+    *("date", "job", "microbatches/s"),
     *("stages before",),
     *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),
     *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
@@ -57,8 +57,12 @@ def fitted(
     width: int | None,
     *,
     has_head: bool = True,
+    remedy: str = "A wider terminal shows them, and so does a pipe into less -S.",
 ) -> RenderableType:
-    """Returns a table for a terminal of `width` columns, or for any width; numeric columns are right-aligned."""
+    """Returns a table for a terminal of `width` columns, or for any width; numeric columns are right-aligned.
+
+    `remedy` says how to see the columns that are left out.
+    """
     cells = [[_one_line(cell) for cell in row] for row in rows]
     columns = [
         _column(title, is_number, tuple(row[place] for row in cells))
@@ -70,9 +74,7 @@ def fitted(
         return _blocks(columns, len(rows), width)
     table = _drawn(shown, [each.most for each in shown] if width is None else _widths(shown, width))
     table.show_header = has_head
-    note = Text(
-        f"left out: {', '.join(left_out)}. A wider terminal shows them, and so does a pipe into less -S.", style="dim"
-    )
+    note = Text(f"left out: {', '.join(left_out)}. {remedy}", style="dim")
     return Group(table, note) if left_out else table
 
 

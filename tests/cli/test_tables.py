@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,19 +25,24 @@ from rich.console import Console
 from bamboo_cli.app import app
 from bamboo_cli.bench import _print_table
 from bamboo_cli.terminal.console import width_of
+from bamboo_cli.terminal.live import LivePicture
 from bamboo_cli.terminal.status_picture import StatusPicture
 from bamboo_cli.terminal.tables import FIRST_TO_GO, fitted, print_table
 from engine.bench.figures.rows import BenchRow
 from engine.core.checks.cell_result import CellResult
+from engine.core.config.job import Job
 from engine.core.history.recorded_status import status_of_history
 from engine.core.history.run_history import history_of
 from engine.report.compare import compare
 from engine.report.formats import for_reading, for_terminal, title_of
 from engine.report.load import TABLES, joined
 from engine.report.pages.cell_grid import CellGrid, grid_of, grid_text
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.doctor import host_checks
+from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import records_of
-from tests.report.made_up import MadeUpRun, load
+from tests.report.made_up import MadeUpRun, load, make_run
 
 WIDTHS = (60, 80, 100, 160)
 SNAPSHOTS = Path(__file__).parent / "tables"
@@ -72,8 +80,10 @@ CHECKS = [
         "text": "expected the weights of the run without the fault, found others from step 3 on, layer 1 (loss 1.06)",
     },
 ]
-FIRST = CHECKS + slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
-SECOND = CHECKS[:1] + slow(MadeUpRun(dead=((5, 2),)).events())
+FIRST = slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
+FIRST[-1:] = [*CHECKS, FIRST[-1]]
+SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
+SECOND[-1:] = [*CHECKS[:1], SECOND[-1]]
 BENCH = [
     BenchRow("4 workers, interleaved", "step_ms", 1234.5678, 1301.25, 0.94875, 1.05, True, 9),
     BenchRow("4 workers, zb1p", "step_ms", 0.012345, 301.25, 4.1e-5, None, None, 12),
@@ -110,6 +120,8 @@ def commands() -> dict[str, Callable[[], Any]]:
             "schedule compare --stages 4 --redundancy eager".split(), standalone_mode=False
         ),
         "status": status,
+        "live": live,
+        "list runs": list_runs,
         "doctor": lambda: app(["doctor"], standalone_mode=False),
         "matrix": lambda: print(grid_text(matrix_grid(), False, width_of())),
     }
@@ -121,6 +133,32 @@ def status() -> None:
     heard = [replace(each, heard_s_ago=0.25 + each.worker) for each in found.workers]
     with StatusPicture(watch=False) as picture:
         picture.show(replace(found, workers=tuple(heard)), live=True)
+
+
+def live() -> None:
+    """Prints the live table of a run with 24 workers, one of which has died, on 24 lines."""
+    job = Job(stages=24, steps=100)
+    going = [WorkerView(each, 20500 + each, ((0, each),), "running", _at(each), 0, 0) for each in range(24)]
+    dead = [replace(each, state="dead") if each.worker == 22 else each for each in going]
+    picture = LivePicture(job, Path("no events"))
+    for workers in (going, dead):
+        view = RunView(RunState(job, losses=[2.5, 1.25]), tuple(workers))
+        with redirect_stderr(io.StringIO()):
+            picture.show(view)
+    picture._console = Console(file=sys.stdout, height=24, color_system=None)
+    picture._console.print(picture._picture(view))
+
+
+def _at(worker: int) -> Progress:
+    return Progress(2, 0, f"{worker}{('F3', 'LOG', 'COMMIT', 'RECV_B7')[worker % 4]}")
+
+
+def list_runs() -> None:
+    """Prints the runs of a folder."""
+    for hour, events in ((1, FIRST), (2, SECOND)):
+        make_run(Path("runs"), events, hour=hour)
+    app(["list", "runs", "--results", "runs"], standalone_mode=False)
+    shutil.rmtree("runs")
 
 
 def matrix_grid() -> CellGrid:
