@@ -85,7 +85,9 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     facts = json.loads((folder / "run.json").read_text())
     assert facts["scenario"]["seed"] == 0
     assert facts["origins"]["stages"].startswith(f"{launcher.folder.parent / 'mine.yaml'}:1:")
-    assert resolve_job(folder / "run.json", {}).with_faults.endswith(f"--scenario {folder}/scenario.yaml --seed 0")
+    assert resolve_job(folder / "run.json", {}).with_faults.endswith(
+        f"--scenario {folder.resolve()}/scenario.yaml --seed 0"
+    )
     assert [each["id"] for each in facts["scenario"]["faults"]] == ["first"]
     assert facts["result"]["case"]["verdict"] == "passed"
     last = launcher.events()[-1]
