@@ -30,6 +30,7 @@ FIRST_TO_GO = (
     *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),
     *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
     *("placement", "V", "sends", "stash", "over ideal"),
+    "arguments",
 )
 _GAP = 2
 _WORDS, _PATH_PARTS = re.compile(r"\S+"), re.compile(r"[^/]*/|[^/]+")

@@ -31,7 +31,7 @@ from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 START_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
 _POLL_S = 0.002
-_PYTHON = (sys.executable, "-S", "-P", "-m")  # without site-packages it starts in milliseconds
+_REMOVER = str(Path(__file__).parents[1] / "process" / "remove_behind.py")
 _PEER = "http://127.0.0.1:1"  # never called: there is only one member
 _FLAGS = (
     "--name=run",
@@ -82,7 +82,7 @@ class EmbeddedEtcd:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         environment["PYTHONPATH"] = str(Path(__file__).parents[3])
         url = f"http://{LOOPBACK}:{self._port}"
-        command = [*_PYTHON, "engine.runtime.process.exec_with_parent", str(os.getpid())]
+        command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
         command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", *self._flags]
         with self.log.open("ab") as log:
@@ -95,7 +95,7 @@ class EmbeddedEtcd:
 
     def _start_remover(self, log: IO[bytes], environment: Mapping[str, str]) -> None:
         ended_fd, self._alive_fd = os.pipe()
-        command = [*_PYTHON, "engine.runtime.process.remove_behind", str(ended_fd), str(self._data.absolute())]
+        command = [sys.executable, "-I", "-S", _REMOVER, str(ended_fd), str(self._data.absolute())]
         self._remover = subprocesses.start(command, fd=ended_fd, log=log, environment=environment)
         os.close(ended_fd)
 
