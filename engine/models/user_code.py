@@ -60,7 +60,7 @@ def exception_of(error: BaseException) -> WorkerException:
     """Returns an exception as data, without characters that would steer a terminal."""
     frames = traceback.extract_tb(error.__traceback__)
     file, line, function = _own_line(frames, getattr(error, _CALLED, None))
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = _text(error)
     if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
         file, line, function = _shown(error.filename), error.lineno or 0, ""
         text = f"{type(error).__name__}: {error.msg}"
@@ -75,6 +75,14 @@ def exception_of(error: BaseException) -> WorkerException:
         printable("\n".join(_folded(frames)))[:_MOST_OF_FRAMES],
         printable("".join(traceback.format_exception(error)))[-_MOST_OF_TRACEBACK:],
     )
+
+
+def _text(error: BaseException) -> str:
+    """Returns type and text of an exception, whose own `__str__` may raise too."""
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception as other:
+        return f"{type(error).__name__}: its text cannot be had: {type(other).__name__}"
 
 
 def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | None) -> tuple[str, int, str]:
@@ -112,8 +120,10 @@ def _is_installed(filename: str) -> bool:
 
 def _shown(filename: str) -> str:
     """Returns a path as short as it can be: relative to the current folder if it lies below."""
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except (ValueError, OSError):  # it lies elsewhere, or the current folder is gone
+        return filename
 
 
 def _folded(frames: Sequence[FrameSummary]) -> Iterator[str]:

@@ -114,5 +114,21 @@ def test_no_character_of_an_exception_steers_the_terminal() -> None:
     assert exception_of(error).in_step(0) == "raised ValueError: cleared? next, in step 0"
 
 
+def test_an_exception_that_cannot_say_its_text_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("text")
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        raise Mute
+    except Mute as error:
+        found = exception_of(error)
+    assert found.error == "Mute: its text cannot be had: KeyError"
+    assert found.file == __file__
+
+
 def test_a_sentence_is_bounded() -> None:
     assert len(WorkerException("E: " + "x" * 900, "the loss").in_verdict()) < 350
