@@ -43,6 +43,8 @@ def _row(run: Path) -> RunRow:
         history = _ends(RunFolder(run).events)
     except StorageError:
         return RunRow(run.name, "", 0, 0, "unknown", "events cannot be read: bamboo report says why", 0, 0, started)
+    if not history.records:
+        return RunRow(run.name, "", 0, 0, _unfinished(run), "nothing recorded yet", 0, 0, started)
     job = history.job
     ended = history.training_ended or history.ended
     outcome = ended.outcome if ended and history.ended else _unfinished(run)

@@ -98,6 +98,12 @@ def test_a_listed_run_tells_its_verdict(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_without_events_has_no_job_yet(tmp_path: Path) -> None:
+    name = make_run(tmp_path, "mlp", [])
+    (row,) = listed("runs", "--results", tmp_path)["runs"]
+    assert (row["name"], row["model"], row["verdict"]) == (name, "", "nothing recorded yet")
+
+
 def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
     assert say("list", "runs", "--results", tmp_path / "none") == f"no runs in '{tmp_path}/none'\n"
 
