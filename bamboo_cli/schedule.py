@@ -145,7 +145,7 @@ def compare(
 
     Transfers cost nothing. With `--redundancy eager`: also the time that redundant forwards add to a step.
     """
-    from bamboo_cli.terminal.console import say_wrapped
+    from bamboo_cli.terminal.console import say
     from engine.core.analysis.schedule_comparison import compare as comparison_of
     from engine.core.program.list_scheduler import op_costs
 
@@ -165,7 +165,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(asdict(comparison)))
         return
-    say_wrapped(
+    say(
         f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
         f"forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
     )
@@ -190,7 +190,7 @@ def _check_costs(forward: float, backward: float, weights: float) -> None:
 
 
 def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
-    from bamboo_cli.terminal.console import say_wrapped
+    from bamboo_cli.terminal.console import say
     from bamboo_cli.terminal.tables import print_table
 
     titles = ["schedule", "V", "placement", "length", "over ideal", "bubble", "stash", "sends", "over none"]
@@ -206,9 +206,9 @@ def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
     print_table(titles[:shown], numeric[:shown], [row[:shown] for row in rows])
     skipped = [(name, f"not compared: {reason}") for name, reason in comparison.skipped.items()]
     print_table(("schedule", "reason"), (False, False), skipped, has_head=False)
-    say_wrapped("stash: residuals of stages, each a part 1/V of a worker's layers")
+    say("stash: residuals of stages, each a part 1/V of a worker's layers")
     if is_eager:
-        say_wrapped("over none: time that redundant forwards add to a step; they count in bubble and stash")
+        say("over none: time that redundant forwards add to a step; they count in bubble and stash")
 
 
 def _read(path: Path) -> str:

@@ -44,11 +44,6 @@ def has_colour(*, err: bool = False) -> bool:
     return console(err=err).color_system is not None
 
 
-def say_wrapped(text: str) -> None:
-    """Prints a sentence to stdout; on a terminal it wraps between words."""
-    console().print(Text(text))
-
-
 def say(*parts: str | tuple[str, str], err: bool = False) -> None:
-    """Prints a line of texts and (text, style); the terminal wraps it."""
-    console(err=err).print(Text.assemble(*parts), soft_wrap=True)
+    """Prints a line of texts and (text, style); on a terminal it wraps between words."""
+    console(err=err).print(Text.assemble(*parts))

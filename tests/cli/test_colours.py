@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bamboo_cli.terminal.console import BAD, say
 from tests.cli.pseudo_terminal import shown_by
 from tests.report.made_up import MadeUpRun, make_run
 
@@ -83,3 +84,26 @@ def test_no_command_colours_when_it_must_not(tmp_path: Path, environment: dict[s
     """Before, report, doctor, compare, bench and the progress of a matrix were green with NO_COLOR."""
     found = {command: COLOURS.findall(text) for command, text in shown(tmp_path, environment).items()}
     assert {command: codes for command, codes in found.items() if codes} == {}
+
+
+def test_a_pipe_has_colours_only_if_they_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for forced, text in (("", "red"), ("1", "\x1b[31mred\x1b[0m")):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        monkeypatch.setenv("TERM", "xterm")
+        say(("red", BAD), " " + "word " * 60)
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"{text} word")
+        assert shown.count("\n") == 1
+
+
+def test_a_sentence_wraps_between_words_on_a_terminal() -> None:
+    """Before, the sentence of a report broke in the middle of a number."""
+    text = "Worker 1 was lost; training stalled for 1234.5 ms. " * 9
+    program = f"from bamboo_cli.terminal.console import say; say({text!r})"
+    lines = shown_by([sys.executable, "-c", program], columns=60).splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert " ".join(lines).split() == text.split()
