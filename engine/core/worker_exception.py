@@ -25,9 +25,13 @@ class WorkerException:
     traceback: str = ""
 
     def in_step(self, step: int) -> str:
-        """Returns the exception as words that follow "worker N", with the step and the line of code."""
-        where = f"{self.place} of step {step}" if self._place_is_news() else f"step {step}"
-        return f"raised {self._short()}, in {where}{self._line()}"
+        """Returns the exception as words that follow "worker N", with the step and the line of code.
+
+        A step below 0 means before training.
+        """
+        place = f", in {self.place}" if self._place_is_news() else ""
+        when = ", before step 0" if step < 0 else f" of step {step}" if place else f", in step {step}"
+        return f"raised {self._short()}{place}{when}{self._line()}"
 
     def in_verdict(self) -> str:
         """Returns the exception as words that follow "worker N", without the line of code."""

@@ -117,7 +117,7 @@ def test_a_wrong_loss_is_found_before_training(launch: Launch) -> None:
     assert "outputs float32 [4, 1], targets float32 [4, 1]; both are tuples" in done.stderr
     assert "take over" not in done.stdout + done.stderr
     assert launcher.events("go") == []
-    assert {event["place"] for event in launcher.events("raised")} == {"the loss"}
+    assert {(event["place"], event["step"]) for event in launcher.events("raised")} == {("the loss", -1)}
 
 
 def test_an_exception_in_a_constructor_is_the_users_mistake(launch: Launch) -> None:

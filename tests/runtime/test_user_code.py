@@ -64,6 +64,7 @@ def test_the_users_own_line_is_the_innermost_one_and_frames_of_torch_are_only_co
         "raised RuntimeError: my own bug: cache is corrupt, in layer 2 (fc2) of step 4 "
         "(mine_of_user_code.py:10, in cached)"
     )
+    assert "in layer 2 (fc2), before step 0 (mine" in found.in_step(-1)
     assert found.in_verdict() == "raised RuntimeError: my own bug: cache is corrupt, in layer 2 (fc2)"
     lines = found.frames.splitlines()
     assert lines[0] == "mine_of_user_code.py:10, in cached"

@@ -213,7 +213,7 @@ class SuspicionRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaisedRecord(StampedRecord):
-    """An exception ended worker `of` at `at_ns`, in a step or before training; its fields are `WorkerException`'s."""
+    """An exception ended worker `of` at `at_ns` in a step, -1 before training; its fields are `WorkerException`'s."""
 
     of: int
     step: int

@@ -132,10 +132,11 @@ def _on_suspicion(agent: Agent, member: WorkerHandle, suspicion: messages.Suspic
 @_handles(messages.RaisedMessage)
 def _on_raised(agent: Agent, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
     exception, is_training = raised.exception, agent.run_state.going_at_ns > 0
-    agent.recorder.write(RaisedRecord(at_ns=raised.at_ns, of=member.worker, step=raised.step, **asdict(exception)))
+    step = raised.step if is_training else -1
+    agent.recorder.write(RaisedRecord(at_ns=raised.at_ns, of=member.worker, step=step, **asdict(exception)))
     if not agent.is_stopping:
         is_of_job = not is_training and exception.place  # every worker would raise it
-        words = exception.at_start() if is_of_job else f"worker {member.worker} {exception.in_step(raised.step)}"
+        words = exception.at_start() if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
         agent.run_state.note("\n  ".join([f"{words}; full text in {member.log}", *exception.frames.splitlines()]))
         if is_training and agent.raised.is_survivable(member.worker, raised, agent.node.state):
             agent.injector.sees(member.worker, "raised", exception.error)
