@@ -114,6 +114,16 @@ def test_a_launcher_without_a_lock_is_known_by_its_pid_and_its_start(tmp_path: P
         assert is_dead
 
 
+def test_an_error_inside_the_lock_is_told_and_the_lock_is_released(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(OSError, match="planted"), dead_run(run):
+        raise OSError("planted")
+    with dead_run(run) as is_dead:
+        assert is_dead
+    with dead_run(tmp_path / "none") as is_dead:
+        assert not is_dead
+
+
 def test_a_run_without_events_may_be_starting(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "events.jsonl").unlink()

@@ -15,27 +15,32 @@ from pathlib import Path
 @contextlib.contextmanager
 def folder_used(folder: Path) -> Iterator[None]:
     """Marks a folder as used during the block; several processes may use it. The lock is not inherited."""
-    with _opened(folder) as fd:
+    fd = _open(folder)
+    try:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH)
         yield
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
 def unused_folder(folder: Path) -> Iterator[bool]:
     """Yields whether no process uses a folder; then no process can begin to use it during the block."""
+    fd = -1
     try:
-        with _opened(folder) as fd:
+        try:
+            fd = _open(folder)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield True
-    except OSError:
-        yield False
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield fd
+        except OSError:
+            is_unused = False
+        else:
+            is_unused = True
+        yield is_unused
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
