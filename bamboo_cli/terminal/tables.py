@@ -9,15 +9,16 @@ every column, and one line a row.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import typer
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bamboo_cli.terminal.console import STRONG, console, width_of
+from bamboo_cli.terminal.console import STRONG, console, has_colour, width_of
 
 # Titles of columns that may be left out, the least important first. All others are keys and main figures.
 FIRST_TO_GO = (
@@ -88,8 +89,26 @@ def print_table(
     err: bool = False,
 ) -> None:
     """Prints a table to stdout or stderr, fitted to the terminal; nothing if it has no rows."""
-    if rows:
-        console(err=err).print(fitted(titles, numeric, rows, width_of(err=err), has_head=has_head))
+    width = width_of(err=err)
+    if rows and width is None and not has_colour(err=err):  # a table of actions has a million cells: too many for rich
+        for line in _plain_lines(titles, numeric, rows, has_head):
+            typer.echo(line, err=err)
+    elif rows:
+        console(err=err).print(fitted(titles, numeric, rows, width, has_head=has_head))
+
+
+def _plain_lines(
+    titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[Cell]], has_head: bool
+) -> Iterator[str]:
+    table = [[str(cell).replace("\n", " ") for cell in row] for row in rows]
+    table[:0] = [list(titles)] if has_head else []
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        spaces = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        cells = [
+            f"{pad}{cell}" if number else f"{cell}{pad}" for cell, pad, number in zip(row, spaces, numeric, strict=True)
+        ]
+        yield (" " * _GAP).join(cells).rstrip()
 
 
 def _one_line(cell: Cell) -> Text:
