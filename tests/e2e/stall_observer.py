@@ -46,19 +46,20 @@ class Strike(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One recovery: the row of the report, and the milliseconds that the observer found; None if no step was usual."""
+    """One recovery: the row of the report, and the milliseconds that the observer found.
+
+    `stood_ms` is None if no step was usual; `most_ms` is then the gap less the shortest step of the run.
+    """
 
     row: dict[str, Any]
-    gap_ms: float
+    most_ms: float
     stood_ms: float | None
 
     @property
     def difference_ms(self) -> float:
-        """The time that the report says less the truth, which is outside of a bound only if this is not 0."""
-        truth_ms = self.gap_ms if self.stood_ms is None else self.stood_ms
+        """The time that the report says less the truth; 0 if the truth lies within the bounds of the report."""
+        truth_ms = self.most_ms if self.stood_ms is None else self.stood_ms
         least_ms, most_ms = self.row["stall_ms"], self.row["stall_most_ms"]
-        if self.stood_ms is None:  # the truth lies between 0 and the gap
-            return min(0.0, most_ms - self.gap_ms) or max(0.0, least_ms - self.gap_ms)
         return most_ms - truth_ms if most_ms < truth_ms else max(0.0, least_ms - truth_ms)
 
     @property
@@ -119,14 +120,19 @@ class Observer:
             hidden.rename(self.orders / str(pid))
 
     def stood_ms(self, step: int, before: int, after: int, moved: bool) -> tuple[float, float | None]:
-        """Returns the gap before the commit of a step, and how long training stood in it.
+        """Returns the most that training can have stood before the commit of a step, and how long it stood.
 
         `before` and `after` are the steps of the neighbouring recoveries; `moved` if a slot changed its owner.
         """
         usual = range(max(before + 2, step - 10), step) or range(step + 2, 0 if moved else min(after, step + 12))
         lasted_ms = [self._lasted_ms(each) for each in usual]
-        gap_ms = self._lasted_ms(step)
-        return gap_ms, max(0.0, gap_ms - median(lasted_ms)) if lasted_ms else None
+        shortest_ms = min(self._lasted_ms(each) for each in range(1, max(self.commits_ns) + 1))
+        most_ms = self._lasted_ms(step) - shortest_ms
+        return most_ms, max(0.0, self._lasted_ms(step) - median(lasted_ms)) if lasted_ms else None
+
+    def longest_after(self, step: int) -> int:
+        """Returns the step that took longest of the next few."""
+        return max(range(step + 1, step + 6), key=self._lasted_ms)
 
     def _lasted_ms(self, step: int) -> float:
         before_ns = self.commits_ns.get(step - 1)
@@ -164,7 +170,10 @@ class Runs:
         error = ending.result(timeout=_LIMIT_S)
         assert not error, f"{folder}: {error}"
         assert not observer.strikes, f"{folder}: {observer.strikes} did not land"
-        return list(_cases(observer))
+        cases = list(_cases(observer))
+        still = {observer.longest_after(each.step) for each in strikes if each.do in ("stop", "hang")}
+        assert still <= {case.row["step"] for case in cases}, f"{folder}: training stood in the steps {still}"
+        return cases
 
 
 def job_of(orders: Path, stages: int, steps: int) -> Job:
