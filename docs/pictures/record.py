@@ -87,7 +87,7 @@ def main() -> None:
         if chromium is None:
             sys.exit("found no chromium: timeline.png stays as it is")
         page = (folder / "results" / "latest").resolve() / "report.html"
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,820"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,860"]
         options += ["--virtual-time-budget=8000", f"--screenshot={PICTURES / 'timeline.png'}"]
         subprocess.run([chromium, *options, page.as_uri()], check=True, stderr=subprocess.DEVNULL)
 

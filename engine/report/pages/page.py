@@ -81,10 +81,11 @@ def _tiles(run: RunTables) -> list[Tile]:
     tiles.append(("median step", _figure(steps["duration_ms"].median()), "ms"))
     tiles.append(("throughput", _figure(steps["samples_per_s"].median()), "samples/s"))
     tiles.append(("training loss", f"{steps['loss'].iloc[-1]:.4g}" if len(steps) else "-", ""))
-    for name in ("loss", "metric"):
-        measured = steps[f"validation_{name}"].dropna()
-        if len(measured):
-            tiles.append((f"validation {name}", f"{measured.iloc[-1]:.4g}", ""))
+    validated = steps.dropna(subset="validation_loss")
+    if len(validated):
+        last = validated.iloc[-1]
+        metric = "" if pd.isna(last["validation_metric"]) else f"metric {last['validation_metric']:.3g}"
+        tiles.append(("validation loss", f"{last['validation_loss']:.4g}", metric))
     return tiles
 
 
