@@ -14,7 +14,6 @@ import pytest
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
 from engine.core.membership import events
-from engine.core.membership import failure_detector as membership_watch
 from engine.core.membership import pending_effects as membership_orders
 from engine.core.membership import protocol as membership
 from engine.core.membership import state as membership_state
@@ -165,7 +164,7 @@ def nobody_is_waited_for_in_vain(patch: Patch) -> None:
 
 @planted("hangs for")
 def a_waiting_worker_hangs(patch: Patch) -> None:
-    patch.setattr(membership_watch, "_is_inside", lambda seen: True)
+    patch.setattr(membership_state.Sighting, "is_inside", True)
 
 
 @planted("has been silent")
