@@ -57,7 +57,7 @@ soak-interrupts: $(TEST_STAMP)
 
 # How long training stood, by the reports of 40 runs and by an observer outside of them: some eight minutes on two cores.
 soak-stalls: $(TEST_STAMP)
-	.venv/bin/python -m tests.e2e.stall_soak --cases 200 --seed $(SEED)
+	.venv/bin/python -m tests.e2e.stall_soak --cases 210 --seed $(SEED)
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
