@@ -49,7 +49,7 @@ def _training(run: RunTables) -> str:
     outcome = run.judgement.training
     if outcome == "finished":
         steps = f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
-        return f"{_deaths(run.recovery)} {steps} in {run.end_ms / 1e3:.1f} s."
+        return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s."
     steps = f"{committed} of {num_steps} steps were committed"
     if outcome == "interrupted":
         return f"Interrupted: {steps}."
@@ -93,6 +93,17 @@ def _deaths(recovery: pd.DataFrame) -> str:
     longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls else ""
     num_lost = sum(len(who.split(", ")) for who in out["who"])
     return f"{num_lost} workers were lost; others took over; {told}{longest}."
+
+
+def _long_step(run: RunTables) -> str:
+    """Returns a sentence about a long standstill without a recovery, as of a worker that was stopped and went on."""
+    recovered = run.recovery[~run.recovery["outcome"].isin(NO_WORKER_LOST)]["step"]
+    steps = run.steps[(run.steps["step"] > 0) & ~run.steps["step"].isin(recovered)]
+    usual_s, longest_s = steps["duration_ms"].median() / 1e3, steps["duration_ms"].max() / 1e3
+    if not longest_s > usual_s + max(1.0, 3 * usual_s):
+        return ""
+    step = steps["step"][steps["duration_ms"].idxmax()]
+    return f"Step {step} took {longest_s:.2f} s without the loss of a worker; a usual step took {usual_s:.2f} s. "
 
 
 def command(run: RunTables) -> str:

@@ -1,10 +1,11 @@
 """The table of recoveries: a row per recovery, per death without a recovery, and per fault without either.
 
 Rules: `stall_ms` is how long training stood; it is at most `stall_most_ms`, which differs only where `stall_bound` says
-"at least". The phases, whose sum is the pause, come from `recovery_times`. The phase *heal* lasts from the first commit
-after the pause to the commit with which every slot has its shadows again. Bytes are counted by their senders:
-`plan_bytes` in the plan's program, `heal_bytes` to the new shadows. Throughput before and after is the median of up to
-ten steps. Times are milliseconds; the points in time, such as `begin_ms`, count from the beginning of training.
+"at least". A fault has a stall without a recovery only if it stopped a worker that then went on. The phases, whose sum
+is the pause, come from `recovery_times`. The phase *heal* lasts from the first commit after the pause to the commit
+with which every slot has its shadows again. Bytes are counted by their senders: `plan_bytes` in the plan's program,
+`heal_bytes` to the new shadows. Throughput before and after is the median of up to ten steps. Times are milliseconds;
+the points in time, such as `begin_ms`, count from the beginning of training.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, "stall_bound", *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
 AFTER_END = "after the end"  # no step was left
-# Outcomes in which training lost no worker: the fault had no effect; the run noticed it and ended; the worker had given
-# notice and left; training was over.
-NO_WORKER_LOST = ("harmless", "noticed", "left", AFTER_END)
+# Outcomes in which training lost no worker: each worker stayed; the run noticed the fault and ended; the worker had
+# given notice and left; training was over.
+NO_WORKER_LOST = ("no worker lost", "noticed", "left", AFTER_END)
 _NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "stall_bound", "rung", "heirs"), "")
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
@@ -211,14 +212,25 @@ def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> 
         rows.append(
             {
                 **_NO_TEXTS,
-                "outcome": "left" if first.of in warned else "noticed" if history.error else "harmless",
+                "outcome": "left" if first.of in warned else "noticed" if history.error else "no worker lost",
                 "what": f"{fault}: {first.do} of worker {who}",
                 "who": who,
                 "slots": " ".join(".".join(map(str, each.slot)) for each in victims if each.slot),
                 "step": first.step,
                 "reason": history.error,
                 "begin_ms": begin_ms,
+                **(_whole_stall(steps, begin_ms) if first.do == "stop" else {}),
                 **_throughput(steps, begin_ms, None if commits.empty else float(commits.iloc[0])),
             }
         )
     return rows
+
+
+def _whole_stall(steps: pd.DataFrame, begin_ms: float) -> dict[str, float]:
+    """Returns the stall by a worker that was stopped and went on: its step less a usual step, if both exist."""
+    usual_ms = steps[(steps["step"] > 0) & (steps["commit_ms"] <= begin_ms)]["duration_ms"].tail(_WINDOW).median()
+    struck = steps[steps["commit_ms"] > begin_ms]["duration_ms"]
+    if struck.empty or pd.isna(usual_ms):
+        return {}
+    stall_ms = max(0.0, float(struck.iloc[0] - usual_ms))
+    return {"stall_ms": stall_ms, "stall_most_ms": stall_ms}

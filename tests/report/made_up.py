@@ -43,10 +43,21 @@ def did(worker: int, step: int, action: str, start_ms: float, end_ms: float) -> 
 
 
 class MadeUpRun:
-    """Makes the events of a run; `dead` are (step, worker) in the order of steps, no two in one step."""
+    """Makes the events of a run; `dead` are (step, worker) in the order of steps, no two in one step.
 
-    def __init__(self, stages: int = 4, microbatches: int = 8, steps: int = 10, dead: tuple[tuple[int, int], ...] = ()):
+    `frozen` are (step, milliseconds): all workers stand still at the end of the step.
+    """
+
+    def __init__(
+        self,
+        stages: int = 4,
+        microbatches: int = 8,
+        steps: int = 10,
+        dead: tuple[tuple[int, int], ...] = (),
+        frozen: tuple[tuple[int, float], ...] = (),
+    ):
         self.stages, self.microbatches, self.steps = stages, microbatches, steps
+        self.frozen = dict(frozen)
         self.dead = dict(dead)
         self.owners = list(range(stages))
         self.healing: tuple[int, int, int] | None = None  # (owner, new shadow, slot)
@@ -74,6 +85,7 @@ class MadeUpRun:
                 yield from self._broken_step(step, self.dead[step])
             else:
                 yield from self._step(step, self.owners)
+            self.now_ms += self.frozen.get(step, 0.0)
             told = {"loss": 5.0 / (step + 1), "grad_norm": 1.0, "clip_factor": 1.0, "last": step == self.steps - 1}
             yield agent("commit", self.now_ms, step=step, **told)
         for worker in sorted(set(self.owners)):

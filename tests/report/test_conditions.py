@@ -13,7 +13,7 @@ from engine.report.conditions import parse_condition
 TABLES = {
     "recovery": pd.DataFrame(
         {
-            "outcome": ["recovered", "recovered", "harmless"],
+            "outcome": ["recovered", "recovered", "no worker lost"],
             "stall_ms": [100.0, 200.0, math.nan],
             "stall_most_ms": [100.0, 200.0, math.nan],
             "who": ["1", "2", "3"],

@@ -146,7 +146,7 @@ ENDED = [
 @pytest.mark.parametrize(
     ("events", "outcome"),
     [
-        ([], "harmless"),
+        ([], "no worker lost"),
         ([agent("notice", 1002.0, of=1, grace_s=60)], "left"),
         ([agent("failed", 1050.0, error="the loss of step 2 is nan")], "noticed"),
     ],
@@ -168,6 +168,23 @@ def test_a_fault_that_put_nobody_out_is_a_row_too(events: list[dict[str, Any]], 
     assert headline(run)[1].startswith("Worker 2 was lost in step 5")
     assert len(run.exposure) == 1
     assert [each["begin_ms"] == each["resume_ms"] for each in timeline(run)["recoveries"]] == [True, False]
+
+
+def test_a_freeze_that_ended_before_its_verdict_is_told() -> None:
+    """No worker is lost, and yet training stood: the row of an injected stop has the time, and the headline says so."""
+    told = MadeUpRun(frozen=((5, 3000.0),)).events()
+    usual_ms = load(told).steps["duration_ms"][4]
+    assert headline(load(told))[1].startswith(
+        f"No worker was lost. Step 5 took {(3000 + usual_ms) / 1e3:.2f} s without the loss of a worker; "
+        f"a usual step took {usual_ms / 1e3:.2f} s. All 10 steps were committed"
+    )
+    begin_ms = 1000 + load(told).steps["commit_ms"][4] + 1
+    stop = agent("fault", begin_ms, fault="pause", do="stop", step=5, action="1F0", when="before", of=1, slot=[0, 1])
+    (row,) = load([*told, stop]).recovery.to_dict("records")
+    assert row["outcome"] == "no worker lost"
+    assert row["stall_ms"] == pytest.approx(3000.0)
+    assert row["stall_most_ms"] == row["stall_ms"]
+    assert "Step" not in headline(load(MadeUpRun(dead=((5, 2),), frozen=((5, 3000.0),)).events()))[1]
 
 
 def judged(*events: dict[str, Any], **ended: Any) -> tuple[str, str]:
