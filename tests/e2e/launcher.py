@@ -69,7 +69,7 @@ class Launcher:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._mark = uuid.uuid4().hex
-        self._shared_memory = set(_SHARED_MEMORY.iterdir())
+        self._shared_memory = _shared_memory()
         self._known: dict[Path, tuple[int, list[dict[str, Any]]]] = {}  # events file -> bytes read, events
         own = {
             "PATH": os.environ["PATH"],
@@ -183,7 +183,7 @@ class Launcher:
         deadline_s = time.monotonic() + _GONE_WITHIN_S
         while found := [
             *map(str, self.processes().items()),
-            *map(str, set(_SHARED_MEMORY.iterdir()) - self._shared_memory),
+            *map(str, _shared_memory() - self._shared_memory),
             *map(str, self.temporary.iterdir()),
             *map(str, (self.folder / "results").rglob("logs/etcd")),
         ]:
@@ -201,6 +201,11 @@ class Launcher:
         if self._terminal >= 0:
             os.close(self._terminal)
             self._terminal = -1
+
+
+def _shared_memory() -> set[Path]:
+    """Returns all pieces but semaphores of `multiprocessing`, which other tests use and bamboo does not."""
+    return {each for each in _SHARED_MEMORY.iterdir() if not each.name.startswith("sem.mp-")}
 
 
 def _control_terminal() -> None:
