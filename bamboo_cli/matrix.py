@@ -196,7 +196,7 @@ def _write(
 
     if junit is not None:
         _write_file(junit, junit_xml(found.name, done, _not_run(chosen, done)))
-    _write_file(page, _page(found, done, run, page.parent))
+    _write_file(page, _page(found, done, run, page.parent, len(_not_run(chosen, done))))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("a", encoding="utf-8") as stream:
             stream.write(step_summary(found.name, done))
@@ -211,7 +211,7 @@ def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[
     return [each.cell.name for each in chosen if each.cell.name not in names]
 
 
-def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path) -> str:
+def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path, num_missing: int) -> str:
     """Returns the page of the matrix, which is to lie in `folder`."""
     from engine.files.host_facts import host_record
     from engine.files.scenarios.library import library
@@ -224,7 +224,7 @@ def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Pat
     near = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else Path(found.path.name)
     replay = partial(_replay, found.path.stem if found.path.parent == library() else str(near), run)
     lines = (jobs_line(each.loaded.scenario.job for each in found.cells), host_line(host))
-    facts = MatrixRunFacts(when_text(host), lines, replay, _run_pages(done, run, folder))
+    facts = MatrixRunFacts(when_text(host), lines, replay, _run_pages(done, run, folder), num_missing)
     cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
     return matrix_page(found.name, grid_of(cells, {each.cell: each for each in done}), done, facts)
 

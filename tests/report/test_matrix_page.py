@@ -21,10 +21,12 @@ RUN = MatrixRunFacts(
 NOT_RUN = ("step/F/last", {"action": "F", "stage": "last", "fault": "kill"})
 
 
-def opened(browser: Browser, folder: Path, results: list[CellResult], name: str = "smoke") -> None:
+def opened(
+    browser: Browser, folder: Path, results: list[CellResult], name: str = "smoke", run: MatrixRunFacts = RUN
+) -> None:
     grid = grid_of([*cells_of(results), NOT_RUN], {each.cell: each for each in results})
     path = folder / "report.html"
-    path.write_text(matrix_page(name, grid, results, RUN))
+    path.write_text(matrix_page(name, grid, results, run))
     browser.open(path)
 
 
@@ -45,6 +47,16 @@ def test_good_is_green_bad_is_red_and_what_did_not_run_is_grey(browser: Browser,
     assert [INVALID.text in each for each in listed(browser)] == [False, True]
     assert browser.ask("document.querySelector('h2').innerText") == "Cells that did not pass"
     assert (browser.complaints, browser.requests) == ([], [])
+
+
+def test_an_interrupted_matrix_without_a_failure_is_not_green(browser: Browser, tmp_path: Path) -> None:
+    for num_missing, counts, mood in (
+        (0, "1 passed, 0 failed, 0 invalid", "good"),
+        (2, "1 passed, 0 failed, 0 invalid; interrupted before 2 more", "open"),
+    ):
+        opened(browser, tmp_path, [PASSED], run=replace(RUN, num_missing=num_missing))
+        assert browser.ask("document.querySelector('h1').innerText") == counts
+        assert browser.ask("document.querySelector('h1').className") == mood
 
 
 def listed(browser: Browser) -> list[str]:

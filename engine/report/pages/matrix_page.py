@@ -29,19 +29,23 @@ Replay = Callable[[str], str]  # the command that runs a cell again, by its name
 class MatrixRunFacts:
     """The facts of a run of a matrix: when it ran, lines on its jobs and machine, and the page of each kept run.
 
-    `pages` has the address of a run's page, relative to the page of the matrix, by the name of its cell.
+    `pages` has the address of a run's page, relative to the page of the matrix, by the name of its cell. `num_missing`
+    is the number of chosen cells that an interrupted matrix did not run.
     """
 
     when: str
     facts: Sequence[str]
     replay: Replay
     pages: dict[str, str]
+    num_missing: int = 0
 
 
 def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: MatrixRunFacts) -> str:
     """Returns the page as HTML."""
     others = [each for each in results if each.result != "passed"]
-    mood = "good" if results and not others else "bad" if any(each.result == "failed" for each in others) else "open"
+    is_good = results and not others and not run.num_missing
+    mood = "good" if is_good else "bad" if any(each.result == "failed" for each in others) else "open"
+    missing = f"; interrupted before {run.num_missing} more" if run.num_missing else ""
     shown = [each for each in results if each.result != "passed" or each.raised]
     told = "".join(f"<li>{_told((each.cell, each), run)}</li>" for each in shown)
     heading = (
@@ -52,7 +56,7 @@ def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: M
         policy=policy(script),
         name=html.escape(name),
         when=html.escape(run.when),
-        counts=html.escape(counted(results)),
+        counts=html.escape(counted(results) + missing),
         mood=mood,
         facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in run.facts),
         tiles=tiles_html(_tiles(grid, results)),
