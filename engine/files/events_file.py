@@ -26,13 +26,17 @@ def read_events(path: Path, start: int = 0) -> Iterator[Record]:
     Raises:
         StorageError: the file cannot be read, is of another version, or a line before the last is no event.
     """
+    yield from events_of(bytes_from(path, start), path, start)
+
+
+def bytes_from(path: Path, start: int) -> bytes:
+    """Returns the bytes of a file of events from `start` on; raises StorageError if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(start)
-            data = file.read()
+            return file.read()
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
-    yield from events_of(data, path, start)
 
 
 def events_of(data: bytes, path: Path, start: int = 0) -> Iterator[Record]:

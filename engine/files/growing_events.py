@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.errors import StorageError
+from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
-from engine.files.events_file import events_of
+from engine.files.events_file import bytes_from, events_of
 
 
 class GrowingEvents:
@@ -23,16 +23,16 @@ class GrowingEvents:
         Raises:
             StorageError: the file cannot be read, is of another version, or a line is no event.
         """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._num_bytes)
-                read = file.read()
-        except FileNotFoundError:
-            return self._history
-        except OSError as error:
-            raise StorageError(f"{self.path}: {error.strerror}") from error
-        whole = read[: read.rfind(b"\n") + 1]
-        for record in events_of(whole, self.path, self._num_bytes):
+        for record in self.news():
             self._history.add(record)
-        self._num_bytes += len(whole)
         return self._history
+
+    def news(self) -> list[Record]:
+        """Returns the records that were written since the last call; raises the errors of `read_on`."""
+        if not self.path.exists():
+            return []
+        read = bytes_from(self.path, self._num_bytes)
+        whole = read[: read.rfind(b"\n") + 1]
+        records = list(events_of(whole, self.path, self._num_bytes))
+        self._num_bytes += len(whole)
+        return records

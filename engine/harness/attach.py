@@ -24,7 +24,8 @@ from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, JobRecord, RefusedRecord, RequestRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
-from engine.files.events_file import add_records, events_of
+from engine.files.events_file import add_records
+from engine.files.growing_events import GrowingEvents
 from engine.harness.case_result import CaseResult, judged
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
 from engine.runtime.process.process_state import is_alive
@@ -180,7 +181,7 @@ class _Events:
     def __init__(self, folder: RunFolder):
         self.folder = folder
         self._log = RecoveryLog()
-        self._read = 0
+        self._growing = GrowingEvents(folder.events)
         self._wait_for_the_first()
         if self.is_over():
             raise NothingMatchedError(f"{folder.path.name} has ended: name a job that runs")
@@ -188,7 +189,7 @@ class _Events:
     def _wait_for_the_first(self) -> None:
         """Waits for the first record: a launcher makes its folder before it writes there."""
         until_s = time.monotonic() + _BEGINS_WITHIN_S
-        while not self.folder.events.exists() or not self._update():
+        while not self._update():
             if time.monotonic() > until_s:
                 about = f"{self.folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
                 raise NothingMatchedError(f"{about}: see the output of its launcher, or name a run that goes on")
@@ -196,13 +197,8 @@ class _Events:
 
     def _update(self) -> bool:
         """Reads the new records; returns whether there is any record yet."""
-        with self.folder.events.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        for record in events_of(whole, self.folder.events, self._read):
+        for record in self._growing.news():
             list(self._log.read(record))
-        self._read += len(whole)
         return bool(self.history.records)
 
     def is_over(self) -> bool:
