@@ -156,7 +156,7 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
     """
     from bamboo_cli.terminal.console import BAD, GOOD, OPEN, STRONG, say
     from bamboo_cli.terminal.tables import print_table
-    from engine.report.exceptions import exception_lines
+    from engine.report.exceptions import exceptions_in_words
     from engine.report.formats import for_terminal
     from engine.report.headline import headline
 
@@ -165,7 +165,7 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
         mood, sentence = headline(run)
         if form is Format.TERMINAL or mood == "bad":
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
-        for line in exception_lines(run.raised) if form is Format.TERMINAL else ():
+        for line, _ in exceptions_in_words(run.raised) if form is Format.TERMINAL else ():
             typer.echo(f"  {line}")
         if form is Format.TERMINAL and run.judgement.findings and not has_checks:
             print_table(*for_terminal(run.checks))

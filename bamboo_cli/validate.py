@@ -11,6 +11,7 @@ import typer
 from bamboo_cli.options.completion import library_files
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
+from engine.core.texts import counted
 
 EPILOG = (
     "Examples:  bamboo validate kill-middle-stage  |  bamboo validate mine.yaml job.yaml  |  "
@@ -91,9 +92,8 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         return text + _not_imported(job), {"job": asdict(job)}
     loaded = load_document(path, document, kinds(), seed, offered=readable)
     count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program
-    number = "1 fault" if count == 1 else f"{count} faults"
     faults = [str(each) for each in loaded.faults]
-    text = f"{number}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
+    text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
     return text + _not_imported(loaded.scenario.job), {"faults": faults, "job_from": loaded.job_from}
 
 

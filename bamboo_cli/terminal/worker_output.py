@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.core.printable import printable
+from engine.core.texts import printable
 
 _MOST_BYTES = 16_384  # of a look
 _MOST_OF_LINE = 1_000

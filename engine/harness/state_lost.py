@@ -17,6 +17,7 @@ from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import Record
 from engine.core.history.run_records import CommitRecord, EpochRecord
 from engine.core.ownership import Slot
+from engine.core.texts import numbered
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
         for (pipeline, stage), at in sorted(owners.items())
         if at == worker
     ]
-    named = f"stage{'' if len(slots) == 1 else 's'} {' and '.join(slots)}" if slots else "no stage"
+    named = numbered("stage", slots, " and ") if slots else "no stage"
     at = log.last_action(worker)
     where = f"its last action was {at[1]} of step {at[0]}" if at else "it had done nothing since the last commit"
     return f"worker {worker} ({named}): {where}"

@@ -18,7 +18,7 @@ from traceback import FrameSummary
 
 import torch
 
-from engine.core.printable import printable
+from engine.core.texts import counted, printable
 from engine.core.worker_exception import WorkerException
 
 _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 2_000, 10_000  # characters; they travel in one message
@@ -134,4 +134,4 @@ def _folded(frames: Sequence[FrameSummary]) -> Iterator[str]:
         if each.line:
             yield f"    {each.line}"
     if folded := len(frames) - len(own):
-        yield f"... {folded} {'frame' if folded == 1 else 'frames'} of bamboo and torch"
+        yield f"... {counted(folded, 'frame')} of bamboo and torch"

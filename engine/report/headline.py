@@ -12,6 +12,7 @@ import pandas as pd
 from engine.core.checks.stall import quantile
 from engine.core.config.job import Job
 from engine.core.history.verdict_records import CheckRecord
+from engine.core.texts import numbered, sentence
 from engine.report.load import RunTables
 from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
 
@@ -57,7 +58,7 @@ def _training(run: RunTables) -> str:
         return "This run has recorded nothing yet."
     if not outcome:
         return f"The end of this run is not recorded: {steps}."
-    return f"The run failed: {_cause(run)}. {steps[0].upper()}{steps[1:]}."
+    return f"The run failed: {_cause(run)}. {sentence(steps)}"
 
 
 def _cause(run: RunTables) -> str:
@@ -69,7 +70,7 @@ def _cause(run: RunTables) -> str:
     lost = sorted({who for text in out for who in text.split(", ") if who}, key=int)
     if not lost or "worker" in clause:
         return clause
-    return f"{clause} ({'worker' if len(lost) == 1 else 'workers'} {', '.join(lost)} lost)"
+    return f"{clause} ({numbered('worker', lost)} lost)"
 
 
 def _deaths(recovery: pd.DataFrame) -> str:

@@ -56,7 +56,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "training_ended": lambda record: f"training: {record.outcome}, exit code {record.exit_code}",
     "comparing": lambda record: "comparing with the twin",
     "comparison": str,
-    "not_compared": lambda record: f"weights not compared: {record.why}",
+    "not_compared": str,
     "verdict": lambda record: f"{record.result}, {record.request or 'the run'}",
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
 }

@@ -13,6 +13,7 @@ import pandas as pd
 from engine.core.errors import BY_SIGNAL
 from engine.core.history.run_history import RunHistory
 from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, NotComparedRecord, VerdictRecord
+from engine.core.texts import sentence
 
 CHECK_COLUMNS = ["name", "result", "text", "request"]
 
@@ -29,7 +30,7 @@ class Judgement:
     outcome: str
     exit_code: int | None
     comparison: ComparisonRecord | None
-    not_compared: str
+    not_compared: NotComparedRecord
     checks: tuple[CheckRecord, ...]
     findings: tuple[CheckRecord, ...]
     verdicts: tuple[VerdictRecord, ...]
@@ -47,22 +48,18 @@ class Judgement:
 
     def weights(self) -> str:
         """Returns a sentence on the comparison of the weights with those of the twin."""
-        if self.comparison is None:
-            return f"Weights not compared: {self.not_compared}."
-        text = str(self.comparison)
-        return f"{text[0].upper()}{text[1:]}."
+        return sentence(str(self.comparison or self.not_compared))
 
 
 def judgement_of(history: RunHistory) -> Judgement:
     """Returns the judgement of a run."""
     training, ended = history.training_ended, history.ended
-    missing = history.first(NotComparedRecord)
     return Judgement(
         training.outcome if training else "",
         ended.outcome if ended else "",
         ended.exit_code if ended else None,
         history.first(ComparisonRecord),
-        missing.why if missing else "the run has no verdict yet",
+        history.first(NotComparedRecord) or NotComparedRecord(why="the run has no verdict yet"),
         tuple(history.of(CheckRecord)),
         tuple(history.findings),
         tuple(history.of(VerdictRecord)),

@@ -11,7 +11,7 @@ import pytest
 from bamboo_cli.terminal.live import LivePicture
 from bamboo_cli.terminal.worker_output import WorkerOutput
 from engine.core.config.job import Job
-from engine.core.printable import printable
+from engine.core.texts import printable
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import RunView
 

@@ -20,6 +20,7 @@ from typing import Any
 from engine.core.checks.stall import Stall
 from engine.core.exclusion import Cause, Exclusion, Verdict
 from engine.core.ownership import Slot
+from engine.core.texts import counted
 
 PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
 
@@ -103,8 +104,7 @@ class Recovery:
         ]
         if self.resume_ns is None:
             return "; ".join([*parts, "not recovered"])
-        steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps} steps"
-        lost = f", {steps} lost" if not planned else ""
+        lost = f", {counted(self.lost_steps, 'step')} lost" if not planned else ""
         return "; ".join([*parts, f"training stalled for {self.stall}{lost}"])
 
     def _how(self, out: Exclusion) -> str:

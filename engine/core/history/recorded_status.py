@@ -73,7 +73,7 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
             case ComparisonRecord() if record.difference is None:  # a difference is a check that failed
                 yield epoch, str(record)
             case NotComparedRecord():
-                yield epoch, f"weights not compared: {record.why}"
+                yield epoch, str(record)
             case StaysRecord():
                 yield epoch, f"worker {record.of} {record.text}"
             case FailedRecord():

@@ -80,9 +80,12 @@ class ComparisonRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotComparedRecord(StampedRecord):
-    """The weights were not compared with those of a twin; `why` follows "weights not compared: "."""
+    """The weights were not compared with those of a twin."""
 
     why: str
+
+    def __str__(self) -> str:
+        return f"weights not compared: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

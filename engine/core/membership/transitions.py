@@ -37,8 +37,8 @@ from engine.core.membership.verdicts import (
     new_epoch,
     nobody_died,
     state_lost,
-    workers_in_words,
 )
+from engine.core.texts import numbered
 
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
@@ -137,7 +137,7 @@ def agrees(state: State, event: PlanAcknowledged) -> State:
         return state
     for worker, digest in state.digests.items():
         if digest != event.digest:
-            who = workers_in_words(tuple(sorted((worker, event.worker))))
+            who = numbered("worker", sorted((worker, event.worker)), " and ")
             return halted(state, ExitCode.INTERNAL, f"{who} made different plans for epoch {state.epoch}")
     new = state._replace(digests={**state.digests, event.worker: event.digest}, moved_ns=event.now_ns)
     if len(new.digests) < len(new.members):
@@ -199,7 +199,7 @@ def looks_at_clock(state: State, event: Tick) -> State:
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
     if state.look and now_ns - state.looked_ns >= options.look_ns:
-        return nobody_died(state, now_ns, state.look, f"a transfer failed at {workers_in_words(state.look)}")
+        return nobody_died(state, now_ns, state.look, f"a transfer failed at {numbered('worker', state.look, ' and ')}")
     patience_ns, owing, failed_to = _owed(state)
     if now_ns - state.moved_ns < patience_ns:
         return state

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, Exclusion, excluded, in_words
 from engine.core.membership.state import Phase, State
+from engine.core.texts import numbered
 
 
 class Heirs(NamedTuple):
@@ -121,7 +122,7 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: s
 def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
     """Returns the next epoch at a step boundary: `moving` hand over, and leaving workers without duty are out."""
     gone = [excluded(worker, Cause.LEFT, f"has left after step {state.committed}") for worker in free_to_leave(state)]
-    told = [f"{workers_in_words(moving)} handed over after step {state.committed}"] if moving else []
+    told = [f"{numbered('worker', moving, ' and ')} handed over after step {state.committed}"] if moving else []
     told += [in_words(gone)] if gone else []
     state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
     return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING)
@@ -169,7 +170,7 @@ def state_lost(state: State, slots: tuple[int, ...]) -> State:
     """Returns the end of the job because no member holds the stages of these slots."""
     stages = tuple(sorted({slot % state.options.stages for slot in slots}))
     where = f"in epoch {state.epoch}; last committed step {state.committed}"
-    text = f"the state of {stages_in_words(stages)} is lost {where}; {state.reason}"
+    text = f"the state of {numbered('stage', stages)} is lost {where}; {state.reason}"
     return cannot_go_on(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
 
 
@@ -183,13 +184,3 @@ def cannot_go_on(state: State, exit_code: ExitCode, reason: str) -> State:
 def halted(state: State, exit_code: ExitCode, reason: str) -> State:
     """Returns the state halted; `reason` is shown to the user."""
     return state._replace(phase=Phase.HALTED, exit_code=int(exit_code), reason=reason, look=())
-
-
-def workers_in_words(workers: tuple[int, ...]) -> str:
-    """Returns ``worker 1`` or ``workers 1 and 2``."""
-    return ("worker " if len(workers) == 1 else "workers ") + " and ".join(map(str, workers))
-
-
-def stages_in_words(stages: tuple[int, ...]) -> str:
-    """Returns ``stage 1`` or ``stages 1, 2``."""
-    return ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))

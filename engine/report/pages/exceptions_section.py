@@ -6,18 +6,15 @@ import html
 from collections.abc import Sequence
 
 from engine.core.history.run_records import RaisedRecord
-from engine.report.exceptions import exception_lines
+from engine.report.exceptions import exceptions_in_words
 
 
 def exceptions_section(raised: Sequence[RaisedRecord]) -> str:
     """Returns the section as HTML; workers that raised the same exception share it. A run without any has none."""
     if not raised:
         return ""
-    first: dict[str, RaisedRecord] = {}
-    for each in raised:
-        first.setdefault(each.exception.in_step(each.step), each)
-    told = zip(exception_lines(raised), first.values(), strict=True)
-    return f"<section><h2>Exceptions</h2>{''.join(_told(*each) for each in told)}</section>"
+    told = "".join(_told(*each) for each in exceptions_in_words(raised))
+    return f"<section><h2>Exceptions</h2>{told}</section>"
 
 
 def _told(sentence: str, raised: RaisedRecord) -> str:

@@ -8,11 +8,7 @@ from datetime import datetime
 from engine.core.config.job import Job
 from engine.core.history.process_records import HostRecord
 from engine.core.schedules.csv_text import name_of
-
-
-def counted(number: float, noun: str, nouns: str = "") -> str:
-    """Returns a number with its noun, such as ``1 stage`` or ``4 stages``."""
-    return f"{number:g} {noun if number == 1 else nouns or f'{noun}s'}"
+from engine.core.texts import counted
 
 
 def job_line(job: Job) -> str:

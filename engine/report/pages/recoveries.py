@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from engine.core.texts import counted
 from engine.report.load import RunTables
 from engine.report.pages.frame import html_table
-from engine.report.pages.job_facts import counted
 from engine.report.pages.timeline import slots_text
 from engine.report.pages.words import word
 from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST, stalls_of

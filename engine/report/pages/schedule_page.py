@@ -21,6 +21,7 @@ from engine.core.op_row import Stands
 from engine.core.ownership import Ownership
 from engine.core.program.dry_run import DryRun, dry_run
 from engine.core.schedules.csv_text import name_of
+from engine.core.texts import counted
 from engine.report.pages.charts import (
     BLUE,
     GREEN,
@@ -35,7 +36,6 @@ from engine.report.pages.charts import (
     title,
 )
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
-from engine.report.pages.job_facts import counted
 from engine.report.pages.timeline import REDUNDANT, packed, slots_text
 from engine.report.pages.words import definition
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from engine.core.texts import numbered
 from engine.report.actions import KINDS
 from engine.report.load import RunTables
 from engine.report.pages.words import definition
@@ -116,8 +117,7 @@ def slots_text(slots: Iterable[Sequence[int]], one_pipeline: bool) -> str:
     for pipeline, stage in slots:
         by_pipeline.setdefault(pipeline, []).append(str(stage))
     return ", ".join(
-        f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(stages)}"
-        + ("" if one_pipeline else f" of pipeline {pipeline}")
+        numbered("stage", stages) + ("" if one_pipeline else f" of pipeline {pipeline}")
         for pipeline, stages in by_pipeline.items()
     )
 

@@ -30,8 +30,9 @@ from engine.core.membership.events import (
     StepCommitted,
     Suspicion,
 )
-from engine.core.membership.verdicts import stages_in_words, unable_to_leave
+from engine.core.membership.verdicts import unable_to_leave
 from engine.core.message_codec import Message, ToAgent
+from engine.core.texts import numbered
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.run_state import error_of
 from engine.runtime.agent.worker_handles import WorkerHandle
@@ -180,7 +181,7 @@ def _on_notice(agent: Agent, member: WorkerHandle, notice: messages.NoticeMessag
     agent.decide(Notice(now_ns(), member.worker, grace_ns))
     for worker, stages in unable_to_leave(agent.node.state).items():
         grace_s = (agent.injector.grace_ns(worker) or agent.grace_ns) / 1e9
-        text = f"is to leave within {grace_s:g} s, but no other worker can take over {stages_in_words(stages)}"
+        text = f"is to leave within {grace_s:g} s, but no other worker can take over {numbered('stage', stages)}"
         if agent.run_state.note(f"worker {worker} {text}"):
             agent.recorder.write(StaysRecord(of=worker, text=text))
 

@@ -1,0 +1,40 @@
+"""Texts for readers: nouns in the singular or plural, and text from elsewhere for a terminal.
+
+Rule: no character of a text from elsewhere moves the cursor, changes colours or hides text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
+_KEPT = frozenset("\n\t")
+_FIRST_SPACE, _ENDS = "\xa0", "\u2028\u2029"  # spaces of Unicode, but not its ends of lines and paragraphs
+
+
+def counted(number: float, noun: str, nouns: str = "") -> str:
+    """Returns a number with its noun, such as ``1 stage`` or ``4 stages``."""
+    figure = f"{number:.0f}" if number % 1 == 0 else f"{number:g}"
+    return f"{figure} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def numbered(noun: str, numbers: Collection[object], between: str = ", ") -> str:
+    """Returns things by their numbers, such as ``worker 1`` or ``workers 1, 2``."""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {between.join(map(str, numbers))}"
+
+
+def sentence(text: str) -> str:
+    """Returns a text as a sentence: with a capital letter and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def printable(text: str) -> str:
+    """Returns a text without escape sequences, and with ``?`` for each control character but tab and newline."""
+    text = _SEQUENCES.sub("", text)
+    return text if text.isprintable() else "".join(each if _is_harmless(each) else "?" for each in text)
+
+
+def _is_harmless(character: str) -> bool:
+    is_space = character.isspace() and character >= _FIRST_SPACE and character not in _ENDS
+    return is_space or character.isprintable() or character in _KEPT

@@ -1,0 +1,17 @@
+"""Nouns with their numbers."""
+
+from __future__ import annotations
+
+from engine.core.texts import counted, numbered
+
+
+def test_a_large_number_has_all_its_digits() -> None:
+    """Before: a job of a million steps had ``1e+06 steps`` on its page."""
+    assert counted(1_000_000, "step") == "1000000 steps"
+    assert [counted(1, "step"), counted(2.5, "unit")] == ["1 step", "2.5 units"]
+    assert counted(2, "microbatch", "microbatches") == "2 microbatches"
+
+
+def test_things_have_their_numbers() -> None:
+    assert numbered("worker", [1]) == "worker 1"
+    assert numbered("worker", (1, 2), " and ") == "workers 1 and 2"
