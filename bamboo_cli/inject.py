@@ -167,10 +167,10 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
 
 def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
     """Prints the summary of all runs; returns the exit code."""
-    from engine.harness.case_result import stalls_of
+    from engine.harness.case_result import stall_figures
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict_word), not each.exit_code))
-    stalls = stalls_of(cases)
+    stalls = stall_figures(cases)
     if len(cases) > 1:
         passed = sum(each.verdict == "passed" for each in cases)
         parts = [f"{passed} of {len(cases)} passed"]

@@ -214,12 +214,13 @@ def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[
 def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path, num_missing: int) -> str:
     """Returns the page of the matrix, which is to lie in `folder`."""
     from engine.files.host_facts import host_record
+    from engine.files.run_folder import started_at
     from engine.files.scenarios.library import library
     from engine.report.pages.cell_grid import grid_of
     from engine.report.pages.job_facts import host_line, jobs_line, when_text
     from engine.report.pages.matrix_page import MatrixRunFacts, matrix_page
 
-    host = host_record(datetime.strptime(run.folder.name[:15], "%Y%m%d-%H%M%S"))
+    host = host_record(started_at(run.folder.name))
     # A page is read on other machines: it has no path of this one.
     near = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else Path(found.path.name)
     replay = partial(_replay, found.path.stem if found.path.parent == library() else str(near), run)
@@ -268,7 +269,7 @@ def _print(
     as_json: bool,
 ) -> None:
     from bamboo_cli.terminal.console import has_colour, width_of
-    from engine.core.checks.cell_result import counted
+    from engine.core.checks.cell_result import counts_text
     from engine.report.pages.cell_grid import grid_of, grid_text
 
     if as_json:
@@ -286,7 +287,7 @@ def _print(
             typer.echo(f"  again: {_replay(str(found.path), run, each.cell)}")
     if shrunk is not None:
         typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
-    told = f"{counted(done)}; {sum(each.seconds for each in done):.1f} s of cases"
+    told = f"{counts_text(done)}; {sum(each.seconds for each in done):.1f} s of cases"
     if code in BY_SIGNAL:
         told = f"interrupted after {len(done)} of {len(chosen)} cells: {told}"
     typer.echo(f"{found.name}: {told}")

@@ -10,6 +10,7 @@ import typer
 
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 from engine.core.errors import Problem, UserError
+from engine.core.texts import counted
 
 if TYPE_CHECKING:
     from engine.harness.cleaning import Leftover, OldRuns
@@ -38,7 +39,8 @@ def clean(
     Runs go only with --keep or --older-than; with both, only old runs beside the newest N. A run that goes on is left
     alone, and so is every file that bamboo did not write.
     """
-    from engine.harness.cleaning import delete, end_of_cleaning, leftovers
+    from engine.files.run_folder import point_latest_to_newest
+    from engine.harness.cleaning import delete, leftovers
 
     found, busy = leftovers(results, _old_runs(keep, older_than))
     rows = []
@@ -47,7 +49,7 @@ def clean(
         kept = [] if dry_run else delete(each)
         rows.append((each, num_bytes - sum(map(_bytes, kept)), kept))
     if not dry_run:
-        end_of_cleaning(results)
+        point_latest_to_newest(results)
     if as_json:
         typer.echo(json.dumps(_plain(results, rows, busy, dry_run)))
     else:
@@ -102,9 +104,7 @@ def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: li
     total = _mib(sum(num_bytes for _, num_bytes, _ in rows))
     verb = "to delete" if dry_run else "deleted"
     typer.echo(
-        f"{verb}: {total} MiB in {len(rows)} {'place' if len(rows) == 1 else 'places'}"
-        if rows
-        else f"nothing to delete in {str(results)!r}"
+        f"{verb}: {total} MiB in {counted(len(rows), 'place')}" if rows else f"nothing to delete in {str(results)!r}"
     )
     if busy:
         typer.echo(f"left alone, because it goes on: {', '.join(busy)}")

@@ -19,8 +19,7 @@ from engine.files.atomic_write import storage_errors, write_atomically
 
 LATEST = "latest"
 RUN_NAME = r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
-
-
+_TIME = "%Y%m%d-%H%M%S"
 _TWIN = "twin"
 
 
@@ -75,7 +74,7 @@ def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> Run
     Raises:
         StorageError: it could not be made in `results`.
     """
-    folder = RunFolder(results / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}")
+    folder = RunFolder(results / f"{now:{_TIME}}-{name}-{hex4}")
     assert re.fullmatch(RUN_NAME, folder.path.name), folder.path.name
     try:
         if results.exists() and not results.is_dir():
@@ -138,6 +137,11 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
         hint = f"{len(matches)} begin so, the newest is {matches[-1]!r}"
         raise UserError([Problem("run", "the name of one run", repr(run), hint)])
     return RunFolder(results / matches[0])
+
+
+def started_at(name: str) -> datetime:
+    """Returns the local time in the name of a run's folder, or of a matrix's."""
+    return datetime.strptime(name[:15], _TIME)
 
 
 def run_names(results: Path) -> list[str]:

@@ -143,7 +143,7 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
     return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries))
 
 
-def stalls_of(results: Sequence[CaseResult]) -> dict[str, Stall]:
+def stall_figures(results: Sequence[CaseResult]) -> dict[str, Stall]:
     """Returns p50, p95 and max of the times that training stalled in some cases; unfinished recoveries do not count."""
     recoveries = [each for case in results for each in case.recoveries if each.resume_ns is not None]
     stalls = [each.stall for each in recoveries if each.stall]

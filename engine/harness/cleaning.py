@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.files.matrix_results import MATRICES, RESULTS
 from engine.files.own_files import MATRIX, RUN, TEMPORARY, TWINS, disk_bytes, own_files
-from engine.files.run_folder import LATEST, RunFolder, point_latest_to_newest, run_names
+from engine.files.run_folder import LATEST, RunFolder, run_names
 from engine.files.twin_file import TWINS_FOLDER
 from engine.harness.dead_runs import dead_run, stores
 from engine.harness.twin_run import reusable_twins
@@ -71,11 +71,6 @@ def delete(leftover: Leftover) -> list[Path]:
         return _delete(leftover.entries)
     with dead_run(leftover.user) as is_dead:
         return _delete(leftover.entries) if is_dead else list(leftover.entries)
-
-
-def end_of_cleaning(results: Path) -> None:
-    """Points the link to the newest run that is left."""
-    point_latest_to_newest(results)
 
 
 def _delete(entries: tuple[Path, ...]) -> list[Path]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory, history_of
 from engine.core.history.verdict_records import ComparisonRecord, NotComparedRecord
 from engine.files.events_file import events_of
-from engine.files.run_folder import RunFolder, run_names
+from engine.files.run_folder import RunFolder, run_names, started_at
 from engine.harness.dead_runs import dead_run
 
 _END_BYTES = 131_072  # of the events: the records of the end and of the last step stand in them
@@ -22,14 +21,14 @@ class RunRow:
     """One run: `outcome` and `verdict` in words, `steps` committed of `num_steps`, the time of its start."""
 
     name: str
-    model: str
-    pipelines: int
-    stages: int
+    started: str
     outcome: str
     verdict: str
-    steps: int
-    num_steps: int
-    started: str
+    model: str = ""
+    pipelines: int = 0
+    stages: int = 0
+    steps: int = 0
+    num_steps: int = 0
 
 
 def run_rows(results: Path) -> list[RunRow]:
@@ -38,18 +37,18 @@ def run_rows(results: Path) -> list[RunRow]:
 
 
 def _row(run: Path) -> RunRow:
-    started = datetime.strptime(run.name[:15], "%Y%m%d-%H%M%S").isoformat(" ")
+    started = started_at(run.name).isoformat(" ")
     try:
         history = _ends(RunFolder(run).events)
     except StorageError:
-        return RunRow(run.name, "", 0, 0, "unknown", "events cannot be read: bamboo report says why", 0, 0, started)
+        return RunRow(run.name, started, "unknown", "events cannot be read: bamboo report says why")
     if not history.records:
-        return RunRow(run.name, "", 0, 0, _unfinished(run), "nothing recorded yet", 0, 0, started)
+        return RunRow(run.name, started, _unfinished(run), "nothing recorded yet")
     job = history.job
     ended = history.training_ended or history.ended
     outcome = ended.outcome if ended and history.ended else _unfinished(run)
-    steps = history.committed + 1
-    return RunRow(run.name, job.model, job.pipelines, job.stages, outcome, _verdict(history), steps, job.steps, started)
+    shape = job.model, job.pipelines, job.stages
+    return RunRow(run.name, started, outcome, _verdict(history), *shape, history.committed + 1, job.steps)
 
 
 def _verdict(history: RunHistory) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.core.checks.cell_result import CellResult, counted
+from engine.core.checks.cell_result import CellResult, counts_text
 
 MAX_BYTES = 1_000_000
 _ORDER = {"failed": 0, "invalid": 1, "passed": 2}
@@ -16,7 +16,7 @@ _ORDER = {"failed": 0, "invalid": 1, "passed": 2}
 
 def step_summary(matrix: str, results: Sequence[CellResult], max_bytes: int = MAX_BYTES) -> str:
     """Returns the summary as Markdown, of at most `max_bytes` bytes in UTF-8."""
-    head = f"### bamboo matrix {_cell(matrix)}: {counted(results)}\n\n"
+    head = f"### bamboo matrix {_cell(matrix)}: {counts_text(results)}\n\n"
     head += "| cell | result | why | seconds | run |\n|---|---|---|---:|---|\n"
     rows = sorted(results, key=lambda each: _ORDER[each.result])
     text, size = [head], len(head.encode())

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.checks.cell_result import CellResult, counted, failure_of, from_plain, judged, key_of, matrix_exit_code
+from engine.core.checks.cell_result import (
+    CellResult,
+    counts_text,
+    failure_of,
+    from_plain,
+    judged,
+    key_of,
+    matrix_exit_code,
+)
 from engine.core.checks.expectations import Check
 from engine.core.errors import ExitCode
 from engine.core.history.verdict_records import Result
@@ -58,7 +66,7 @@ def test_exit_codes(results: list[Result], code: ExitCode) -> None:
 
 
 def test_counts() -> None:
-    assert counted([cell("passed"), cell("passed"), cell("invalid")]) == "2 passed, 0 failed, 1 invalid"
+    assert counts_text([cell("passed"), cell("passed"), cell("invalid")]) == "2 passed, 0 failed, 1 invalid"
 
 
 def test_it_goes_to_disk_and_back() -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from engine.files.matrix_results import new_folder
-from engine.files.run_folder import create_run_folder, find_run
-from engine.harness.cleaning import Leftover, OldRuns, delete, end_of_cleaning, leftovers
+from engine.files.run_folder import create_run_folder, find_run, point_latest_to_newest
+from engine.harness.cleaning import Leftover, OldRuns, delete, leftovers
 from engine.harness.dead_runs import dead_run, delete_dead_stores
 from engine.runtime.process.folder_lock import folder_used
 
@@ -69,7 +69,7 @@ def clean(results: Path, old: OldRuns | None = None) -> dict[str, list[Path]]:
     for each in found:
         delete(each)
         by_what.setdefault(each.what, []).append(each.path)
-    end_of_cleaning(results)
+    point_latest_to_newest(results)
     return by_what
 
 

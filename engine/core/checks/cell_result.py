@@ -91,7 +91,7 @@ def matrix_exit_code(results: Collection[CellResult]) -> ExitCode:
     return ExitCode.OK if results else ExitCode.NOTHING_MATCHED
 
 
-def counted(results: Collection[CellResult]) -> str:
+def counts_text(results: Collection[CellResult]) -> str:
     """Returns the number of cells with each result, in words."""
     counts = Counter(each.result for each in results)
     return f"{counts['passed']} passed, {counts['failed']} failed, {counts['invalid']} invalid"

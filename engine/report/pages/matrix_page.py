@@ -15,7 +15,7 @@ from string import Template
 
 import pandas as pd
 
-from engine.core.checks.cell_result import CellResult, counted
+from engine.core.checks.cell_result import CellResult, counts_text
 from engine.report.pages.cell_grid import LEGEND, CellGrid, GridCell, column_groups, letter_of
 from engine.report.pages.frame import Tile, asset, html_table, policy, tiles_html
 
@@ -56,7 +56,7 @@ def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: M
         policy=policy(script),
         name=html.escape(name),
         when=html.escape(run.when),
-        counts=html.escape(counted(results) + missing),
+        counts=html.escape(counts_text(results) + missing),
         mood=mood,
         facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in run.facts),
         tiles=tiles_html(_tiles(grid, results)),
