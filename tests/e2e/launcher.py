@@ -204,8 +204,8 @@ class Launcher:
 
 
 def _shared_memory() -> set[Path]:
-    """Returns all pieces but semaphores of `multiprocessing`, which other tests use and bamboo does not."""
-    return {each for each in _SHARED_MEMORY.iterdir() if not each.name.startswith("sem.mp-")}
+    """Returns all pieces but named semaphores: other programs of the host make them, bamboo makes none."""
+    return {each for each in _SHARED_MEMORY.iterdir() if not each.name.startswith("sem.")}
 
 
 def _control_terminal() -> None:

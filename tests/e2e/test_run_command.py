@@ -116,8 +116,8 @@ def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: La
 
 def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", on_a_terminal(tmp_path, *SMALL, *TIMED))
-    assert re.search(r"worker +pid +stage +state +step +action +microbatches/s", text)
-    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +\d[A-Z_]+\d* +[\d.]+\r", text)
+    assert re.search(r"worker +pid +stages +state +step +action +microbatches/s", text)
+    assert re.search(r"\n +1 +\d+ +1 +running +\d+ +(waits in )?\d[A-Z_]+\d* +[\d.]+\r", text)
 
 
 def test_a_failed_run_is_one_object_too(launch: Launch) -> None:
