@@ -1,7 +1,8 @@
 """The interface of a data source: facts about its samples, and microbatches by number.
 
 Rule: a microbatch is a pure function of (seed, step, pipeline, microbatch), and a validation microbatch of its index
-alone. Any worker can therefore load any of them, repeatedly and in any order. All tensors are on the CPU.
+alone. Any worker can therefore load any of them, repeatedly and in any order. All tensors are on the CPU. The first
+input and the first target have `size` rows; shapes and dtypes are the same in each microbatch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class DataFacts:
     """The facts that a model needs to fit the data; a size that the task does not use is 0.
 
     causal, masked: inputs and targets are int64 [size, sequence], below `vocabulary`. classify: inputs are float32
-    [size, channels, height, width], targets int64 [size], below `num_classes`. regress: inputs are float32
-    [size, features], targets float32 [size, outputs].
+    [size, channels, height, width] or [size, features], targets int64 [size], below `num_classes`. regress: inputs are
+    float32 [size, features], targets float32 [size, outputs].
     """
 
     task: Task

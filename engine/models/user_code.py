@@ -29,6 +29,10 @@ _PACKAGES = ("site-packages", "dist-packages")
 _FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", Path(torch.__file__).parent)
 
 
+class CodeEnded(Exception):
+    """The user's code called `sys.exit`; the text is the whole message."""
+
+
 def blame(error: Exception, place: str, called: Callable[..., object] | None = None, hint: str = "") -> None:
     """Marks an exception with the place in the job that raised it; an inner place that is known already stays.
 
@@ -48,7 +52,7 @@ def running(place: str, called: Callable[..., object] | None = None) -> Iterator
     try:
         yield
     except SystemExit as end:
-        error = RuntimeError(f"SystemExit: {end}").with_traceback(end.__traceback__)
+        error = CodeEnded(f"SystemExit: {end}").with_traceback(end.__traceback__)
         blame(error, place, called)
         raise error from None
     except Exception as error:
@@ -80,7 +84,7 @@ def exception_of(error: BaseException) -> WorkerException:
 def _text(error: BaseException) -> str:
     """Returns type and text of an exception, whose own `__str__` may raise too."""
     try:
-        return f"{type(error).__name__}: {error}".removesuffix(": ")
+        return str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception as other:
         return f"{type(error).__name__}: its text cannot be had: {type(other).__name__}"
 

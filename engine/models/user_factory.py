@@ -19,10 +19,11 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
 from engine.core.random_key import random_key
 from engine.core.scalar import Args
+from engine.core.texts import counted
 from engine.models.arguments import Factory, check_user_args
 from engine.models.data import Data, DataFacts
-from engine.models.layers import Batch, Model, ModuleCopy, Tie, layer_spec, named_layers
-from engine.models.losses import default_loss
+from engine.models.layers import Batch, Model, ModuleCopy, Tensors, Tie, layer_spec, named_layers
+from engine.models.losses import default_loss, shapes_of
 from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffers
 from engine.models.user_code import running
 from engine.models.whole_batches import SplitBatches, WholeBatches
@@ -98,28 +99,44 @@ def _lacks(made: object) -> str:
 
 
 class OwnData:
-    """A user's data source; an exception in it names the data."""
+    """A user's data source; an exception in it, or a microbatch of another size or shape, names the data."""
 
     def __init__(self, source: Data):
         self.facts = source.facts
         self._source = source
+        self._kinds: dict[tuple[str, int], tuple[str, str]] = {}  # of the first batch, by call and size
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
-        """Returns `size` training samples; raises TypeError if the source returns no Batch."""
+        """Returns `size` training samples; raises TypeError if it is no Batch, ValueError for wrong rows or shapes."""
         with running("the data", self._source.microbatch):
-            return self._checked(self._source.microbatch(step, pipeline, microbatch, size), "microbatch()")
+            batch = self._source.microbatch(step, pipeline, microbatch, size)
+            return self._checked(batch, f"microbatch({step=}, {pipeline=}, {microbatch=}, {size=})", size)
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns `size` samples that training never sees; raises TypeError if the source returns no Batch."""
+        """Returns `size` samples that training never sees; raises as `microbatch` does."""
         with running("the data", self._source.validation):
-            return self._checked(self._source.validation(index, size), "validation()")
+            return self._checked(self._source.validation(index, size), f"validation({index=}, {size=})", size)
 
-    def _checked(self, batch: object, call: str) -> Batch:
-        if isinstance(batch, Batch):
-            return batch
-        hint = "return Batch(inputs=(x,), targets=(y,))"
-        name = type(self._source).__name__
-        raise TypeError(f"{name}.{call}: expected a Batch, found {type(batch).__name__}: {hint}")
+    def _checked(self, batch: object, call: str, size: int) -> Batch:
+        name = f"{type(self._source).__name__}.{call}"
+        if not isinstance(batch, Batch):
+            hint = "return Batch(inputs=(x,), targets=(y,))"
+            raise TypeError(f"{name}: expected a Batch, found {type(batch).__name__}: {hint}")
+        # The split of a whole batch has checked the rows, which need not be the first dimension.
+        for part, tensors in () if isinstance(self._source, SplitBatches) else _parts(batch):
+            rows = tensors[0].shape[0] if tensors and tensors[0].dim() else size
+            if rows != size:
+                raise ValueError(f"{name} returned {counted(rows, 'row')} in {part}[0], {size} were asked for")
+        kinds = (shapes_of(batch.inputs), shapes_of(batch.targets))
+        first = self._kinds.setdefault((call.partition("(")[0], size), kinds)
+        for (part, _), expected, found in zip(_parts(batch), first, kinds, strict=True):
+            if found != expected:
+                raise ValueError(f"{name} returned {found} as {part}, {expected} in its first call")
+        return batch
+
+
+def _parts(batch: Batch) -> tuple[tuple[str, Tensors], ...]:
+    return ("inputs", batch.inputs), ("targets", batch.targets)
 
 
 def _wrong(field: str, name: str, expected: str, hint: str = "") -> UserError:

@@ -153,9 +153,9 @@ def test_what_a_factory_does_wrong_is_said(module: WriteModule, source: str, wor
         ),
         (
             "def make():\n    raise SystemExit(3)",
-            r"in the factory \w+:make: RuntimeError: SystemExit: 3 \(\S+.py:4, in make",
+            r"in the factory \w+:make: SystemExit: 3 \(\S+.py:4, in make",
         ),
-        ("raise SystemExit(3)", r"in the import of \w+: RuntimeError: SystemExit: 3 \(\S+.py:3, in <module>\)"),
+        ("raise SystemExit(3)", r"in the import of \w+: SystemExit: 3 \(\S+.py:3, in <module>\)"),
         ("def make(:", r"in the import of \w+: SyntaxError: invalid syntax \(\S+/user_module_\d+.py:3\)"),
         ("import no_such_module_of_mine", r"in the import of \w+: ModuleNotFoundError: .* \(\S+.py:3, in <module>\)"),
     ],
@@ -314,10 +314,49 @@ def test_an_exception_in_the_data_names_the_data_and_the_users_line(module: Writ
     assert re.match(rf"in the factory {name}:fails: ZeroDivisionError: division by zero \(\S+.py:\d+, in fails", told)
     pairs = open_data(Job(data=f"{name}:Pairs"))
     told = raised(lambda: pairs.microbatch(0, 0, 0, 2))
-    expected = "Pairs.microbatch(): expected a Batch, found tuple: return Batch(inputs=(x,), targets=(y,))"
+    call = "Pairs.microbatch(step=0, pipeline=0, microbatch=0, size=2)"
+    expected = f"{call}: expected a Batch, found tuple: return Batch(inputs=(x,), targets=(y,))"
     assert re.match(rf"in the data: TypeError: {re.escape(expected)} \(\S+.py:\d+, in microbatch\)", told)
     told = raised(lambda: pairs.validation(0, 2))
     assert re.match(r"in the data: IndexError: list index out of range \(\S+.py:\d+, in validation\)", told)
+
+
+ROWS = """
+from engine.models.data import DataFacts
+from engine.models.layers import Batch
+class Rows:
+    facts = DataFacts(task="regress", features=2, outputs=1)
+    def __init__(self, seed, at, rows, targets, width, dtype):
+        self.at, self.rows, self.targets, self.width, self.dtype = at, rows, targets, width, getattr(torch, dtype)
+    def microbatch(self, step, pipeline, microbatch, size):
+        if step < self.at:
+            return Batch((torch.zeros(size, 2),), (torch.zeros(size, 1),))
+        return Batch((torch.zeros(self.rows, self.width, dtype=self.dtype),), (torch.zeros(self.targets, 1),))
+    def validation(self, index, size):
+        return self.microbatch(self.at, 0, 0, size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "told"),
+    [
+        (0, {"rows": 10}, "returned 10 rows in inputs[0], 4 were asked for"),
+        (0, {"rows": 0, "targets": 0}, "returned 0 rows in inputs[0], 4 were asked for"),
+        (3, {"targets": 3}, "returned 3 rows in targets[0], 4 were asked for"),
+        (3, {"width": 5}, "returned float32 [4, 5] as inputs, float32 [4, 2] in its first call"),
+        (3, {"dtype": "float64"}, "returned float64 [4, 2] as inputs, float32 [4, 2] in its first call"),
+    ],
+)
+def test_a_microbatch_of_another_size_or_shape_is_a_fault_of_the_data(
+    module: WriteModule, at: int, wrong: dict[str, Scalar], told: str
+) -> None:
+    """A wrong number of rows trained, with wrong figures, or a layer was blamed for it."""
+    args: dict[str, Scalar] = {"at": at, "rows": 4, "targets": 4, "width": 2, "dtype": "float32", **wrong}
+    data = open_data(Job(data=f"{module(ROWS)}:Rows", data_args=args))
+    for step in range(at):
+        data.microbatch(step, 0, 0, 4)
+    call = f"Rows.microbatch(step={at}, pipeline=0, microbatch=1, size=4)"
+    assert raised(lambda: data.microbatch(at, 0, 1, 4)).startswith(f"in the data: ValueError: {call} {told} (")
 
 
 def test_a_factory_without_a_signature_is_called() -> None:
