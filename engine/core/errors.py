@@ -66,9 +66,14 @@ class Problem:
 
 
 class BambooError(Exception):
-    """Base class of the exceptions that bamboo raises on purpose."""
+    """Base class of the exceptions that bamboo raises on purpose; `exit_code` may differ from that of the class."""
 
     exit_code = ExitCode.INTERNAL
+
+    def __init__(self, text: str = "", exit_code: int | None = None):
+        super().__init__(text)
+        if exit_code is not None:
+            self.exit_code = ExitCode(exit_code)
 
 
 class UserError(BambooError):

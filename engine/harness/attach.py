@@ -145,18 +145,15 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
         if refused is not None:
             raise UserError([Problem("--run", "faults that the run can take", "", refused.reason)])
         if not events.has_taken(request) and time.monotonic() > heard_s:
-            error = BambooError(f"{events.folder.path}: its launcher does not answer, and did not take the faults")
-            error.exit_code = ExitCode.NOT_RECOVERED
-            raise error
+            text = f"{events.folder.path}: its launcher does not answer, and did not take the faults"
+            raise BambooError(text, ExitCode.NOT_RECOVERED)
         late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.history.committed]
         if missed := skipped(faults, {each.id for each in late} - history.struck):
             lines = [
                 f"step {events.history.committed} is committed, and these did not strike; try again",
                 *(f"{each.id}: {each}" for each in missed),
             ]
-            error = BambooError("\n".join(lines))
-            error.exit_code = ExitCode.INVALID_CASE
-            raise error
+            raise BambooError("\n".join(lines), ExitCode.INVALID_CASE)
         if have_shown(faults, history) and not events.is_recovering:
             return
         _pause()

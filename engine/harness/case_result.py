@@ -60,9 +60,7 @@ class CaseResult:
         text = next(each.text for each in self.checks if each.result == self.verdict)
         if self.verdict == "invalid":
             text = f"the case is invalid, nothing was proved: {text}"
-        error = BambooError(text)
-        error.exit_code = self.exit_code
-        return error
+        return BambooError(text, self.exit_code)
 
     def recovery_lines(self) -> list[str]:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.errors import BambooError, ExitCode
+from engine.core.errors import BambooError
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
@@ -70,7 +70,5 @@ def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     if ending.exit_code:
         is_interrupted = ending.outcome == "interrupted"
         why = "interrupted in the twin" if is_interrupted else f"the fault-free twin did not finish: {ending.error}"
-        error = BambooError(why)
-        error.exit_code = ExitCode(ending.exit_code)
-        raise error
+        raise BambooError(why, ending.exit_code)
     return ending.view.run_state.rows

@@ -272,16 +272,14 @@ class Agent:
             self.decide(Notice(now_ns(), None, round(step_grace_s * 1e9)))
         self.tick(self)
 
-    def _ended_by(self, text: str) -> WorkerFailedError:
+    def _ended_by(self, text: str, exit_code: int | None = None) -> WorkerFailedError:
         """Returns the error that ends the run, with the log of every worker that is out."""
         out = [self.members[worker] for worker in self.node.state.out]
         logs = [f"worker {each.worker} (pid {each.child.pid}) wrote {each.log}" for each in out]
-        return WorkerFailedError("; ".join([text, *logs]))
+        return WorkerFailedError("; ".join([text, *logs]), exit_code)
 
     def _halt(self, effect: Halt) -> None:
         if not self.run_state.going_at_ns:  # no training is lost, so only the verdict counts
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out.values())))
             return
-        error = self._ended_by(effect.reason)
-        error.exit_code = ExitCode(effect.exit_code)
-        self.fail(error)
+        self.fail(self._ended_by(effect.reason, effect.exit_code))

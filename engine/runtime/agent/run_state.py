@@ -165,6 +165,4 @@ def error_of(
         return WorkerFailedError(f"{worker} {exception.in_step(last.step)}; full text in {member.log}")
     if last.code == ExitCode.EXPECTATION_FAILED:
         return DivergedError(f"{worker}: {last.error}")
-    error = BambooError(f"{worker}: {last.error}")
-    error.exit_code = ExitCode(last.code)
-    return error
+    return BambooError(f"{worker}: {last.error}", last.code)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from engine.core.errors import BambooError, ExitCode
+from engine.core.errors import BambooError
 from engine.runtime.process.first_answer import leave, tell
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,9 +40,8 @@ class RunInterruptedError(BambooError):
     """A signal has asked this process to end, and a wait was broken off."""
 
     def __init__(self, number: signal.Signals):
-        super().__init__(f"interrupted by {number.name}")
+        super().__init__(f"interrupted by {number.name}", 128 + number)
         self.number = number
-        self.exit_code = ExitCode(128 + number)
 
 
 class Interrupts:
