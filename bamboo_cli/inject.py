@@ -152,13 +152,12 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
     """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
     from rich.text import Text
 
-    from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD
+    from bamboo_cli.terminal.console import RESULT_STYLES
     from bamboo_cli.terminal.live import untold
     from bamboo_cli.terminal.tables import print_table
 
     typer.echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
-    styles = {"passed": GOOD, "failed": BAD}
-    rows = [(Text(each.result, styles.get(each.result, DOUBTFUL)), each.name, each.text) for each in case.checks]
+    rows = [(Text(each.result, RESULT_STYLES[each.result]), each.name, each.text) for each in case.checks]
     print_table(("result", "check", "text"), (False, False, False), rows, has_head=False, err=as_json)
     for recovery in untold(map(str, case.recoveries), err=as_json):
         typer.echo(f"  {recovery}", err=as_json)

@@ -15,6 +15,13 @@ from rich.text import Text
 
 GOOD, BAD, DOUBTFUL, OPEN = "green", "red", "yellow", "blue"
 STRONG = "bold"
+# Of the result of a check or a cell; of the state of a worker.
+RESULT_STYLES = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL}
+STATE_STYLES = {
+    **dict.fromkeys(("dead", "failed", "out", "gone"), f"{STRONG} {BAD}"),
+    **dict.fromkeys(("finished", "left"), "dim"),
+    "running": GOOD,
+}
 _ANY_WIDTH = 100_000
 
 
@@ -42,6 +49,12 @@ def _stream(err: bool) -> TextIO:
 def has_colour(*, err: bool = False) -> bool:
     """Returns whether styles are written to stdout, or to stderr."""
     return console(err=err).color_system is not None
+
+
+def can_redraw(*, err: bool = False) -> bool:
+    """Returns whether a picture on stdout, or stderr, can be drawn anew in place."""
+    found = console(err=err)
+    return _stream(err).isatty() and found.is_terminal and not found.is_dumb_terminal
 
 
 def say(*parts: str | tuple[str, str], err: bool = False) -> None:

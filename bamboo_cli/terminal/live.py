@@ -19,10 +19,10 @@ from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from bamboo_cli.terminal.console import console
+from bamboo_cli.terminal.console import STATE_STYLES, can_redraw, console
 from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_output import WorkerOutput
-from bamboo_cli.terminal.worker_rows import awaited, doing, fitting
+from bamboo_cli.terminal.worker_rows import awaited, doing, fitting, slots_text
 from engine.core.config.job import Job
 from engine.files.run_folder import RunFolder
 from engine.harness.live_recoveries import GONE, LiveRecoveries
@@ -35,7 +35,6 @@ from engine.runtime.process.interrupts import Interrupts, present
 _PLAIN_EVERY_S = 2.0  # at first; without a new step, each line waits twice as long as the one before
 _STILL_S = 3.0  # without a new step, after which the line names the workers that training waits for
 _RATE_OVER_S = 3.0
-_STATE_STYLES = {"dead": "bold red", "failed": "bold red", "running": "green", "finished": "dim", "left": "dim"}
 _TOLD: set[str] = set()  # the recoveries that stay on the terminal of this process
 _TITLES = ("worker", "pid", "stages", "state", "step", "action", "microbatches/s")
 _NUMERIC = (True, True, False, False, True, False, True)
@@ -54,7 +53,7 @@ class LivePicture:
         self._recoveries = LiveRecoveries(job, events)
         self._console = console(err=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._is_terminal = can_redraw(err=True)
         self._said_s = 0.0
         self._run_state: RunState | None = None  # of the last view
         self._num_notes = 0
@@ -198,7 +197,7 @@ class LivePicture:
         elapsed_s = self._history[-1][0] - first_s
         # A microbatch counts two computations: forward and backward.
         rate = (each.progress.num_computed - first.get(each.worker, 0)) / 2 / elapsed_s if elapsed_s > 0 else 0.0
-        style = _STATE_STYLES.get(each.state, "")
+        style = STATE_STYLES.get(each.state, "")
         row_style = style if each.state in GONE else ""
         return (
             Text(str(each.worker), style=row_style),
@@ -212,12 +211,8 @@ class LivePicture:
 
     def _stages(self, each: WorkerView) -> str:
         """Returns the slots of a worker, or its last slots with their new owners."""
-        texts = []
-        for pipeline, stage in self._recoveries.slots(each.worker):
-            owner = self._recoveries.owners[pipeline, stage]
-            text = str(stage) if self.job.pipelines == 1 else f"{pipeline}.{stage}"
-            texts.append(text if owner == each.worker else f"{text} (now worker {owner})")
-        return " ".join(texts)
+        heirs = {slot: owner for slot, owner in self._recoveries.owners.items() if owner != each.worker}
+        return slots_text(self._recoveries.slots(each.worker), self.job.pipelines > 1, heirs)
 
 
 def untold(lines: Iterable[str], *, err: bool) -> list[str]:

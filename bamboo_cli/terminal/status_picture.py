@@ -14,13 +14,13 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from bamboo_cli.terminal.console import console, width_of
+from bamboo_cli.terminal.console import STATE_STYLES, can_redraw, console, width_of
 from bamboo_cli.terminal.tables import fitted
+from bamboo_cli.terminal.worker_rows import slots_text
 
 if TYPE_CHECKING:
     from engine.core.membership.run_status import RunStatus, WorkerStatus
 
-STATE_STYLES = {"dead": "bold red", "failed": "bold red", "out": "bold red", "gone": "bold red", "left": "dim"}
 _WORDS = {"in": "at work"}  # the state of a worker -> its word for a reader, if it is another
 _TITLES = ("worker", "state", "stages", "stages before", "step", "last action", "silent s", "pid")
 _NUMERIC = (True, False, False, False, True, False, True, True)
@@ -32,7 +32,7 @@ class StatusPicture:
     def __init__(self, watch: bool):
         self._console = console()
         self._live = None
-        if watch and width_of() is not None and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if watch and can_redraw():
             self._live = Live(console=self._console, auto_refresh=False)
         self._shown: RunStatus | None = None
 
@@ -89,25 +89,16 @@ def headline(found: RunStatus, live: bool) -> str:
 def _row(each: WorkerStatus, found: RunStatus, several: bool) -> tuple[str | Text, ...]:
     style = STATE_STYLES.get(each.state, "")
     heirs = {slot: other.worker for other in found.workers for slot in other.now if other is not each}
-    before = [
-        f"{_name(slot, several)} (now worker {heirs[slot]})" if slot in heirs else _name(slot, several)
-        for slot in each.before
-    ]
     return (
         Text(str(each.worker), style),
         Text(_WORDS.get(each.state, each.state), style),
-        " ".join(_name(slot, several) for slot in each.now),
-        " ".join(before if each.before != each.now else ()),
+        slots_text(each.now, several, {}),
+        slots_text(each.before, several, heirs) if each.before != each.now else "",
         str(each.step) if each.step >= 0 else "",
         each.last_action,
         "" if each.heard_s_ago is None else f"{each.heard_s_ago:.1f}",
         str(each.pid),
     )
-
-
-def _name(slot: tuple[int, int], several: bool) -> str:
-    pipeline, stage = slot
-    return f"{pipeline}.{stage}" if several else str(stage)
 
 
 def _explanation(several: bool) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine.core.action import COMPUTE_OPS, Op, parse_action
 from engine.core.errors import ScheduleError
-from engine.runtime.agent.run_view import WorkerView
+from engine.core.ownership import Slot
+
+if TYPE_CHECKING:
+    from engine.runtime.agent.run_view import WorkerView
 
 _STILL_S = 2.0  # a worker that says nothing for so long, or is in one action, may be the one that training waits for
 _MOST_NAMED = 3
@@ -24,6 +28,15 @@ def doing(text: str, is_recovering: bool) -> str:
     if action.op is Op.HEAL:
         return f"heals stage {action.stage}"
     return text if action.op is Op.STEP else f"waits in {text}"
+
+
+def slots_text(slots: Iterable[Slot], several: bool, heirs: Mapping[Slot, int]) -> str:
+    """Returns the slots of a worker, with their pipelines if there are several; `heirs` own some of them by now."""
+    return " ".join(
+        (f"{pipeline}.{stage}" if several else str(stage))
+        + (f" (now worker {heirs[pipeline, stage]})" if (pipeline, stage) in heirs else "")
+        for pipeline, stage in slots
+    )
 
 
 def awaited(workers: Sequence[WorkerView]) -> str:
