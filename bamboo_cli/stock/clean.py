@@ -39,6 +39,7 @@ def clean(
     Runs go only with --keep or --older-than; with both, only old runs beside the newest N. A run that goes on is left
     alone, and so is every file that bamboo did not write.
     """
+    from engine.files.own_files import disk_bytes
     from engine.files.run_folder import point_latest_to_newest
     from engine.harness.cleaning import delete, leftovers
 
@@ -47,7 +48,7 @@ def clean(
     for each in found:
         num_bytes = each.num_bytes
         kept = [] if dry_run else delete(each)
-        rows.append((each, num_bytes - sum(map(_bytes, kept)), kept))
+        rows.append((each, num_bytes - sum(map(disk_bytes, kept)), kept))
     if not dry_run:
         point_latest_to_newest(results)
     if as_json:
@@ -74,12 +75,6 @@ def _seconds(text: str) -> float:
     if age_ns is None:
         raise UserError([Problem("--older-than", "an age such as 7d, 12h or 30m", repr(text))])
     return age_ns / 1e9
-
-
-def _bytes(path: Path) -> int:
-    from engine.files.own_files import disk_bytes
-
-    return disk_bytes(path)
 
 
 def _plain(

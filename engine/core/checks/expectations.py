@@ -36,6 +36,7 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.EXPECTATION_FAILED: "noticed",
     ExitCode.INTERNAL: "noticed",
 }
+_INTERRUPTED = "the run was interrupted"
 # The run did not begin, or was interrupted: it proves nothing about the case.
 _NOT_RUN = BY_SIGNAL | {ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.COORDINATOR_UNAVAILABLE, ExitCode.STORAGE}
 
@@ -168,7 +169,7 @@ def why_not_struck(fault: Fault, seen: Observed) -> str:
 def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
     """Returns why a run cannot be compared with its twin, or has no need to; empty if it must be compared."""
     if seen.exit_code in BY_SIGNAL:
-        return "the run was interrupted"
+        return _INTERRUPTED
     if expect.trajectory is None:
         return "no twin was asked for"
     if _outcome(expect.outcome, seen).result != "passed":
@@ -179,7 +180,7 @@ def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
 def _outcome(expected: Outcome, seen: Observed) -> Check:
     why = f": {seen.error.splitlines()[0]}" if seen.error else ""
     if seen.exit_code in BY_SIGNAL:
-        return Check("outcome", "invalid", "the run was interrupted")
+        return Check("outcome", "invalid", _INTERRUPTED)
     if seen.exit_code in _NOT_RUN:
         return Check("outcome", "invalid", f"the run ended with exit code {seen.exit_code}{why}")
     outcome = _OUTCOMES.get(seen.exit_code, "not recovered")
@@ -191,7 +192,7 @@ def _trajectory(expected: Agreement, seen: Observed) -> Check:
     """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
     found = seen.twin
     if not isinstance(found, ComparisonRecord):
-        missing = "the run was interrupted" if seen.exit_code in BY_SIGNAL else "there is no twin to compare with"
+        missing = _INTERRUPTED if seen.exit_code in BY_SIGNAL else "there is no twin to compare with"
         return Check("trajectory", "invalid", f"not compared: {str(found or missing).splitlines()[0]}")
     if found.difference is not None:
         return Check("trajectory", "failed", str(found))

@@ -15,6 +15,7 @@ from engine.core.errors import Problem
 from engine.core.faults.fault import After, At
 from engine.core.faults.fault_kind import AT_ONCE, HARMLESS, WITH_NOTICE
 from engine.core.faults.scenario import Every, Expect, FaultSpec
+from engine.core.texts import numbered
 
 _PLACE = "expect.outcome"
 
@@ -78,7 +79,8 @@ def _why_lost(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
         victims = _victims(wanted, at, job)
         for stage, workers in enumerate(holders(job)):
             if workers <= victims:
-                return f"{wanted.id} ends {_workers(workers)} at once, and no other worker holds stage {stage}"
+                named = numbered("worker", sorted(workers), " and ")
+                return f"{wanted.id} ends {named} at once, and no other worker holds stage {stage}"
     return ""
 
 
@@ -125,7 +127,3 @@ def _victims(wanted: FaultSpec, at: At, job: Job) -> frozenset[int]:
         pipeline, stage = target.pipeline, target.stage
     count = target.count if target.adjacent else 1
     return frozenset(ownership.owner(pipeline, (stage + each) % job.stages) for each in range(count))
-
-
-def _workers(workers: Collection[int]) -> str:
-    return f"worker{'s' * (len(workers) > 1)} {' and '.join(map(str, sorted(workers)))}"

@@ -85,18 +85,11 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
 
     These have the workers that have ended, the last action of each worker, and the loss.
     """
-    known = {each.worker: each for each in stored.workers}
-    workers = {each.worker: each for each in recorded.workers} | {
-        each.worker: replace(
-            known[each.worker],
-            step=each.step,
-            last_action=each.last_action,
-            state=each.state if each.state in ENDED else known[each.worker].state,
-        )
-        for each in recorded.workers
-        if each.worker in known
-    }
-    workers = known | workers
+    workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
+    for each in recorded.workers:
+        found = workers[each.worker]
+        state = each.state if each.state in ENDED else found.state
+        workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
     return replace(stored, workers=tuple(workers[each] for each in sorted(workers)), loss=recorded.loss)
 
 
