@@ -84,8 +84,7 @@ def _chosen(case: str, cases: Cases) -> Cases:
 
     found = {name: measure for name, measure in cases.items() if case in name}
     if not found:
-        hint = nearest(case, cases)
-        raise NothingMatchedError(f"no case {case!r}" + (f" ({hint})" if hint else ""))
+        raise NothingMatchedError(f"no case {case!r}", nearest(case, cases))
     return found
 
 

@@ -18,6 +18,7 @@ import typer
 
 from bamboo_cli.options import matrix as options
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
+from engine.core.texts import flags
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
@@ -118,7 +119,7 @@ def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) 
     names = [each.cell.name for each in found.cells if cell in each.cell.name]
     if not names:
         hint = nearest(cell, [each.cell.name for each in found.cells])
-        raise NothingMatchedError(f"no cell of {found.name} has {cell!r} in its name" + (f" ({hint})" if hint else ""))
+        raise NothingMatchedError(f"no cell of {found.name} has {cell!r} in its name", hint)
     if shard:
         part = parse_part(shard)
         names = shards(names, part.count, seconds)[part.index - 1]
@@ -175,11 +176,10 @@ def _run(
 
 
 def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
-    from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD, say
+    from bamboo_cli.terminal.console import RESULT_STYLES, say
 
-    style = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL}[result.result]
     lines = [f" {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left)", *result.details]
-    say(f"[{number}/{count}] ", (f"{result.result:<7}", style), "\n    ".join(lines), err=True)
+    say(f"[{number}/{count}] ", (f"{result.result:<7}", RESULT_STYLES[result.result]), "\n    ".join(lines), err=True)
 
 
 def _write(
@@ -215,7 +215,7 @@ def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Pat
     """Returns the page of the matrix, which is to lie in `folder`."""
     from engine.files.host_facts import host_record
     from engine.files.run_folder import started_at
-    from engine.files.scenarios.library import library
+    from engine.files.scenarios.library import is_shipped
     from engine.report.pages.cell_grid import grid_of
     from engine.report.pages.job_facts import host_line, jobs_line, when_text
     from engine.report.pages.matrix_page import MatrixRunFacts, matrix_page
@@ -223,7 +223,7 @@ def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Pat
     host = host_record(started_at(run.folder.name))
     # A page is read on other machines: it has no path of this one.
     near = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else Path(found.path.name)
-    replay = partial(_replay, found.path.stem if found.path.parent == library() else str(near), run)
+    replay = partial(_replay, found.path.stem if is_shipped(found.path) else str(near), run)
     lines = (jobs_line(each.loaded.scenario.job for each in found.cells), host_line(host))
     facts = MatrixRunFacts(when_text(host), lines, replay, _run_pages(done, run, folder), num_missing)
     cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
@@ -247,8 +247,7 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
 
 def _replay(file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
-    changed = [part for setting in run.settings for part in ("--set", setting)]
-    return shlex.join(["bamboo", "matrix", file, "--cell", cell, *changed])
+    return shlex.join(["bamboo", "matrix", file, "--cell", cell, *flags("--set", run.settings)])
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -282,8 +281,7 @@ def _print(
     typer.echo(grid_text(grid, has_colour(), width_of()))
     for each in done:
         if each.result != "passed":
-            kind = f" ({each.failure})" if each.failure else ""
-            typer.echo(f"{each.result}{kind}: {each.cell}: {each.text}")
+            typer.echo(f"{each.verdict}: {each.cell}: {each.text}")
             typer.echo(f"  again: {_replay(str(found.path), run, each.cell)}")
     if shrunk is not None:
         typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")

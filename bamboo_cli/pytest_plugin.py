@@ -80,14 +80,13 @@ def _read(scenario: str | Path, folder: Path, settings: Sequence[str]) -> Matrix
 
 def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:
     """Yields the lines about a cell that did not pass: the reason, the run folder, the command that runs it again."""
-    from engine.files.scenarios.library import library
+    from engine.core.texts import flags
+    from engine.files.scenarios.library import is_shipped
 
-    kind = f" ({result.failure})" if result.failure else ""
-    yield f"{result.cell}: {result.result}{kind}: {result.text}"
+    yield f"{result.cell}: {result.verdict}: {result.text}"
     if result.run:
         yield f"run folder: {runs / result.run}"
-    is_shipped = found.path.resolve().parent == library().resolve()
-    name = found.path.stem if is_shipped else os.path.relpath(found.path)
+    name = found.path.stem if is_shipped(found.path) else os.path.relpath(found.path)
     is_scenario = [each.cell.name for each in found.cells] == [found.name]
     words = ["bamboo", "inject", name] if is_scenario else ["bamboo", "matrix", name, "--cell", result.cell]
-    yield f"again: {shlex.join([*words, *(word for each in settings for word in ('--set', each))])}"
+    yield f"again: {shlex.join([*words, *flags('--set', settings)])}"

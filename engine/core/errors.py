@@ -148,6 +148,9 @@ class NothingMatchedError(BambooError):
 
     exit_code = ExitCode.NOTHING_MATCHED
 
+    def __init__(self, text: str, hint: str = ""):
+        super().__init__(f"{text} ({hint})" if hint else text)
+
 
 class InvariantError(BambooError):
     """A promise of the design was broken: a bug, or corrupted state."""

@@ -6,7 +6,7 @@ Rule: no character of a text from elsewhere moves the cursor, changes colours or
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 _SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
 _KEPT = frozenset("\n\t")
@@ -27,6 +27,11 @@ def numbered(noun: str, numbers: Collection[object], between: str = ", ") -> str
 def sentence(text: str) -> str:
     """Returns a text as a sentence: with a capital letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
+
+
+def flags(name: str, values: Iterable[str]) -> list[str]:
+    """Returns the words of a command that give an option once for each value."""
+    return [word for each in values for word in (name, each)]
 
 
 def printable(text: str) -> str:

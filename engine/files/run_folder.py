@@ -131,8 +131,7 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
     names = run_names(results)
     matches = [run] if run in names else [name for name in names if name.startswith(run)]
     if not matches:
-        hint = nearest(run, names)
-        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}" + (f" ({hint})" if hint else ""))
+        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", nearest(run, names))
     if len(matches) > 1:
         hint = f"{len(matches)} begin so, the newest is {matches[-1]!r}"
         raise UserError([Problem("run", "the name of one run", repr(run), hint)])

@@ -21,7 +21,7 @@ def step_summary(matrix: str, results: Sequence[CellResult], max_bytes: int = MA
     rows = sorted(results, key=lambda each: _ORDER[each.result])
     text, size = [head], len(head.encode())
     for number, each in enumerate(rows):
-        row = f"| {_cell(each.cell)} | {_cell(_word(each))} | {_cell(_why(each))} | {each.seconds:.2f} "
+        row = f"| {_cell(each.cell)} | {_cell(each.verdict)} | {_cell(_why(each))} | {each.seconds:.2f} "
         row += f"| {_cell(each.run)} |\n"
         rest = f"\ntruncated: {len(rows) - number} more cells are not shown\n"
         if size + len(row.encode()) + len(rest.encode()) > max_bytes:
@@ -35,12 +35,8 @@ def error_commands(file: str, results: Sequence[CellResult]) -> Iterator[str]:
     """Yields a command for every cell that did not pass; it annotates the line of its case."""
     for each in results:
         if each.result != "passed":
-            title = _property(f"{each.cell} {_word(each)}")
+            title = _property(f"{each.cell} {each.verdict}")
             yield f"::error file={_property(file)},line={max(1, each.line)},title={title}::{_data(each.text)}"
-
-
-def _word(result: CellResult) -> str:
-    return f"{result.result} ({result.failure})" if result.failure else result.result
 
 
 def _why(result: CellResult) -> str:

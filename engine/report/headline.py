@@ -12,7 +12,7 @@ import pandas as pd
 from engine.core.checks.stall import quantile
 from engine.core.config.job import Job
 from engine.core.history.verdict_records import CheckRecord
-from engine.core.texts import numbered, sentence
+from engine.core.texts import flags, numbered, sentence
 from engine.report.load import RunTables
 from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
 
@@ -78,8 +78,7 @@ def _deaths(recovery: pd.DataFrame) -> str:
     late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
     recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
     if late and recovery.empty:
-        lost = f"Workers {late} were" if "," in late else f"Worker {late} was"
-        return f"{lost} lost after the last commit, when no step was left to recover."
+        return f"{_lost(late)} after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]
     stalls = stalls_of(recovery if out.empty else out)
     told = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
@@ -87,13 +86,16 @@ def _deaths(recovery: pd.DataFrame) -> str:
         return "No worker was lost." if recovery.empty else f"No worker was lost; one link was mended; {told}."
     if len(out) == 1:
         row = out.iloc[0]
-        lost = f"Workers {row['who']} were" if "," in row["who"] else f"Worker {row['who']} was"
-        heirs = f"worker{'s' if ',' in row['heirs'] else ''} {row['heirs']}" if row["heirs"] else ""
-        goes_on = f"{heirs} took over" if heirs else "the others went on"
-        return f"{lost} lost in step {row['step']}; {goes_on}; {told}."
+        heirs = row["heirs"].split(", ")
+        goes_on = f"{numbered('worker', heirs)} took over" if row["heirs"] else "the others went on"
+        return f"{_lost(row['who'])} in step {row['step']}; {goes_on}; {told}."
     longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls else ""
     num_lost = sum(len(who.split(", ")) for who in out["who"])
     return f"{num_lost} workers were lost; others took over; {told}{longest}."
+
+
+def _lost(who: str) -> str:
+    return f"Workers {who} were lost" if "," in who else f"Worker {who} was lost"
 
 
 def _long_step(run: RunTables) -> str:
@@ -112,7 +114,7 @@ def command(run: RunTables) -> str:
     if run.scenario:
         name, text = run.scenario.scenario, run.scenario.text
         words = ["bamboo", "inject", "--scenario", name, "--seed", str(run.scenario.seed)]
-        words += [word for each in run.scenario.settings for word in ("--set", each)]
+        words += flags("--set", run.scenario.settings)
         return f"{shlex.join(words)}\n\n# {name}{'' if name.endswith('.yaml') else '.yaml'}\n{text}"
     words = ["bamboo", "run"]
     for each in fields(Job):
@@ -121,7 +123,7 @@ def command(run: RunTables) -> str:
         if each.name not in _PLACES and value != default:
             words += _flags(each.name, value)
     kills = [fault for fault in run.faults if ":" in fault]  # no other id has one
-    words += [word for fault in kills for word in ("--kill", fault)]
+    words += flags("--kill", kills)
     others = [fault for fault in run.faults if fault not in kills]
     return shlex.join(words) + (
         f"\n# without the faults of `bamboo inject --run`: {', '.join(others)}" if others else ""
@@ -134,7 +136,7 @@ _PLACES = {"results", "name"}
 
 def _flags(name: str, value: Any) -> list[str]:
     if name in _MAPPINGS:
-        return [word for key, each in value.items() for word in ("--set", f"{name}.{key}={each}")]
+        return flags("--set", (f"{name}.{key}={each}" for key, each in value.items()))
     if isinstance(value, bool):
         return [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
     return [f"--{name.replace('_', '-')}", str(value)]

@@ -44,6 +44,11 @@ class CellResult:
     raised: tuple[str, ...] = ()  # the exceptions in its workers that no fault raised
 
     @property
+    def verdict(self) -> str:
+        """The result in words, such as ``passed`` or ``failed (mismatch)``."""
+        return f"{self.result} ({self.failure})" if self.failure else self.result
+
+    @property
     def details(self) -> list[str]:
         """The reason of a result other than passed, and the exceptions with the name of the cell."""
         reason = [] if self.result == "passed" else [self.text]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.core.errors import Problem
+from engine.core.texts import flags
 from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.strict_yaml import Document
 
@@ -54,13 +55,9 @@ def with_its_faults(record: Document) -> str:
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if isinstance(scenario := value.get("scenario"), dict):
         words = ["inject", "--scenario", str(folder / "scenario.yaml"), "--seed", str(scenario.get("seed", 0))]
-        words += [word for each in scenario.get("settings", ()) for word in ("--set", str(each))]
+        words += flags("--set", map(str, scenario.get("settings", ())))
     elif kills := value.get("kill"):
-        words = [
-            "run",
-            str(folder / Path(record.source).name),
-            *(word for each in kills for word in ("--kill", str(each))),
-        ]
+        words = ["run", str(folder / Path(record.source).name), *flags("--kill", map(str, kills))]
     else:
         return ""
     return shlex.join(["bamboo", *words])

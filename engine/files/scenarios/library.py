@@ -17,6 +17,11 @@ def library() -> Path:
     return next((each for each in (package / "scenarios", package.parent / "scenarios") if each.is_dir()), package)
 
 
+def is_shipped(path: Path) -> bool:
+    """Whether a file is one of the library."""
+    return path.resolve().parent == library().resolve()
+
+
 def library_names() -> list[str]:
     """Returns the bare names of the library, in order."""
     return sorted(path.stem for path in library().glob(f"*{SUFFIX}"))

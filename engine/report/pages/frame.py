@@ -60,7 +60,7 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         command=heading.command,
         name=html.escape(heading.name),
         when=html.escape(heading.when),
-        facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in heading.facts),
+        facts=facts_html(heading.facts),
         weights=_weights(*heading.weights),
         mood=f"{heading.mood} long" if len(heading.sentence) > _LONG else heading.mood,
         headline=re.sub(r"(\d) (ms|s|%|units?)(?!\w)", r"\1&nbsp;\2", html.escape(heading.sentence)),
@@ -101,6 +101,11 @@ def html_table(table: pd.DataFrame) -> str:
 
 def _weights(mood: str, text: str) -> str:
     return f'<p class="weights {mood}">{_SIGNS[mood]}{html.escape(text)}</p>' if text else ""
+
+
+def facts_html(facts: Sequence[str]) -> str:
+    """Returns the lines about the job and the machine as HTML."""
+    return "".join(f'<p class="facts">{html.escape(each)}</p>' for each in facts)
 
 
 def tiles_html(tiles: Sequence[Tile]) -> str:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from engine.core.checks.cell_result import CellResult, counts_text
 from engine.report.pages.cell_grid import LEGEND, CellGrid, GridCell, column_groups, letter_of
-from engine.report.pages.frame import Tile, asset, html_table, policy, tiles_html
+from engine.report.pages.frame import Tile, asset, facts_html, html_table, policy, tiles_html
 
 _MOST_TOLD = 12  # cells of one field
 _PASSED = "P"
@@ -58,7 +58,7 @@ def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: M
         when=html.escape(run.when),
         counts=html.escape(counts_text(results) + missing),
         mood=mood,
-        facts="".join(f'<p class="facts">{html.escape(each)}</p>' for each in run.facts),
+        facts=facts_html(run.facts),
         tiles=tiles_html(_tiles(grid, results)),
         css=asset("page.css"),
         grid=_table(grid, run),
@@ -157,11 +157,10 @@ def _told(cell: GridCell, run: MatrixRunFacts) -> str:
     if result is None:
         verdict = "not run"
     else:
-        kind = f" ({result.failure})" if result.failure else ""
         why = f": {result.text}" if result.result != "passed" else ""
         bound = f"{result.stall_bound} " if result.stall_bound else ""
         stall = "" if result.stall_ms is None else f", training stalled for {bound}{result.stall_ms:,.0f} ms"
-        verdict = f"{result.result}{kind} in {result.seconds:.1f} s{stall}{why}"
+        verdict = f"{result.verdict} in {result.seconds:.1f} s{stall}{why}"
     page = f' <a href="{html.escape(run.pages[name])}">its run</a>' if name in run.pages else ""
     raised = "".join(f'<br><span class="bad">{html.escape(each)}</span>' for each in (result.raised if result else ()))
     again = html.escape(run.replay(name))
