@@ -19,7 +19,7 @@ from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
 Mood = Literal["good", "bad", "open"]
 
 
-def headline(run: RunTables) -> tuple[Mood, str]:
+def headline(run: RunTables, *, with_weights: bool = True) -> tuple[Mood, str]:
     """Returns whether the run is good, and sentences about its failing checks, its outcome and its weights."""
     judged = run.judgement
     mood: Mood = "bad" if judged.is_red else "open" if judged.exit_code is None or judged.is_interrupted else "good"
@@ -28,7 +28,7 @@ def headline(run: RunTables) -> tuple[Mood, str]:
         f"As expected: {_training(run)}" if mood == "good" and judged.training == "failed" else _training(run)
     )
     difference = judged.comparison and judged.comparison.difference  # it is the finding of a check
-    if judged.training and not difference:
+    if with_weights and judged.training and not difference:
         sentences.append(judged.weights())
     return mood, " ".join(sentences)
 

@@ -29,7 +29,7 @@ _OF_GLOO = re.compile(r"\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by.*"
 
 def page(run: RunTables) -> str:
     """Returns the page as HTML."""
-    mood, sentence = headline(run)
+    mood, sentence = headline(run, with_weights=False)  # the page has a line for them
     drawn, shown = timeline(run), charts(run)
     left_out = drawn["left_out"]
     data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
@@ -47,9 +47,7 @@ def page(run: RunTables) -> str:
     note = f"{left_out:,} actions of other steps are not in this page." if left_out else ""
     when = when_text(run.host) if run.host else ""
     facts = [job_line(run.job), *([host_line(run.host)] if run.host else [])]
-    weights = _weights(run)
-    sentence = sentence.removesuffix(weights[1]).strip()
-    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note, when, facts, weights)
+    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note, when, facts, _weights(run))
     return framed(heading, sections, data)
 
 
