@@ -143,8 +143,7 @@ def _run(
 
     before = read_results(run.folder)
     keys = {each.cell.name: key_of(each.cell.values, run.settings) for each in chosen}
-    done = {name: before[name] for name, key in keys.items() if name in before and before[name].result == "passed"}
-    done = {name: each for name, each in done.items() if each.key == keys[name]}
+    done = {name: each for name, each in before.items() if each.result == "passed" and each.key == keys.get(name)}
     left = [each for each in chosen if each.cell.name not in done]
     if done:
         typer.echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
@@ -166,12 +165,8 @@ def _run(
             path, search = run.shrink(
                 lanes, first.loaded.scenario, done[first.cell.name], budget, partial(typer.echo, err=True)
             )
-            shrunk = {
-                "cell": first.cell.name,
-                "file": str(path),
-                "tries": search.num_tries,
-                "minimal": search.is_minimal,
-            }
+            facts = {"tries": search.num_tries, "minimal": search.is_minimal}
+            shrunk = {"cell": first.cell.name, "file": str(path)} | facts
     return [done[each.cell.name] for each in chosen if each.cell.name in done], shrunk
 
 

@@ -128,23 +128,12 @@ def _memory(run: RunTables) -> Figure:
         "hovertemplate": "%{x}: %{y:.0f} MiB, at most %{customdata} stashed activations<extra></extra>",
     }
     ends = [
-        {
-            "x": name,
-            "y": 0,
-            "yanchor": "bottom",
-            "showarrow": False,
-            "textangle": -90,
-            "text": f"{html.escape(state)}, not known",
-        }
+        {"x": name, "y": 0, "yanchor": "bottom", "showarrow": False, "textangle": -90}
+        | {"text": f"{html.escape(state)}, not known"}
         for name, state, is_lost in zip(names, run.workers["state"], lost, strict=True)
         if is_lost
     ]
-    layout = {
-        "height": _HEIGHT,
-        "yaxis": title("peak memory, MiB"),
-        "bargap": 0.4,
-        "annotations": ends,
-    }
+    layout = {"height": _HEIGHT, "yaxis": title("peak memory, MiB"), "bargap": 0.4, "annotations": ends}
     return {"data": [bar], "layout": layout}
 
 
