@@ -49,6 +49,11 @@ class Exclusion(NamedTuple):
     alive_ns: int | None = None
 
     @property
+    def is_loss(self) -> bool:
+        """Whether the job lost the worker; else it had finished, or had left with notice."""
+        return self.cause not in (Cause.FINISHED, Cause.LEFT)
+
+    @property
     def how(self) -> str:
         """The sentence without the position."""
         return self.why.removesuffix(f", {self.seen}")

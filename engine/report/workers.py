@@ -10,6 +10,7 @@ import pandas as pd
 from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
+from engine.core.history.worker_ends import worker_ends
 from engine.core.ownership import by_slot
 from engine.report.actions import KINDS
 
@@ -28,9 +29,10 @@ def workers_table(history: RunHistory, actions: pd.DataFrame, origin_ns: int) ->
         peak_stash = max((peak for *_, peak in done.peak_stash), default=0)
         rows[done.of] |= {"peak_memory_mib": done.peak_memory_kib / 1024, "peak_stash": peak_stash, "state": "finished"}
     raised = {each.of: f"raised {each.error.partition(':')[0]}" for each in history.of(RaisedRecord)}
+    ends = worker_ends(history)
     for end in history.of(ExitRecord):
-        told = rows[end.of]["state"] == "finished" and end.expected
-        state = "finished" if told else raised.get(end.of) or how_it_ended(end)
+        how = ends[end.of]
+        state = raised.get(end.of, how) if how in ("dead", "stopped") else how
         rows[end.of] |= {"state": state, "code": end.code, "seen_ns": end.seen_ns}
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)
@@ -57,10 +59,8 @@ def takeovers_table(history: RunHistory) -> pd.DataFrame:
 
 
 def how_it_ended(end: ExitRecord) -> str:
-    """Returns ``stopped`` for an end that was expected, else ``SIGKILL`` or ``exit code 3``."""
+    """Returns ``SIGKILL`` or ``exit code 3``."""
     code = end.code
-    if end.expected:
-        return "stopped"
     try:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:

@@ -259,6 +259,6 @@ def test_the_events_of_a_real_recovery(tmp_path: Path) -> None:
         assert row[f"{phase}_ms"] >= 0, phase
     assert row["redone_actions"] > 0
     assert [each["step"] for each in tables["steps"]] == list(range(6))
-    assert [each["state"] for each in tables["workers"]] == ["finished", "SIGKILL", "finished"]
+    assert [each["state"] for each in tables["workers"]] == ["finished", "dead", "finished"]
     assert {each["worker"] for each in tables["actions"] if each["replayed"]} == {int(row["heirs"])}
     assert all(each["step"] == 3 for each in tables["actions"] if each["replayed"])

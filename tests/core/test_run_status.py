@@ -137,12 +137,12 @@ def test_events_are_followed_to_the_last() -> None:
     ends = [
         event("exit", of=1, code=-9, expected=False),
         event("failed", error="worker 1 was ended by SIGKILL"),
-        event("exit", of=0, code=0, expected=True),
+        event("exit", of=0, code=-15, expected=True),
         event("ended", outcome="failed", exit_code=3),
     ]
     ended = status_of_history("mine", made_history(TRAINED + ends))
     assert (ended.phase, ended.committed) == ("failed", 2)
-    assert {each.worker: each.state for each in ended.workers} == {0: "left", 1: "dead"}
+    assert {each.worker: each.state for each in ended.workers} == {0: "stopped", 1: "dead"}
     assert ended.verdicts[1:] == ((1, "worker 1 was ended by SIGKILL"),)
 
 
@@ -154,3 +154,17 @@ def test_events_say_who_owns_what_after_a_failure() -> None:
         (((0, 0), (0, 1)), ((0, 0),), "in"),
         ((), ((0, 1),), "dead"),
     ]
+
+
+def test_a_worker_that_a_verdict_put_out_is_dead() -> None:
+    """The launcher expects the end of a worker that it kills itself: a worker that hung was said to have left."""
+    figures = {"peak_stash": [], "peak_memory_kib": 1}
+    events = [
+        event("job", steps=9, stages=4),
+        *(event("started", of=worker, child=11 + worker, slots=[[0, worker]]) for worker in range(4)),
+        event("epoch", epoch=2, owners=[0, 0, 3, 3], verdict=[[1, "hangs", "hang"], [2, "has left", "left"]]),
+        event("finished", of=0, **figures),
+        *(event("exit", of=worker, code=code, expected=True) for worker, code in enumerate((0, -9, 86, -15))),
+    ]
+    workers = status_of_history("mine", made_history(events)).workers
+    assert [each.state for each in workers] == ["finished", "dead", "left", "stopped"]

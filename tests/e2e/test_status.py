@@ -53,11 +53,11 @@ def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -
     assert all(0 <= each["heard_s_ago"] < 2 for each in first["workers"])
     assert first["verdicts"] == [[1, "every worker has joined"]]
     assert re.fullmatch(rf"{name}: running, epoch 1, step \d+ of 5000, loss \d\.\d+", text[0])
-    assert text[1].split("  ") == "worker  state    stages  step  last action  silent s   pid".split("  ")
+    assert text[1].split() == "worker state stages step last action silent s pid".split()
     assert re.fullmatch(rf" +0  at work  0 +\d+  \d\w+ +\d\.\d +{pids[0]}", text[2])
     commits = [event["step"] for event in launcher.events("commit")]
     assert (last["phase"], last["committed"], last["live"]) == ("interrupted", commits[-1], False)
-    assert [each["state"] for each in last["workers"]] == ["left", "dead"]
+    assert [each["state"] for each in last["workers"]] == ["finished", "dead"]
     assert launcher.leftovers() == []
 
 

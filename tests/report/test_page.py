@@ -134,7 +134,7 @@ def test_a_takeover_is_seen_at_the_heir_and_at_the_dead(standard: Browser, run: 
         "worker 2: <b>stage 2</b>",
     ]
     notes = standard.ask("document.getElementById('timeline').layout.annotations.map((each) => each.text)")
-    assert "SIGKILL; worker 1 took over" in notes
+    assert "dead; worker 1 took over" in notes
     drawn = bars(standard, "(data, trace) => data[1] === 1 && data[2] === 5")
     taken_over = {data[0] for data, *_ in drawn if "taken over" in data[6]}
     assert {"2f0", "2F7", "2B7"} <= taken_over

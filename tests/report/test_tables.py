@@ -96,7 +96,7 @@ def test_steps_have_their_epoch_and_duration(run: RunTables) -> None:
 
 
 def test_workers_say_how_they_ended(run: RunTables) -> None:
-    assert list(run.workers["state"]) == ["finished", "finished", "SIGKILL", "finished"]
+    assert list(run.workers["state"]) == ["finished", "finished", "dead", "finished"]
     assert list(run.workers["code"]) == [0, 0, -9, 0]
     assert run.workers["peak_memory_mib"][0] == 200.0
     assert math.isnan(run.workers["peak_memory_mib"][2])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
-from engine.core.history.process_records import ExitRecord, FailedRecord, StartedRecord
+from engine.core.history.process_records import FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, EpochRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
+from engine.core.history.worker_ends import WorkerEnd, worker_ends
 from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 
 _TOLD = (EpochRecord, StaysRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
-ENDED = ("dead", "left")  # states of a worker whose process has ended
+_ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
 STARTING, COMPARING, CHECKING = "starting", "comparing with the twin", "checking the results"
 UNDER_WAY = (STARTING, COMPARING, CHECKING)  # phases of a run that is not in its store, before or after training
 
@@ -22,7 +24,8 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     """Returns the status of a run after its last record."""
     epoch = history.epochs[-1].epoch if history.epochs else 0
     started = sorted(history.of(StartedRecord), key=lambda each: each.of)
-    workers = tuple(_worker(each, history) for each in started)
+    ends = worker_ends(history)
+    workers = tuple(_worker(each, history, ends.get(each.of)) for each in started)
     commits = history.of(CommitRecord)
     return RunStatus(
         run_id,
@@ -45,7 +48,7 @@ def _phase(history: RunHistory) -> str:
     return "running" if history.epochs else STARTING
 
 
-def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
+def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) -> WorkerStatus:
     owned = [started.slots]
     for epoch in history.epochs:
         owners = by_slot(epoch.owners, history.job.stages)
@@ -55,12 +58,8 @@ def _worker(started: StartedRecord, history: RunHistory) -> WorkerStatus:
     status = WorkerStatus(started.of, started.child, "", owned[-1], before)
     if (last := history.last_action.get(started.of)) is not None:
         status = replace(status, step=last.step, last_action=last.action)
-    for _, record in history.in_epochs(ExitRecord, StaysRecord):
-        if isinstance(record, ExitRecord) and record.of == started.of:
-            status = replace(status, state="left" if record.expected else "dead")
-        elif isinstance(record, StaysRecord) and record.of == started.of:
-            status = replace(status, state=CANNOT_LEAVE)
-    return status
+    stays = any(each.of == started.of for each in history.of(StaysRecord))
+    return replace(status, state=end or (CANNOT_LEAVE if stays else status.state))
 
 
 def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
@@ -88,7 +87,7 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for each in recorded.workers:
         found = workers[each.worker]
-        state = each.state if each.state in ENDED else found.state
+        state = each.state if each.state in _ENDS else found.state
         workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
     return replace(stored, workers=tuple(workers[each] for each in sorted(workers)), loss=recorded.loss)
 

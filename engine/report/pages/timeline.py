@@ -96,9 +96,7 @@ def _worker(row: Any, run: RunTables) -> dict[str, Any]:
     for (from_ms, before), each in gained.groupby(["from_ms", "before"]):
         taken = slots_text(each[["pipeline", "stage"]].to_numpy(), one_pipeline)
         also.append(f"from {from_ms / 1e3:.1f} s also {taken} (of worker {before})")
-    is_out = row.state == "stopped" and len(lost) > 0  # it was given up, or it left
-    dead = is_out or row.state not in ("finished", "stopped", "running")
-    state, end_ms = ("out", lost["from_ms"].iloc[-1]) if is_out else (row.state, row.end_ms)
+    is_gone = row.state not in ("finished", "stopped", "running")
     heirs = [f"worker {heir}" for heir in dict.fromkeys(lost["heir"])]
     goes_on = f"; {' and '.join(heirs)} took over" if heirs else ""
     return {
@@ -106,8 +104,8 @@ def _worker(row: Any, run: RunTables) -> dict[str, Any]:
         "slots": slots_text(slots, one_pipeline),
         "also": also,
         "also_short": f"+ {slots_text(gained[['pipeline', 'stage']].to_numpy(), one_pipeline)}" if len(gained) else "",
-        "state": f"{state}{goes_on}",
-        "end": end_ms if dead else None,
+        "state": f"{row.state}{goes_on}",
+        "end": row.end_ms if is_gone else None,
     }
 
 

@@ -125,12 +125,12 @@ class Agent:
         """Handles the end of a worker's process."""
         self.sees_end(member)
         member.exit_code = code
-        is_out, expected = member.worker in self.node.state.out, self._may_end(member)
+        out, expected = self.node.state.out.get(member.worker), self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
         self.recorder.write(ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
-        if not expected or (is_out and code < 0):
+        if not expected or (out is not None and out.is_loss):
             member.state = "dead"
-        elif is_out or member.state == "finished" or self._has_finished:
+        elif out is not None or member.state == "finished" or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
         self.decide(ExitSeen(now_ns(), member.worker, code, self.raised.of(member.worker)))
