@@ -72,7 +72,7 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     from engine.harness.job_checks import readable
     from engine.runtime.faults.registry import kinds
 
-    path = find_file(name, "scenario or matrix", library_names())
+    path = find_file(name, "scenario, matrix or job", library_names())
     document = read_yaml(path)
     if document.value is None and not document.problems:
         expected = "a scenario, a matrix or a job"

@@ -59,7 +59,7 @@ def test_json_has_every_file_with_its_problems(tmp_path: Path) -> None:
         "line": 5,
         "column": 27,
     }
-    assert third["error"].startswith("no scenario or matrix is called 'no-such-name'")
+    assert third["error"].startswith("no scenario, matrix or job is called 'no-such-name'")
     assert [each["exit_code"] for each in said["files"]] == [0, 2, 5]
 
 
@@ -137,3 +137,12 @@ def test_a_scenario_with_nothing_but_its_job_is_no_job(tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text("name: x\njob: {steps: 3}\n")
     assert "faults: expected a value" in call("validate", str(path)).stderr
+
+
+def test_a_file_that_is_no_yaml_is_no_unknown_name(tmp_path: Path) -> None:
+    """A module of the user's was looked for in the library, and 29 names were listed."""
+    path = tmp_path / "moons.py"
+    path.write_text("x = 1\n")
+    result = call("validate", str(path))
+    expected = "a scenario, matrix or job file (.yaml, .yml, .json), found a file with the suffix .py"
+    assert (result.exit_code, result.stderr) == (2, f"bamboo: {path}: expected {expected}\n")

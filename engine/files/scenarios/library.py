@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.core.errors import NothingMatchedError, nearest
+from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
 SUFFIX = ".yaml"
+_SUFFIXES = (SUFFIX, ".yml", ".json")
 _MATRIX_PREFIX = "matrix-"
 
 
@@ -48,9 +49,14 @@ def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
 
     Raises:
         NothingMatchedError: a bare name is not among `names`.
+        UserError: it is a file, such as a Python module, that has another suffix.
     """
     path = Path(name_or_path)
-    if path.suffix in (SUFFIX, ".yml", ".json") or len(path.parts) != 1:
+    is_form = path.suffix in _SUFFIXES
+    if not is_form and path.suffix and name_or_path not in names and path.is_file():
+        expected = f"a {what} file ({', '.join(_SUFFIXES)})"
+        raise UserError([Problem("", expected, f"a file with the suffix {path.suffix}", "", name_or_path)])
+    if is_form or len(path.parts) != 1:
         return path
     if name_or_path not in names:
         is_matrix = name_or_path in library_names()

@@ -25,7 +25,7 @@ from engine.files.jobs.job_value import shown
 from engine.files.scenarios.form import BAD, Atom, FormEntry, ListOf, Mapped, Reading, in_order, text
 from engine.files.scenarios.library import find_file, library_names
 from engine.files.scenarios.scenario_file import Loaded, load_document
-from engine.files.scenarios.scenario_job import FROM, ScenarioJobs
+from engine.files.scenarios.scenario_job import FROM, ScenarioJobs, with_changes
 from engine.files.scenarios.scenario_schema import DIALECT, ID_PATTERN, VERSION, version_entry
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
@@ -83,9 +83,13 @@ class Matrix:
 
     @property
     def job_from(self) -> str:
-        """The sources of the jobs of the cells, in words."""
-        loaded = [each.loaded for each in self.cells]
-        return ", ".join(dict.fromkeys(each.source.base(each.scenario.job, "the matrix") for each in loaded))
+        """The sources of the jobs of the cells, in words, each with the fields that its cells change."""
+        changed: dict[str, dict[str, None]] = {}
+        for each in self.cells:
+            source = each.loaded.source
+            fields = changed.setdefault(source.base(each.loaded.scenario.job, "the matrix"), {})
+            fields.update(dict.fromkeys(source.changed))
+        return "; ".join(with_changes(base, fields) for base, fields in changed.items())
 
 
 def matrix_schema() -> dict[str, Any]:

@@ -37,8 +37,12 @@ class JobSource:
 
     def text(self, job: Job) -> str:
         """Returns the source of this job in words, with the fields that the scenario changes."""
-        changed = f", with other {', '.join(self.fields)}" if self.file and self.fields else ""
-        return self.base(job, "the scenario") + changed
+        return with_changes(self.base(job, "the scenario"), self.changed)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The fields of the job file that the scenario changes."""
+        return self.fields or () if self.file else ()
 
     def base(self, job: Job, holder: str) -> str:
         """Returns the source of this job in words; `holder` is the noun for the file with the scenario."""
@@ -46,6 +50,12 @@ class JobSource:
             return shown_path(self.file)
         name = "the default one" if self.fields is None else f"of {holder}"
         return f"{name} ({job.model} on {job.data})"
+
+
+def with_changes(base: str, changed: Iterable[str]) -> str:
+    """Returns the source of a job in words, with the fields that are changed."""
+    names = ", ".join(changed)
+    return f"{base}, with other {names}" if names else base
 
 
 def shown_path(path: Path) -> str:
