@@ -133,7 +133,7 @@ def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
     kv = EtcdKV(settings, f"/bamboo/{store.run_id}/", deadline_s=2.0)
     try:
         keys = {item.key: item.value for item in kv.read_prefix("").items}
-        return status_of_keys(store.run_id, keys) if ROLE in keys else None
+        return status_of_keys(store.run_id, keys, time.monotonic_ns()) if ROLE in keys else None
     except CoordinatorUnavailableError:
         return None
     finally:

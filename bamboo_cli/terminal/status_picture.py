@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.core.membership.run_status import RunStatus, WorkerStatus
 
 _WORDS = {"in": "at work"}  # the state of a worker -> its word for a reader, if it is another
+_LATE_S = 3.0  # a launcher writes to its store each second; this much later, the picture says so
 _TITLES = ("worker", "state", "stages", "stages before", "step", "last action", "silent s", "pid")
 _NUMERIC = (True, False, False, False, True, False, True, True)
 
@@ -49,7 +50,8 @@ class StatusPicture:
 
     def show(self, found: RunStatus, live: bool) -> None:
         """Shows a status; `live` tells whether it is from the store of the run."""
-        ageless = replace(found, workers=tuple(replace(each, heard_s_ago=None) for each in found.workers))
+        workers = tuple(replace(each, heard_s_ago=None) for each in found.workers)
+        ageless = replace(found, workers=workers, unwritten_s=_LATE_S if _is_late(found) else None)
         if self._live is not None:
             self._live.update(_picture(found, live), refresh=True)
         elif ageless != self._shown:
@@ -83,7 +85,13 @@ def headline(found: RunStatus, live: bool) -> str:
     """Returns the phase, epoch, step and loss of a run in a line."""
     steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
     loss = "" if found.loss is None else f", loss {found.loss:.4f}"
-    return f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}{loss}" + ("" if live else " (from events)")
+    late = f", no word from the launcher for {found.unwritten_s:.1f} s" if _is_late(found) else ""
+    told = f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}{loss}{late}"
+    return told + ("" if live else " (from events)")
+
+
+def _is_late(found: RunStatus) -> bool:
+    return found.unwritten_s is not None and found.unwritten_s > _LATE_S
 
 
 def _row(each: WorkerStatus, found: RunStatus, several: bool) -> tuple[str | Text, ...]:

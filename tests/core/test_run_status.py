@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bamboo_cli.terminal.status_picture import headline
 from engine.core.errors import InvariantError
 from engine.core.history.recorded_status import live_status, status_of_history
 from engine.core.membership.events import ExitSeen, Notice
@@ -16,6 +17,7 @@ from engine.core.membership.state import to_json
 from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
 
+NOW_NS = 7000
 MEMBER = {"pid": 7, "node": "host", "now": [[0, 2]], "before": []}
 
 
@@ -26,7 +28,7 @@ def keys(**others: bytes) -> dict[str, bytes]:
         "coordinator": b"host:1",
         "state": to_json(state).encode(),
         "verdicts": json.dumps([[1, "every worker has joined"], [2, state.reason]]).encode(),
-        "heartbeats": b'{"0":0.25,"1":3.0}',
+        "heartbeats": b'{"at_ns":7000,"ages":{"0":0.25,"1":3.0}}',
         "members/2": json.dumps(MEMBER).encode(),
         "members/0": json.dumps(MEMBER | {"pid": 5, "now": [[0, 0], [0, 1]], "before": [[0, 0]]}).encode(),
         "members/1": json.dumps(MEMBER | {"pid": 6, "now": [[0, 1]]}).encode(),
@@ -36,7 +38,7 @@ def keys(**others: bytes) -> dict[str, bytes]:
 
 
 def test_keys_say_who_owns_what_and_what_was_decided() -> None:
-    assert status_of_keys("mine", keys()) == RunStatus(
+    assert status_of_keys("mine", keys(), NOW_NS) == RunStatus(
         "mine",
         "failing over",
         epoch=2,
@@ -48,7 +50,16 @@ def test_keys_say_who_owns_what_and_what_was_decided() -> None:
             WorkerStatus(2, 7, "host", ((0, 2),), (), "in", None),
         ),
         verdicts=((1, "every worker has joined"), (2, "worker 1 was ended by SIGKILL")),
+        unwritten_s=0.0,
     )
+
+
+def test_ages_are_those_of_the_reading() -> None:
+    """A launcher that stood still left ages of less than a second behind, and its run looked healthy."""
+    found = status_of_keys("mine", keys(), NOW_NS + 6_000_000_000)
+    assert (found.unwritten_s, found.workers[0].heard_s_ago) == (6.0, 6.25)
+    assert headline(found, live=True).endswith(", no word from the launcher for 6.0 s")
+    assert "launcher" not in headline(status_of_keys("mine", keys(), NOW_NS), live=True)
 
 
 def test_the_heir_owns_a_stage_at_once() -> None:
@@ -56,7 +67,7 @@ def test_the_heir_owns_a_stage_at_once() -> None:
     late = json.dumps(MEMBER | {"pid": 5, "now": [[0, 0]], "before": []}).encode()
     found = keys(**{"members/0": late})
     del found["members/1"]  # the key of a worker that has ended goes at once
-    first, *_ = status_of_keys("mine", found).workers
+    first, *_ = status_of_keys("mine", found, NOW_NS).workers
     assert (first.now, first.before) == (((0, 0), (0, 1)), ((0, 0),))
 
 
@@ -66,26 +77,26 @@ def test_a_live_run_shows_its_dead_and_the_last_action_of_each_worker() -> None:
     recorded = status_of_history("mine", made_history([*TRAINED, died]))
     found = keys()
     del found["members/1"]
-    live = live_status(status_of_keys("mine", found), recorded)
+    live = live_status(status_of_keys("mine", found, NOW_NS), recorded)
     assert [(each.worker, each.state, each.step, each.last_action, each.heard_s_ago) for each in live.workers] == [
         (0, "in", 0, "0F0", 0.25),
         (1, "dead", -1, "", None),
         (2, "in", -1, "", None),
     ]
     assert (live.phase, live.loss) == ("failing over", recorded.loss)
-    still_there = live_status(status_of_keys("mine", keys()), recorded)
+    still_there = live_status(status_of_keys("mine", keys(), NOW_NS), recorded)
     assert still_there.workers[1].state == "dead"
 
 
 def test_keys_say_who_has_given_notice_and_cannot_leave() -> None:
     state = told(running(), *(Notice(5, worker, 1) for worker in range(3)))
-    assert [each.state for each in status_of_keys("mine", keys(state=to_json(state).encode())).workers] == [
+    assert [each.state for each in status_of_keys("mine", keys(state=to_json(state).encode()), NOW_NS).workers] == [
         "cannot leave"
     ] * 3
 
 
 def test_a_run_that_is_forming_has_few_keys() -> None:
-    assert status_of_keys("mine", {"state": keys()["state"]}).workers == ()
+    assert status_of_keys("mine", {"state": keys()["state"]}, NOW_NS).workers == ()
 
 
 @pytest.mark.parametrize(
@@ -100,13 +111,14 @@ def test_a_run_that_is_forming_has_few_keys() -> None:
         {"members/0": json.dumps(MEMBER | {"now": [3]}).encode()},
         {"heartbeats": b"[]"},
         {"heartbeats": b"{"},
+        {"heartbeats": b'{"0":0.25}'},
         {"verdicts": b"{"},
         {"verdicts": b"[3]"},
     ],
 )
 def test_garbage_is_refused_by_the_name_of_the_run(others: Mapping[str, bytes]) -> None:
     with pytest.raises(InvariantError, match="mine"):
-        status_of_keys("mine", keys(**others))
+        status_of_keys("mine", keys(**others), NOW_NS)
 
 
 def event(kind: str, **fields: Any) -> dict[str, Any]:

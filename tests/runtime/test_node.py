@@ -96,7 +96,7 @@ def test_heartbeats_are_written_at_most_once_a_second(backend: Backend) -> None:
     tell(node, [Heartbeat(S * 3 // 2, 2, 1, 0, 4, True)])
     node.report(2 * S)
     found = reader.get("heartbeats")
-    assert found is not None and json.loads(found.value) == {"0": 1.0, "1": 1.0, "2": 0.5}
+    assert found is not None and json.loads(found.value) == {"at_ns": 2 * S, "ages": {"0": 1.0, "1": 1.0, "2": 0.5}}
     node.report(2 * S + S // 2)
     again = reader.get("heartbeats")
     assert again == found

@@ -38,7 +38,8 @@ class WorkerStatus:
 class RunStatus:
     """A run; `phase` is that of the protocol, or the outcome of an ended run; `verdicts` are (epoch, reason).
 
-    `loss` is that of the last committed step, from the events; None before the first.
+    `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
+    the launcher last wrote to its store, which it does each second.
     """
 
     run_id: str
@@ -49,14 +50,23 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     verdicts: tuple[tuple[int, str], ...] = field(default=())
     loss: float | None = None
+    unwritten_s: float | None = None
 
 
-def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
-    """Returns the status of a live run from its keys; raises InvariantError if they have another form."""
+def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:
+    """Returns the status of a live run from its keys at a time of the launcher's clock.
+
+    Raises:
+        InvariantError: they have another form.
+    """
     try:
         state = resume(keys["state"].decode(), 0)
         verdicts = tuple((int(epoch), str(why)) for epoch, why in json.loads(keys.get("verdicts", b"[]")))
-        heard = json.loads(keys.get("heartbeats", b"{}"))
+        beats: dict[str, Any] = {"at_ns": now_ns, "ages": {}}
+        if "heartbeats" in keys:
+            beats = json.loads(keys["heartbeats"])
+        unwritten_s = max(0, now_ns - beats["at_ns"]) / 1e9
+        heard_s = {int(worker): age_s + unwritten_s for worker, age_s in beats["ages"].items()}
         found = {
             int(key.removeprefix("members/")): json.loads(value)
             for key, value in keys.items()
@@ -70,14 +80,21 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes]) -> RunStatus:
                 member["node"],
                 *_now_and_before(worker, member, state),
                 "out" if worker in state.out else CANNOT_LEAVE if worker in held else "in",
-                heard.get(str(worker)),
+                heard_s.get(worker),
             )
             for worker, member in sorted(found.items())
         ]
     except (KeyError, TypeError, ValueError, AttributeError, InvariantError) as error:
         raise InvariantError(f"the keys of run {run_id} hold something else: {error!r}") from error
     return RunStatus(
-        run_id, str(state.phase), state.epoch, state.committed, state.last_step + 1, tuple(workers), verdicts
+        run_id,
+        str(state.phase),
+        state.epoch,
+        state.committed,
+        state.last_step + 1,
+        tuple(workers),
+        verdicts,
+        unwritten_s=unwritten_s,
     )
 
 

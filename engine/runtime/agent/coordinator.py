@@ -11,7 +11,7 @@ not written: the next coordinator asks again. Keys under the root of the run; th
     verdicts                          the latest epochs and their reasons
     plan                              input of the latest plan
     members/N                         worker N with its slots now and before; on the lease of its host
-    heartbeats                        seconds since the last message of each worker
+    heartbeats                        the time, and the seconds since the last message of each worker
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Node:
                 self._enrol(worker, pid, now, before)
         ages = {worker: round((now_ns - seen.heard_ns) / 1e9, 3) for worker, seen in sightings.items()}
         with self._in_or_out():
-            self._kv.put("heartbeats", json.dumps(ages).encode(), self._lease)
+            self._kv.put("heartbeats", json.dumps({"at_ns": now_ns, "ages": ages}).encode(), self._lease)
 
     def strike_off(self, worker: int) -> None:
         """Deletes the key of a worker that has ended, before its lease expires."""
