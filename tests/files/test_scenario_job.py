@@ -143,7 +143,7 @@ def test_a_matrix_has_a_job_as_a_scenario_has(head: str, job_from: str) -> None:
     assert [(each.stages, each.redundancy) for each in jobs] == [(stages, "lazy"), (stages, "eager")]
     assert [str(each.loaded.faults[0]) for each in found.cells] == [f"kill before {stages - 1}B4 of step 1"] * 2
     assert found.job_from == f"{job_from}, with other redundancy"
-    assert f"a matrix of 2 cells; job: {job_from}\n" in said("validate", "scenarios/m.yaml")
+    assert f"a matrix of 2 cells; job: {job_from}, with other redundancy\n" in said("validate", "scenarios/m.yaml")
     for each in found.cells:  # as a lane gets them, in another folder
         text = json.dumps(each.cell.values)
         again = load_document(Path("elsewhere/cell.yaml"), read_text(text, "cell.yaml"), kinds())
