@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models.layers import Loss, Model, Tensors
-from engine.models.user_code import blame
+from engine.models.user_code import RAISED, blame
 
 IGNORED = -100  # the target of a position that does not count; torch's own value
 
@@ -54,13 +54,13 @@ def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> T
         if not isinstance(found, Tensor) or found.numel() != 1:
             told = shapes_of((found,)) if isinstance(found, Tensor) else type(found).__name__
             raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {told}")
-    except Exception as error:
+    except RAISED as error:
         blame(error, place, function, _hint(error, outputs, targets, function is default_loss))
         raise
     return found
 
 
-def _hint(error: Exception, outputs: Tensors, targets: Tensors, is_default: bool) -> str:
+def _hint(error: BaseException, outputs: Tensors, targets: Tensors, is_default: bool) -> str:
     """Returns the values that torch's own words lack: the wrong class, or the shapes."""
     output, target = outputs[0], targets[0] if targets else outputs[0]
     has_classes = output.dim() == 2 or (is_default and output.dim() > 2)

@@ -29,11 +29,15 @@ _PACKAGES = ("site-packages", "dist-packages")
 _FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", Path(torch.__file__).parent)
 
 
+# Code of the user may raise the last two as well: they end one worker, as any exception does.
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
+
+
 class CodeEnded(Exception):
     """The user's code called `sys.exit`; the text is the whole message."""
 
 
-def blame(error: Exception, place: str, called: Callable[..., object] | None = None, hint: str = "") -> None:
+def blame(error: BaseException, place: str, called: Callable[..., object] | None = None, hint: str = "") -> None:
     """Marks an exception with the place in the job that raised it; an inner place that is known already stays.
 
     `called` is the user's function whose result is wrong; its first line counts if no frame is the user's. `hint`
@@ -55,7 +59,7 @@ def running(place: str, called: Callable[..., object] | None = None) -> Iterator
         error = CodeEnded(f"SystemExit: {end}").with_traceback(end.__traceback__)
         blame(error, place, called)
         raise error from None
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         blame(error, place, called)
         raise
 
@@ -68,7 +72,8 @@ def exception_of(error: BaseException) -> WorkerException:
     if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
         file, line, function = _shown(error.filename), error.lineno or 0, ""
         text = f"{type(error).__name__}: {error.msg}"
-    if (hint := getattr(error, _HINT, "")) and not _has_raise_statement(frames):
+    is_of_torch = isinstance(error, Exception) and not _has_raise_statement(frames)  # or of another part in C
+    if (hint := getattr(error, _HINT, "")) and is_of_torch:
         text = f"{text.rstrip('.')}: {hint}"
     return WorkerException(
         printable(text)[:_MOST_OF_ERROR],

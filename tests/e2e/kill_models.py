@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from engine.models.layers import LayerSpec, Model
@@ -66,3 +68,39 @@ def deadly(layer: int = 0, worker: int = -1, call: int = 0, training: bool = Tru
         for each, victim in enumerate(victims)
     ]
     return Model((*layers, LayerSpec("last", "Linear", partial(nn.Linear, _FEATURES, 1))), default_loss)
+
+
+class Ending(nn.Module):
+    """A linear map that ends every worker in the same forward, counted from 1 over all workers by a buffer."""
+
+    def __init__(self, how: str, forward: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_FEATURES, 1)
+        self.done: Tensor
+        self.register_buffer("done", torch.zeros((), dtype=torch.int64))
+        self.how, self.last = how, forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.done += int(self.training)
+        if int(self.done) == self.last:
+            if self.how == "exit":
+                os._exit(1)
+            if self.how == "SystemExit":
+                sys.exit(3)
+            if self.how == "KeyboardInterrupt":
+                raise KeyboardInterrupt
+            while True:
+                pass
+        return self.linear(x)
+
+
+def ending(how: str, forward: int = 8) -> Model:
+    """Returns three layers; the last one ends its worker in that forward, and each heir in the same one."""
+    return Model(
+        (
+            LayerSpec("before", "Linear", partial(nn.Linear, _FEATURES, _FEATURES)),
+            LayerSpec("middle", "Linear", partial(nn.Linear, _FEATURES, _FEATURES)),
+            LayerSpec("after", "Ending", partial(Ending, how, forward)),
+        ),
+        default_loss,
+    )

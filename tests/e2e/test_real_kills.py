@@ -226,6 +226,34 @@ def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs
     assert list(actions_of(events, 1, 5))[-1] == "1RECV_F2"
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            "hang",
+            r"worker 1 hangs for \S+ s \(limit \S+ s\) in 2F3 of step 1, as worker 2 did: it comes from the user's",
+        ),
+        ("exit", "worker 1 exited with code 1 in 2F3 of step 1, as worker 2 did: it comes from the user's code, "),
+        (
+            "SystemExit",
+            r"worker 1 \(pid \d+\) raised SystemExit: 3, in layer 2 \(after\) of step 1 \(\S+/kill_models.py:",
+        ),
+        ("KeyboardInterrupt", r"worker 1 \(pid \d+\) raised KeyboardInterrupt, in layer 2 \(after\) of step 1 \("),
+    ],
+)
+def test_a_layer_that_ends_each_heir_in_the_same_way_is_the_cause(runs: Runs, how: str, words: str) -> None:
+    """An heir's hang early in its program was not judged; the others ended with 80 and the advice of more copies."""
+    job = Job(**{**SPINNING, "model": "tests.e2e.kill_models:ending", "model_args": {"how": how}})
+    ending, _ = runs.run(job, silence_s=30, hang_s=1.5)
+    assert (ending.exit_code, len(ending.view.run_state.losses)) == (ExitCode.NOT_RECOVERED, 1), ending.error
+    assert re.match(words, str(ending.error))
+    if how in ("hang", "exit"):
+        assert "look at layer 2 (after) or the loss; worker 2 (pid" in str(ending.error)
+    if how == "hang":
+        note = r"worker 2 hangs for \S+ s \(limit \S+ s\) in 2F3 of step 1 and is put out; worker 1 takes over"
+        assert [bool(re.fullmatch(note, each)) for each in ending.view.run_state.notes] == [True]
+
+
 def test_whoever_is_slow_is_waited_for(runs: Runs) -> None:
     job = Job(**{**SMALL, "model": "timed", "model_args": {"forward_ms": 4, "backward_ms": 4, "layers": 3}})
     slow = fault("1:1:F:0:before", job, "slow", factor=15.0)

@@ -126,9 +126,25 @@ class Doom:
         """Holds no action."""
 
 
+class Forwards(Control):
+    """A control whose position never goes back, also in a recovery: the failure detector would ignore it."""
+
+    _at = (0, 0, False)
+
+    @property
+    def at(self) -> tuple[int, int, bool]:
+        """The position in the heartbeats."""
+        return self._at
+
+    @at.setter
+    def at(self, at: tuple[int, int, bool]) -> None:
+        assert at[:2] >= self._at[:2], f"from {self._at} back to {at}"
+        self._at = at
+
+
 def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str, Any], kill: list[Any]) -> None:
     """Is a worker: enters each epoch that it is told of, and runs until it is told to report."""
-    control = Control(Link.from_fd(control_fd))
+    control = Forwards(Link.from_fd(control_fd))
     torch.set_num_threads(1)
     job = Job(**values)
     data = open_data(job)

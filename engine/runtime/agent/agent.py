@@ -44,7 +44,7 @@ from engine.core.history.process_records import (
     LeftBehindRecord,
     StoreSilentRecord,
 )
-from engine.core.membership.effects import Effect, Finish, Halt, PublishEpoch
+from engine.core.membership.effects import Effect, Evict, Finish, Halt, PublishEpoch
 from engine.core.membership.events import Event, ExitSeen, Notice, Tick
 from engine.core.membership.state import Phase
 from engine.core.messages import ExitMessage
@@ -56,6 +56,7 @@ from engine.runtime.agent.preparation import HandOverPreparation
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_errors import WorkerErrors
 from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle
+from engine.runtime.agent.worker_verdicts import WorkerVerdicts
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
@@ -100,6 +101,7 @@ class Agent:
         self.preparation = HandOverPreparation(self.effects.prepare)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self.raised = WorkerErrors()
+        self._verdicts = WorkerVerdicts(self.effects.grid, members, self.run_state, board, self.injector.has_struck)
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
         self.is_stopping = False
@@ -171,10 +173,18 @@ class Agent:
             self._finish(effect)
         elif isinstance(effect, PublishEpoch) and effect.verdict and not self.run_state.going_at_ns:
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(effect.verdict)))  # before training there are no heirs
-        elif not self.is_stopping:
+        elif not self.is_stopping or isinstance(effect, Evict):
             self.injector.begins(effect)
             self.effects.execute(effect, self.node.state)
             self.injector.has_begun(effect)
+            if isinstance(effect, PublishEpoch) and effect.verdict:
+                self._told_verdict()
+
+    def _told_verdict(self) -> None:
+        if cause := self._verdicts.repeated(self.node.state):
+            self.fail(self._ended_by(cause))
+        else:
+            self._verdicts.tell(self.node.state)
 
     def _finish(self, effect: Finish) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
@@ -282,4 +292,5 @@ class Agent:
         if not self.run_state.going_at_ns:  # no training is lost, so only the verdict counts
             self.fail(self._ended_by(_NOT_RECOVERED + in_words(self.node.state.out.values())))
             return
-        self.fail(self._ended_by(effect.reason, effect.exit_code))
+        cause = self._verdicts.repeated(self.node.state)
+        self.fail(self._ended_by(cause) if cause else self._ended_by(effect.reason, effect.exit_code))

@@ -90,6 +90,10 @@ class Injector:
         found = [each.parameters.get("grace_ns") for each in self._struck.values() if worker in each.victims]
         return next((int(each) for each in reversed(found) if each is not None), None)
 
+    def has_struck(self, worker: int) -> bool:
+        """Returns whether a fault has struck a worker."""
+        return any(worker in each.victims for each in self._struck.values())
+
     def look_at_clock(self) -> None:
         """Runs the delayed work that is due."""
         time_ns = now_ns()

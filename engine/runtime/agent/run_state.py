@@ -74,6 +74,13 @@ class RunState:
         self.layers, self.starts = cut.layers, cut.starts
         self._book = AuditBook(len(self.layers), self.job.pipelines)
 
+    def parts_of(self, stage: int) -> str:
+        """Returns the code of the user in a stage, such as ``the data, layer 0 (fc1) or layer 1 (fc2)``."""
+        stop = self.starts[stage + 1] if stage + 1 < len(self.starts) else len(self.layers)
+        layers = [f"layer {index} ({self.layers[index]})" for index in range(self.starts[stage], stop)]
+        *others, last = ["the data"] * (stage == 0) + layers + ["the loss"] * (stop == len(self.layers))
+        return f"{', '.join(others)} or {last}" if others else last
+
     def note(self, text: str) -> bool:
         """Adds a note for the user; returns whether it is new."""
         is_news = text not in self.notes

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 from engine.models.layers import Tensors
-from engine.models.user_code import blame
+from engine.models.user_code import RAISED, blame
 
 
 def cut_off(tensors: Tensors) -> Tensors:
@@ -50,6 +50,6 @@ class Segment:
             _engine_run_backward(
                 outputs, gradients, keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
             )
-        except Exception as error:
+        except RAISED as error:
             blame(error, f"the backward of {self.place}")
             raise

@@ -22,7 +22,7 @@ from engine.core.errors import DivergedError
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.losses import loss_of, metric_of, shapes_of
-from engine.models.user_code import blame
+from engine.models.user_code import RAISED, blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.stage.build_layer import build_layer
@@ -259,7 +259,7 @@ class Stage:
         try:
             with self._autocast():
                 outputs = as_tensors(self.layers[index](*inputs), self.where(index))
-        except Exception as error:
+        except RAISED as error:
             blame(error, self.where(index), self.layers[index], f"called with {shapes_of(inputs)}")
             raise
         return tuple(output.contiguous() for output in outputs)

@@ -44,7 +44,7 @@ class Executor:
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._methods = self._table()
         self._batches: dict[Action, Batch] = {}
-        self._index = 0  # actions begun in this run of the program
+        self._index = 0  # actions begun in the open step by all its programs: heartbeats must not go back
 
     def enter(self, plane: DataPlane, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
@@ -100,7 +100,6 @@ class Executor:
         if not self._worker_program.is_awaited:
             self._receiver.begin()
         self.streams.begin()
-        self._index = 0
         run_in_order(self._actions, self.context.control.check, self._run)
 
     def _run(self, action: Action, text: str, run: Method) -> None:
@@ -158,6 +157,7 @@ class Executor:
             replicas.drop(slot)  # it has not taken the step: no worker can use it
         self.forget_step()
         self.step += 1
+        self._index = 0
 
     def forget_step(self) -> None:
         """Drops all values of the open step; weights and buffers stay."""

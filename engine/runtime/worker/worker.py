@@ -26,7 +26,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.models.data import Data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model, open_data
-from engine.models.user_code import exception_of
+from engine.models.user_code import RAISED, exception_of
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -76,7 +76,7 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
     except BambooError as error:
         control.send(messages.FailedMessage(str(error), int(error.exit_code)))
         return error.exit_code
-    except Exception as error:
+    except RAISED as error:
         at_ns = now_ns()
         control.send(messages.RaisedMessage(at_ns, control.at[0], exception_of(error)))
         traceback.print_exc()  # into the worker's log, whole
