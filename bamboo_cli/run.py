@@ -139,7 +139,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
 
 def _summary_parts(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
     """Returns the parts of the summary line."""
-    outcome = result.summary["outcome"] if result.is_interrupted else summary["outcome"]  # of training
+    outcome = summary["outcome"]
     parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["steps"]:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")

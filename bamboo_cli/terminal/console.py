@@ -16,7 +16,7 @@ from rich.text import Text
 GOOD, BAD, DOUBTFUL, OPEN = "green", "red", "yellow", "blue"
 STRONG = "bold"
 # Of the result of a check or a cell; of the state of a worker.
-RESULT_STYLES = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL}
+RESULT_STYLES = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL, "not judged": DOUBTFUL}
 STATE_STYLES = {
     **dict.fromkeys(("dead", "failed", "out", "gone"), f"{STRONG} {BAD}"),
     **dict.fromkeys(("finished", "left"), "dim"),

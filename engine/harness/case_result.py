@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.core.checks.expectations import Check, Observed, check, exit_code, verdict, why_not_struck
+from engine.core.checks.expectations import Check, Observed, check, decided, exit_code, verdict, why_not_struck
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import Stall, quantile
 from engine.core.checks.strike_accuracy import strike_accuracy
@@ -137,8 +137,10 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
     from engine.runtime.faults.registry import kinds
 
     checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
-    checks = (*checks, strike_accuracy(scenario.job, faults, seen.history))
-    return CaseResult(folder, faults, seen, checks, exit_code(checks, seen), tuple(seen.recoveries))
+    checks = (*checks, *strike_accuracy(scenario.job, faults, seen.history))
+    code = exit_code(checks, seen)
+    checks = decided(checks, seen) if code in BY_SIGNAL else checks
+    return CaseResult(folder, faults, seen, checks, code, tuple(seen.recoveries))
 
 
 def stall_figures(results: Sequence[CaseResult]) -> dict[str, Stall]:

@@ -45,20 +45,21 @@ def _row(run: Path) -> RunRow:
     if not history.records:
         return RunRow(run.name, started, _unfinished(run), "nothing recorded yet")
     job = history.job
-    ended = history.training_ended or history.ended
-    outcome = ended.outcome if ended and history.ended else _unfinished(run)
+    outcome = history.ended.outcome if history.ended else _unfinished(run)
     shape = job.model, job.pipelines, job.stages
     return RunRow(run.name, started, outcome, _verdict(history), *shape, history.committed + 1, job.steps)
 
 
 def _verdict(history: RunHistory) -> str:
-    """Returns the first check that did not pass, else what became of the weights; empty before the verdict."""
+    """Returns the first check that did not pass, else the error, else the weights; empty before the verdict."""
     if history.findings:
         return f"{history.findings[0].name} {history.findings[0].result}"
+    if history.error and history.ended and history.ended.exit_code:
+        return history.error.splitlines()[0]
     found = history.first(ComparisonRecord)
     if found is not None and found.difference is None:
         return f"weights identical, {found.compared} of {found.steps} steps"
-    return "weights not compared" if history.first(NotComparedRecord) else ""
+    return str(history.first(NotComparedRecord) or "")
 
 
 def _unfinished(run: Path) -> str:

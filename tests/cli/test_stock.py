@@ -92,9 +92,23 @@ def test_a_listed_run_tells_its_verdict(tmp_path: Path) -> None:
         make_run(tmp_path, "mlp", [*STARTED, *told, ended], hour=hour)
     assert [row["verdict"] for row in listed("runs", "--results", tmp_path)["runs"]] == [
         "",
-        "weights not compared",
+        "weights not compared: no twin was asked for",
         "culprit failed",
         "weights identical, 8 of 9 steps",
+    ]
+
+
+def test_a_listed_run_has_the_outcome_of_its_command(tmp_path: Path) -> None:
+    """A run that was interrupted in its twin, or whose validation failed, was listed as finished."""
+    trained = {"event": "training_ended", "outcome": "finished", "exit_code": 0}
+    failed = {"event": "failed", "error": "the validation failed"}
+    not_compared = {"event": "not_compared", "why": "interrupted in the twin"}
+    for hour, (told, outcome, code) in enumerate([(not_compared, "interrupted", 130), (failed, "failed", 3)]):
+        ended = {"event": "ended", "outcome": outcome, "exit_code": code}
+        make_run(tmp_path, "mlp", [*STARTED, trained, told, ended], hour=hour)
+    assert [(row["outcome"], row["verdict"]) for row in listed("runs", "--results", tmp_path)["runs"]] == [
+        ("failed", "the validation failed"),
+        ("interrupted", "weights not compared: interrupted in the twin"),
     ]
 
 

@@ -20,7 +20,8 @@ NAMED = PROGRAM.index("1B0")
 
 
 def precision(job: Job, faults: list[Fault], events: list[dict[str, Any]]) -> Check:
-    return strike_accuracy.strike_accuracy(job, faults, made_history(events))
+    (found,) = strike_accuracy.strike_accuracy(job, faults, made_history(events))
+    return found
 
 
 def run(num_done: int, num_later: int = 0, when: When = "before", do: str = "kill", step: int = 1) -> Any:
@@ -91,10 +92,10 @@ def test_after_a_recovery_only_the_named_action_is_looked_at() -> None:
 def test_whoever_is_not_the_owner_may_be_anywhere() -> None:
     fault = Fault("f", at(1, "1B0"), (Role("shadow"),))
     strike = {"event": "fault", "fault": "f", "of": 0, "slot": [0, 1], "at_ns": 3}
-    assert precision(JOB, [fault], [strike]).text == "0 struck where the scenario says"
+    assert not [*strike_accuracy.strike_accuracy(JOB, [fault], made_history([strike]))]
 
 
 def test_a_second_victim_may_be_anywhere() -> None:
     fault = Fault("f", at(1, "1B0"), (Owner(0, 1), Owner(0, 2)))
     strike = {"event": "fault", "fault": "f", "of": 2, "slot": [0, 2], "at_ns": 3}
-    assert precision(JOB, [fault], [strike]).text == "0 struck where the scenario says"
+    assert not [*strike_accuracy.strike_accuracy(JOB, [fault], made_history([strike]))]

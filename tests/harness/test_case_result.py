@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from bamboo_cli.options.faults import grace_seconds, scenario_of
+from bamboo_cli.terminal.console import RESULT_STYLES
 from engine.core.checks.expectations import Observed
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import Stall
@@ -18,7 +19,7 @@ from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.exclusion import Cause, excluded
 from engine.core.faults.scenario import Expect, Scenario
 from engine.core.history.process_records import EndedRecord
-from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Difference, VerdictRecord
+from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Difference, Result, VerdictRecord
 from engine.harness.case_result import CaseResult, judged
 from tests.core.made_records import made_history
 from tests.kills import parse_kill
@@ -146,7 +147,6 @@ def test_the_records_of_a_case_end_with_what_the_command_ends_with() -> None:
         ("faults", "passed"),
         ("outcome", "passed"),
         ("trajectory", "failed"),
-        ("precision", "passed"),
     ]
     assert verdict == VerdictRecord(result="failed", exit_code=1, request="request-1.json")
     assert found.ended == EndedRecord(outcome="failed", exit_code=1)
@@ -198,3 +198,25 @@ def test_of_shards_nobody_is_called_the_heir() -> None:
         found = judged(replace(SCENARIO, job=job), (FAULT,), Path("x"), seen)
         found = replace(found, summary={"steps": 1})
         assert found.recovery_lines() == [f"worker 2 died after 2RECV_B3 of step 5{heirs}; not recovered"]
+
+
+def test_a_check_that_a_signal_left_undecided_is_not_judged() -> None:
+    """An interrupted run without a step passed its limits, and a run without faults the check of its faults."""
+    expect = Expect(trajectory="identical", steps_lost=0, culprit="exact", samples="exactly-once")
+    seen = Observed(130, "", made_history(STRUCK[:4]))
+    found = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
+    assert {(each.result, each.text) for each in found.checks} == {("not judged", "the run was interrupted")}
+    assert (found.verdict_word, found.exit_code) == ("interrupted", 130)
+    struck = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), replace(seen, history=made_history(STRUCK)))
+    assert [each.name for each in struck.checks if each.result == "passed"] == ["faults"]
+    error = BambooError("the twin was interrupted")
+    error.exit_code = ExitCode.INTERRUPTED
+    in_twin = judged(SCENARIO, (FAULT,), Path("x"), Observed(0, "", made_history(STRUCK), error))
+    assert [(each.name, each.result) for each in in_twin.checks] == [
+        ("faults", "passed"),
+        ("outcome", "passed"),
+        ("trajectory", "not judged"),
+    ]
+    assert set(get_args(Result)) == RESULT_STYLES.keys()
+    plain = judged(SCENARIO, (), Path("x"), Observed(0, "", made_history(STRUCK[:4]), same(9, 8)))
+    assert [each.name for each in plain.checks] == ["outcome", "trajectory"]

@@ -7,7 +7,7 @@ nothing. An expectation that could not be checked makes it invalid too. An inval
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -86,9 +86,9 @@ class Observed:
 def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
 ) -> tuple[Check, ...]:
-    """Returns a check for each expectation; the first one is that the faults struck."""
+    """Returns a check for each expectation; the first one is that the faults struck, if there are any."""
     found = seen.recoveries
-    checks = [_struck(faults, seen), _outcome(expect.outcome, seen)]
+    checks = [*([_struck(faults, seen)] if faults else []), _outcome(expect.outcome, seen)]
     if expect.trajectory is not None:
         checks.append(_trajectory(expect.trajectory, seen))
     if expect.steps_lost is not None:
@@ -113,7 +113,25 @@ def verdict(checks: Sequence[Check]) -> Result:
     A run that fails often ends before its last fault could strike. The failure is the finding, not the missed fault.
     """
     results = {each.result for each in checks}
-    return "failed" if "failed" in results else "invalid" if "invalid" in results else "passed"
+    return "failed" if "failed" in results else "passed" if results <= {"passed"} else "invalid"
+
+
+def decided(checks: Sequence[Check], seen: Observed) -> tuple[Check, ...]:
+    """Returns the checks after a signal to the run or its twin: a check that it left undecided is not judged.
+
+    A failed check is decided. If only the twin was interrupted, a passed one is too. If the run was, only the strikes
+    are, once every fault has struck: nothing else passes because the run did not get there.
+    """
+    is_whole = seen.exit_code not in BY_SIGNAL
+    has_struck = any(each.name == "faults" and each.result == "passed" for each in checks)
+
+    def judged(each: Check) -> Check:
+        is_known = is_whole or (has_struck and each.name in ("faults", "precision"))
+        if each.result == "failed" or (each.result == "passed" and is_known):
+            return each
+        return replace(each, result="not judged", text=each.text if is_whole else "the run was interrupted")
+
+    return tuple(map(judged, checks))
 
 
 def exit_code(checks: Sequence[Check], seen: Observed) -> ExitCode:

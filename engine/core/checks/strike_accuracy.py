@@ -18,8 +18,11 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, FaultRecord
 
 
-def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Check:
-    """Returns the check that every fault with a named action struck the owner of the slot at that action."""
+def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Iterator[Check]:
+    """Yields the check that every fault with a named action struck the owner of the slot at that action.
+
+    There is none if no such fault struck.
+    """
     by_id = {fault.id: fault for fault in faults}
     wrong: list[str] = []
     number = 0
@@ -33,7 +36,8 @@ def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> C
         number += 1
         wrong += _misses(job, fault, fault.moment, strike, history)
     text = wrong[0] if wrong else f"{number} struck where the scenario says"
-    return Check("precision", "failed" if wrong else "passed", text)
+    if number:
+        yield Check("precision", "failed" if wrong else "passed", text)
 
 
 def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: RunHistory) -> Iterator[str]:

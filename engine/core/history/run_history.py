@@ -112,7 +112,7 @@ class RunHistory:
     @property
     def findings(self) -> list[CheckRecord]:
         """The checks that did not pass, failed ones first; none if the run failed: then its error is the finding."""
-        found = [each for each in self.of(CheckRecord) if each.result != "passed"]
+        found = [each for each in self.of(CheckRecord) if each.result in ("failed", "invalid")]
         if self.error and any(each.name == "outcome" for each in found):
             return []
         return sorted(found, key=lambda each: each.result)

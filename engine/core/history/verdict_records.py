@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.core.history.record import StampedRecord
 
-Result = Literal["passed", "failed", "invalid"]
+Result = Literal["passed", "failed", "invalid", "not judged"]  # the last one: a signal came before
 
 
 @dataclass(frozen=True, slots=True)

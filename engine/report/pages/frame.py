@@ -26,7 +26,7 @@ from engine.report.pages.words import word
 
 Tile = tuple[str, str, str]  # title, figure, unit
 _TEXT_COLUMNS = {"what", "text", "reason"}
-_MOODS = {"passed": "good", "failed": "bad", "invalid": "open"}  # of the results of checks
+_MOODS = {"passed": "good", "failed": "bad", "invalid": "open", "not judged": "open"}  # of the results of checks
 _SIGNS = {"good": "\u2713 ", "bad": "\u2717 ", "open": ""}
 _LONG = 150  # characters of a sentence for which a large type is too large
 
