@@ -104,7 +104,7 @@ class OwnData:
     def __init__(self, source: Data):
         self.facts = source.facts
         self._source = source
-        self._kinds: dict[tuple[str, int], tuple[str, str]] = {}  # of the first batch, by call and size
+        self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns `size` training samples; raises TypeError if it is no Batch, ValueError for wrong rows or shapes."""
@@ -127,11 +127,12 @@ class OwnData:
             rows = tensors[0].shape[0] if tensors and tensors[0].dim() else size
             if rows != size:
                 raise ValueError(f"{name} returned {counted(rows, 'row')} in {part}[0], {size} were asked for")
-        kinds = (shapes_of(batch.inputs), shapes_of(batch.targets))
-        first = self._kinds.setdefault((call.partition("(")[0], size), kinds)
-        for (part, _), expected, found in zip(_parts(batch), first, kinds, strict=True):
-            if found != expected:
-                raise ValueError(f"{name} returned {found} as {part}, {expected} in its first call")
+        for part, tensors in _parts(batch):
+            found = shapes_of(tensors)
+            # The inputs of a validation are those of training, its targets may be others.
+            key = part if part == "inputs" else f"{part} of {call.partition('(')[0]}"
+            if (first := self._kinds.setdefault((key, size), found)) != found:
+                raise ValueError(f"{name} returned {found} as {part}, the first were {first}")
         return batch
 
 

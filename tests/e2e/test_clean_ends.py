@@ -120,6 +120,26 @@ def test_a_wrong_loss_is_found_before_training(launch: Launch) -> None:
     assert {(event["place"], event["step"]) for event in launcher.events("raised")} == {("the loss", -1)}
 
 
+@pytest.mark.parametrize(("index", "code"), [(0, 2), (1, 0)])
+def test_an_exception_in_a_validation_is_found_early_or_costs_the_validation_only(
+    launch: Launch, index: int, code: int
+) -> None:
+    """A run that had committed every step failed with 3, after all of its training."""
+    launcher = launch(
+        *("run", "--model", "tests.e2e.user_batches:flat", "--data", "tests.e2e.user_batches:RaisesInValidation"),
+        *("--set", f"data_args.index={index}", "--set", "validation_microbatches=2"),
+        *("--stages", "2", "--steps", "3", "--microbatches", "4"),
+    )
+    done = launcher.wait()
+    assert done.code == code
+    assert len(launcher.events("commit")) == (3 if code == 0 else 0)
+    assert {(event["place"], event["step"]) for event in launcher.events("raised")} == {
+        ("the data", 2 if code == 0 else -1)
+    }
+    assert re.search(r"KeyError: 'row 77'.* \(\S+/user_batches.py:\d+, in validation\)", done.stderr)
+    assert ("missing: the validation after step 2" in done.stdout) == (code == 0)
+
+
 def test_an_exception_in_a_constructor_is_the_users_mistake(launch: Launch) -> None:
     _, done = run_user_model(launch, "raises_when_built", *ALONE)
     assert done.code == 2

@@ -59,6 +59,19 @@ class Microbatches:
         return Batch((x[rows].clone(), more["shift"], more["mask"][:, rows].clone()), (whole.targets["y"][rows],))
 
 
+class RaisesInValidation(Microbatches):
+    """Lacks one microbatch of the validation."""
+
+    def __init__(self, seed: int, index: int):
+        super().__init__(seed)
+        self.index = index
+
+    def validation(self, index: int, size: int) -> Batch:
+        if index == self.index:
+            raise KeyError("row 77")
+        return super().validation(index, size)
+
+
 class First(nn.Module):
     """Is called as the whole batches are."""
 

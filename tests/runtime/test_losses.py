@@ -88,6 +88,19 @@ def test_the_first_targets_are_tried_before_training() -> None:
         stage.probe((torch.ones(4, 8),), (torch.tensor([1, 2, 10, 3]),))
 
 
+def test_the_targets_and_the_metric_of_a_validation_are_tried_before_training() -> None:
+    """They came up in the first validation, which may be after the last step."""
+    inputs, good, bad = (torch.ones(4, 8),), (torch.tensor([1, 2, 9, 3]),), (torch.tensor([1, 2, 10, 3]),)
+    stage = Stage(Job(stages=1), Model((nn.Linear(8, 10),), default_loss), 0, 0, 1)  # type: ignore[arg-type]
+    stage.probe(inputs, good, good)
+    with pytest.raises(IndexError):
+        stage.probe(inputs, good, bad)
+    model = Model((nn.Linear(8, 10),), default_loss, metric=lambda outputs, targets: targets[3])  # type: ignore[arg-type]
+    with pytest.raises(IndexError) as caught:
+        Stage(Job(stages=1), model, 0, 0, 1).probe(inputs, good, good)
+    assert exception_of(caught.value).place == "the metric"
+
+
 def test_an_exception_in_a_backward_names_the_layer() -> None:
     class Broken(torch.autograd.Function):
         @staticmethod

@@ -120,5 +120,5 @@ def test_who_returns_less_than_it_hands_is_told() -> None:
 def test_more_tensors_than_one_transfer_carries_are_refused_at_the_start() -> None:
     names = " ".join(f"n{number}" for number in range(16))
     model = with_skips(model_of((names, ""), ("", names)))
-    with pytest.raises(TypeError, match=r"layer 0 \(l0\): at most 16 tensors can leave a stage, found 17"):
+    with pytest.raises(TypeError, match=r"layer 0 \(l0\): at most 16 tensors leave a stage, found 17"):
         Stage(Job(stages=2), model, 0, 0, 1).probe((torch.ones(1),))

@@ -343,8 +343,8 @@ class Rows:
         (0, {"rows": 10}, "returned 10 rows in inputs[0], 4 were asked for"),
         (0, {"rows": 0, "targets": 0}, "returned 0 rows in inputs[0], 4 were asked for"),
         (3, {"targets": 3}, "returned 3 rows in targets[0], 4 were asked for"),
-        (3, {"width": 5}, "returned float32 [4, 5] as inputs, float32 [4, 2] in its first call"),
-        (3, {"dtype": "float64"}, "returned float64 [4, 2] as inputs, float32 [4, 2] in its first call"),
+        (3, {"width": 5}, "returned float32 [4, 5] as inputs, the first were float32 [4, 2]"),
+        (3, {"dtype": "float64"}, "returned float64 [4, 2] as inputs, the first were float32 [4, 2]"),
     ],
 )
 def test_a_microbatch_of_another_size_or_shape_is_a_fault_of_the_data(

@@ -32,6 +32,13 @@ def test_who_raises_is_dead_where_somebody_can_take_over() -> None:
     assert not WorkerErrors().is_survivable(1, words(), ALONE)
 
 
+def test_no_exception_ends_a_run_that_has_committed_every_step() -> None:
+    """A mistake in the validation after the last step made a failed run of a finished one."""
+    raised, over = WorkerErrors(), ALONE._replace(committed=ALONE.last_step)
+    assert raised.is_survivable(1, words(), over)
+    assert raised.is_survivable(0, words(), over)
+
+
 def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
     raised = WorkerErrors()
     assert raised.is_survivable(1, words(), SHADOWED)

@@ -1,7 +1,8 @@
 """Exceptions that workers raise: whether the run goes on without the worker.
 
 Rules: a worker that has raised counts as dead if other workers can take over its slots. The same error from a second
-worker in the same step comes from the model: it would end one heir after the other, so it ends the run.
+worker in the same step comes from the model: it would end one heir after the other, so it ends the run. After the last
+commit no exception ends the run: every step is committed, and only results of the last step can be lost.
 """
 
 from __future__ import annotations
@@ -28,4 +29,4 @@ class WorkerErrors:
         error = (raised.step, raised.exception.error)
         is_known = error in self._raised
         self._raised.add(error)
-        return not is_known and not heirs(state, (worker,)).lost
+        return state.is_over or (not is_known and not heirs(state, (worker,)).lost)

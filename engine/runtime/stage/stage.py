@@ -219,20 +219,20 @@ class Stage:
         with torch.no_grad():
             return float(loss_of(self.model, outputs, targets)), metric_of(self.model, outputs, targets)
 
-    def probe(self, inputs: Tensors, targets: Tensors | None = None) -> Border:
+    def probe(self, inputs: Tensors, targets: Tensors | None = None, validation: Tensors | None = None) -> Border:
         """Runs the layers once on `inputs`; sets and returns the border behind them. Buffers and gradients stay.
 
-        The last stage also computes the loss for `targets`, so that wrong targets are found before training. Raises
-        UserError for buffers that break a rule, TypeError for more than `MAX_TENSORS` outputs.
+        The last stage tries loss and metric too. Raises UserError for buffers, TypeError for outputs that break a rule.
         """
-        layers = list(self.layers)
         with on_trial(self.layers, self.model):
-            outputs = self._run(layers, 0, 0, inputs)[-1].outputs
+            outputs = self._run(list(self.layers), 0, 0, inputs)[-1].outputs
             if targets is not None:
                 loss_of(self.model, outputs, targets)
+            if validation is not None:
+                self.evaluate_loss(outputs, validation)
         self.border = border_of(outputs)
-        if len(self.border) > MAX_TENSORS:
-            raise self._wrong(layers[-1], f"at most {MAX_TENSORS} tensors can leave a stage, found {len(self.border)}")
+        if len(outputs) > MAX_TENSORS:
+            raise self._wrong(max(self.layers), f"at most {MAX_TENSORS} tensors leave a stage, found {len(outputs)}")
         return self.border
 
     def where(self, index: int) -> str:

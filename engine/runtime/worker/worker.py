@@ -24,7 +24,7 @@ from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.faults.fault import from_plain
 from engine.core.ownership import Grid, Ownership
 from engine.models.data import Data
-from engine.models.layers import Model
+from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
 from engine.models.user_code import RAISED, exception_of
 from engine.runtime.ipc.control import Control, Stopped
@@ -147,10 +147,20 @@ def _learn_borders(
 
 
 def _probed(stage: Stage, borders: Sequence[Border], data: Data) -> Border:
-    """Returns the border behind a stage; the first stage gets data, the others zeros of the border before them."""
-    batch = data.microbatch(0, 0, 0, stage.job.microbatch_size) if stage.is_last or not borders else None
-    targets = batch.targets if batch is not None and stage.is_last else None
-    if borders:
-        return stage.probe(tuple(spec.zeros() for spec in borders[-1]), targets)
-    assert batch is not None
-    return stage.probe(batch.inputs, targets)
+    """Returns the border behind a stage; the first stage gets data, the others zeros of the border before them.
+
+    The stages that load data also load a microbatch of a validation: a mistake in it would end the training later.
+    """
+    if borders and not stage.is_last:
+        return stage.probe(_zeros(borders[-1]))
+    size = stage.job.microbatch_size
+    batch = data.microbatch(0, 0, 0, size)
+    validation = data.validation(0, size).targets if stage.job.validate_every else None
+    inputs = _zeros(borders[-1]) if borders else batch.inputs
+    if not stage.is_last:
+        return stage.probe(inputs)
+    return stage.probe(inputs, batch.targets, validation)
+
+
+def _zeros(border: Border) -> Tensors:
+    return tuple(spec.zeros() for spec in border)
