@@ -72,7 +72,11 @@ def status(
         last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
         if phase in (COMPARING, CHECKING):
             last = f"training had ended before ({last}), and the launcher was {phase}"
-        raise CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
+        error = CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
+        if not as_json:
+            raise error
+        typer.echo(f"bamboo: {error}", err=True)  # the status is the one object on stdout: its phase tells programs
+        raise typer.Exit(int(error.exit_code))
 
 
 class Reader:

@@ -168,6 +168,12 @@ def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeyp
         "     1  dead   0.1 1.1   12",
         "epoch 1: every worker has joined",
     ]
+    done = CliRunner().invoke(APP, ["--json", "--results", str(tmp_path)])
+    assert (done.exit_code, json.loads(done.stdout)["phase"]) == (
+        69,
+        "launcher gone",
+    )  # one object, no refusal beside it
+    assert "the launcher is gone" in done.stderr
     make_run(tmp_path, "mlp", [STARTED[0], STORE | {"private": False}, *STARTED[1:]], hour=2)
     with pytest.raises(UserError, match="BAMBOO_ETCD_CA"):
         say("--results", tmp_path)
