@@ -185,7 +185,7 @@ class Launcher:
             *map(str, self.processes().items()),
             *map(str, _shared_memory() - self._shared_memory),
             *map(str, self.temporary.iterdir()),
-            *map(str, (self.folder / "results").rglob("logs/etcd")),
+            *_private_stores(self.folder / "results"),
         ]:
             if time.monotonic() > deadline_s:
                 break
@@ -201,6 +201,11 @@ class Launcher:
         if self._terminal >= 0:
             os.close(self._terminal)
             self._terminal = -1
+
+
+def _private_stores(results: Path) -> list[str]:
+    """Returns the folders of private stores; a walk bears folders that are deleted meanwhile, other searches do not."""
+    return [f"{folder}/etcd" for folder, inner, _ in os.walk(results) if folder.endswith("/logs") and "etcd" in inner]
 
 
 def _shared_memory() -> set[Path]:

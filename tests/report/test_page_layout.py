@@ -168,7 +168,7 @@ def test_texts_and_units_are_for_people(opened: Browser) -> None:
     assert "seconds since training began" in exposure
     assert "a second replica of every slot" in exposure and "exposed: another loss could end the run" in exposure
     memory = opened.ask("document.getElementById('memory').textContent")
-    assert "worker 2" in memory and "SIGKILL, not known" in memory
+    assert "worker 2" in memory and "dead, not known" in memory
 
 
 def ended(browser: Browser, folder: Path, *told: Event, **end: object) -> list[str]:
