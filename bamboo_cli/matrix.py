@@ -189,9 +189,10 @@ def _write(
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
 
+    missing = _not_run(chosen, done)
     if junit is not None:
-        _write_file(junit, junit_xml(found.name, done, _not_run(chosen, done)))
-    _write_file(page, _page(found, done, run, page.parent, len(_not_run(chosen, done))))
+        _write_file(junit, junit_xml(found.name, done, missing))
+    _write_file(page, _page(found, done, run, page.parent, len(missing)))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("a", encoding="utf-8") as stream:
             stream.write(step_summary(found.name, done))

@@ -129,7 +129,7 @@ def decided(checks: Sequence[Check], seen: Observed) -> tuple[Check, ...]:
         is_known = is_whole or (has_struck and each.name in ("faults", "precision"))
         if each.result == "failed" or (each.result == "passed" and is_known):
             return each
-        return replace(each, result="not judged", text=each.text if is_whole else "the run was interrupted")
+        return replace(each, result="not judged", text=each.text if is_whole else _INTERRUPTED)
 
     return tuple(map(judged, checks))
 
