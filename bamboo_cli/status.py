@@ -17,10 +17,8 @@ from bamboo_cli.report import DEFAULT_RESULTS, Results
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
-    from engine.core.history.run_history import RunHistory
     from engine.core.membership.run_status import RunStatus
     from engine.files.growing_events import GrowingEvents
-    from engine.files.run_folder import RunFolder
 
 EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
 _EVERY_S = 1.0
@@ -94,6 +92,7 @@ class Reader:
         from engine.core.history.recorded_status import live_status, status_of_history
         from engine.files.growing_events import GrowingEvents
         from engine.files.run_folder import find_run
+        from engine.harness.dead_runs import launcher_runs
 
         folder = find_run(self._results, self._run)
         if self._events is None or self._events.path != folder.events:
@@ -101,26 +100,13 @@ class Reader:
         history = self._events.read_on()
         store, name = history.first(StoreRecord), folder.path.name
         told = _from_store(store, self._plain_http) if store and not history.training_ended else None
-        runs = _launcher_runs(history, folder)
+        runs = launcher_runs(history, folder.path)
         history = self._events.read_on()  # a launcher records the end of training before its store stops, then its own
         if told is not None and not history.training_ended:
             return live_status(told, status_of_history(name, history)), True, True
         found = status_of_history(name, history)
         is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
         return found, False, is_new or history.ended is not None or bool(runs and history.training_ended)
-
-
-def _launcher_runs(history: RunHistory, folder: RunFolder) -> bool:
-    """Whether the process that began a run is still there."""
-    from engine.core.history.run_records import JobRecord
-    from engine.runtime.process.folder_lock import unused_folder
-    from engine.runtime.process.process_state import is_alive
-
-    job = history.first(JobRecord)
-    if job is None or not is_alive(job.pid):
-        return False
-    with unused_folder(folder.path) as is_unused:  # the pid may belong to another process by now
-        return not is_unused
 
 
 def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:

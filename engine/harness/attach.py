@@ -22,13 +22,13 @@ from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Probl
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, JobRecord, RefusedRecord, RequestRecord
+from engine.core.history.run_records import CommitRecord, RefusedRecord, RequestRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.events_file import add_records
 from engine.files.growing_events import GrowingEvents
 from engine.harness.case_result import CaseResult, judged
+from engine.harness.dead_runs import launcher_runs
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
-from engine.runtime.process.process_state import is_alive
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -201,8 +201,7 @@ class _Events:
     def is_over(self) -> bool:
         """Reads the new records; returns whether the run has ended or its launcher is gone."""
         self._update()
-        (job,) = self.history.of(JobRecord)
-        return self.history.training_ended is not None or not is_alive(job.pid)
+        return self.history.training_ended is not None or not launcher_runs(self.history, self.folder.path)
 
     def has_taken(self, request: str) -> bool:
         """Returns whether the launcher has taken the request of that name."""

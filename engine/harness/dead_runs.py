@@ -14,9 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import JobRecord
 from engine.files.matrix_results import RESULTS
 from engine.files.run_folder import RunFolder, run_names
 from engine.runtime.process.folder_lock import unused_folder
+from engine.runtime.process.process_state import is_alive
 
 _STORES = ("logs/etcd", "twin/logs/etcd")
 _START_S = 60.0  # the time that a launcher may take from its folder to its first event
@@ -28,6 +31,15 @@ def dead_run(run: Path) -> Iterator[bool]:
     """Yields whether no launcher uses a run folder; then none begins to use it during the block."""
     with unused_folder(run) as is_unused:
         yield is_unused and not _has_launcher(RunFolder(run))
+
+
+def launcher_runs(history: RunHistory, run: Path) -> bool:
+    """Returns whether the process that began a run is still there; False before the first record."""
+    job = history.first(JobRecord)
+    if job is None or not is_alive(job.pid):
+        return False
+    with unused_folder(run) as is_unused:  # the pid may belong to another process by now
+        return not is_unused
 
 
 def stores(run: Path) -> list[Path]:

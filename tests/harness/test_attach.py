@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from engine.files.events_file import read_history
 from engine.files.run_folder import RunFolder
 from engine.harness import attach
 from engine.harness.attach import have_shown, pace, skipped
+from engine.runtime.process.folder_lock import folder_used
 from tests.core.made_records import lines_of, made_history
 
 
@@ -103,8 +104,8 @@ def death(worker: int, fault: str, epoch: int, owners: list[int], step: int) -> 
 
 
 @pytest.fixture(name="run")
-def _run(tmp_path: Path) -> RunFolder:
-    """Returns a run whose launcher is this process: worker 2 was killed in step 4, and step 6 is committed."""
+def _run(tmp_path: Path) -> Iterator[RunFolder]:
+    """Yields a run whose launcher is this process: worker 2 was killed in step 4, and step 6 is committed."""
     folder = RunFolder(tmp_path / "20260101-000000-mine-abcd")
     folder.path.mkdir()
     write(
@@ -116,7 +117,8 @@ def _run(tmp_path: Path) -> RunFolder:
         *(of_agent("commit", step=step) for step in range(4)),
         *death(2, "first.0000", 2, [0, 1, 1], 4),
     )
-    return folder
+    with folder_used(folder.path):  # as a launcher does
+        yield folder
 
 
 def write(folder: RunFolder, *events: dict[str, Any]) -> None:
@@ -233,3 +235,13 @@ def test_a_file_that_holds_no_events_is_named(run: RunFolder) -> None:
     run.events.write_text("garbage\n")
     with pytest.raises(StorageError, match=r"events.jsonl:1: expected one event as JSON, found 'garbage'"):
         say(run)
+
+
+def test_the_process_that_has_the_pid_of_a_launcher_now_is_no_launcher(run: RunFolder, tmp_path: Path) -> None:
+    """The kernel has released the lock of the folder, so no request is made."""
+    gone = RunFolder(tmp_path / "20260101-000001-mine-abcd")
+    gone.path.mkdir()
+    write(gone, *map(json.loads, run.events.read_text().splitlines()))
+    with pytest.raises(NothingMatchedError):
+        say(gone)
+    assert list(gone.path.glob("request-*")) == []
