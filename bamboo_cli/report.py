@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options import completion
-from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError
+from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError, required
 from engine.files.atomic_write import storage_errors
 
 if TYPE_CHECKING:
@@ -179,8 +179,7 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
 
     frame = joined(runs, table)
     if form is Format.PARQUET:
-        assert output is not None
-        write(output, as_parquet(frame))
+        write(required(output, "parquet goes to a file"), as_parquet(frame))
     elif form is Format.TERMINAL and output is None:
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))

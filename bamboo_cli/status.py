@@ -112,15 +112,14 @@ class Reader:
 def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
     """Returns the status in the store of a run; None if the store is gone, or the run has no coordinator any more."""
     from bamboo_cli.options.etcd import etcd_settings
-    from engine.core.errors import CoordinatorUnavailableError
+    from engine.core.errors import CoordinatorUnavailableError, required
     from engine.core.membership.run_status import status_of_keys
     from engine.runtime.agent.coordinator import ROLE
     from engine.runtime.store.etcd_kv import EtcdKV
 
     # The environment describes a kept cluster, not a run's private etcd.
     settings = etcd_settings(",".join(store.endpoints), plain_http, {} if store.private else os.environ)
-    assert settings is not None
-    kv = EtcdKV(settings, f"/bamboo/{store.run_id}/", deadline_s=2.0)
+    kv = EtcdKV(required(settings, "a recorded store has an endpoint"), f"/bamboo/{store.run_id}/", deadline_s=2.0)
     try:
         keys = {item.key: item.value for item in kv.read_prefix("").items}
         return status_of_keys(store.run_id, keys, time.monotonic_ns()) if ROLE in keys else None

@@ -182,6 +182,16 @@ def unsafe_code(modules: Iterable[Module]) -> list[str]:
     return problems
 
 
+def assertions(modules: Iterable[Module]) -> list[str]:
+    """No guard is an `assert`: ``python -O`` drops it, and its error has no exit code. Raise, or call `ensure`."""
+    return [
+        f"{module.path}:{each.lineno}: asserts"
+        for module in modules
+        for each in ast.walk(module.tree)
+        if isinstance(each, ast.Assert)
+    ]
+
+
 def patterns(modules: Iterable[Module]) -> list[str]:
     """A decision goes by data, never by a regular expression over a sentence."""
     return [

@@ -181,6 +181,15 @@ def test_unsafe_rule_can_fail(text: str) -> None:
     assert len(house_rules.unsafe_code(planted(text))) == 1
 
 
+def test_no_guard_is_an_assert() -> None:
+    assert house_rules.assertions(MODULES) == []
+
+
+def test_assert_rule_can_fail() -> None:
+    text = "def f(x):\n    assert x\n    raise AssertionError\n"
+    assert house_rules.assertions(planted(text)) == ["engine/core/planted.py:2: asserts"]
+
+
 def test_nothing_is_decided_by_a_pattern_over_a_sentence() -> None:
     assert house_rules.patterns(MODULES) == []
 

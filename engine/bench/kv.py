@@ -17,6 +17,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from engine.bench.figures.rows import BenchRow, Cases, in_turns, ratio_row
+from engine.core.errors import ensure
 from engine.core.store.kv import Put, Txn, equal
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_calls import ATTEMPT_S, etcd3
@@ -57,12 +58,14 @@ def _calls(kv: EtcdKV, bare: Any, num_pairs: int) -> list[BenchRow]:
 
     def our_swap() -> None:
         turn = next(ours_turn)
-        assert kv.transact(Txn((equal("swap", _number(turn)),), (Put("swap", _number(turn + 1)),))).succeeded
+        outcome = kv.transact(Txn((equal("swap", _number(turn)),), (Put("swap", _number(turn + 1)),)))
+        ensure(outcome.succeeded, "a swap of ours fits")
 
     def their_swap() -> None:
         turn = next(their_turn)
         changes = [steps.put(theirs, _number(turn + 1).decode())]
-        assert bare.transaction([steps.value(theirs) == _number(turn).decode()], changes, [])[0]
+        succeeded, _ = bare.transaction([steps.value(theirs) == _number(turn).decode()], changes, [])
+        ensure(succeeded, "a swap of the peer fits")
 
     rows = _compare("put", _timed(lambda: kv.put("ours", _VALUE)), _timed(lambda: bare.put(theirs, _VALUE)), num_pairs)
     rows += _compare("get", _timed(lambda: kv.get("ours")), _timed(lambda: bare.get(theirs)), num_pairs)

@@ -26,7 +26,7 @@ from engine.core.action import Op, parse_action
 from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import PHASES, Recovery
 from engine.core.config.job import Job
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import WorkerFailedError, required
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
 
@@ -110,13 +110,13 @@ def _kill(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -
     back_ms = len(redo.backwards) * times_ms[Op.B]
     redone_ms = back_ms + len(redo.left) * times_ms[Op.F]
     floor_ms = back_ms + len(redo.forwards) * times_ms[Op.F] if mode["redundancy"] == "lazy" else back_ms
-    assert found.pause_ns is not None
+    pause_ns = required(found.pause_ns, "training went on")
     running_ms = (found.points_ns["fence"] - found.points_ns["agree"]) / 1e6
     known_ms = (found.points_ns["agree"] - found.begin_ns) / 1e6
     phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
     commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
-    return KillFigures(found.pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
+    return KillFigures(pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
 
 
 def _fields(job: Job) -> dict[str, Any]:

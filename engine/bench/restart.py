@@ -24,6 +24,7 @@ from engine.bench.recovery import STEP, only, pause_cases
 from engine.bench.runs import run_bamboo, run_python
 from engine.core.checks.recovery_log import recoveries
 from engine.core.config.job import Job
+from engine.core.errors import ensure, required
 
 _STALL_GOAL = 1 / 15
 _METRIC = "training stalled s; peer: "
@@ -71,8 +72,7 @@ def _killed_bamboo(job: Job, folder: Path) -> float:
     """Returns the seconds that training stalled because of the kill."""
     flags = ("--steps", str(job.steps), "--validate-every", "0", "--kill", f"{STEP}:2", "--no-twin")
     found = only(recoveries(run_bamboo(folder, *flags).history.records))
-    assert found.stall is not None
-    return found.stall.least_ns / 1e9
+    return required(found.stall, "training stood").least_ns / 1e9
 
 
 def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
@@ -84,7 +84,8 @@ def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
         run = run_python(folder, command, TMPDIR=temporary, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     ends_ns = _ends_ns(run.stdout)
     restarts = max(int(each) for each in re.findall(r"restart=(\d+)", run.stdout))
-    assert sorted(ends_ns) == list(range(job.steps)) and restarts >= 1, run.stdout
+    ensure(sorted(ends_ns) == list(range(job.steps)), f"torchrun lacks steps: {run.stdout}")
+    ensure(restarts >= 1, f"torchrun did not restart: {run.stdout}")
     return _beyond_usual_s(ends_ns, lambda step: step < STEP), restarts
 
 

@@ -20,7 +20,7 @@ from statistics import median
 
 from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row
 from engine.core.config.job import Job
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import WorkerFailedError, ensure
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.files.events_file import read_history
@@ -80,7 +80,7 @@ def _launch_torchrun(folder: Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         run = run_python(folder, command, TMPDIR=temporary)
     ends_ns = [int(each) for each in re.findall(r"finished_ns=(\d+)", run.stdout)]
-    assert len(ends_ns) == job.stages, run.stdout
+    ensure(len(ends_ns) == job.stages, f"a worker of torchrun did not finish: {run.stdout}")
     return (max(ends_ns) - run.started_ns) / 1e9
 
 

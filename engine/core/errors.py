@@ -1,7 +1,8 @@
 """The tree of exceptions, the public exit codes of the program, and the form of a user's mistake.
 
 Rules: a user's mistake is a `UserError` that lists every `Problem` found, never only the first. A bug is an
-`InvariantError` or an assertion. The class of an exception decides the exit code of the program.
+`InvariantError`, never an `assert`, which ``python -O`` drops. The class of an exception decides the exit code of the
+program.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 class ExitCode(IntEnum):
@@ -156,6 +160,19 @@ class InvariantError(BambooError):
     """A promise of the design was broken: a bug, or corrupted state."""
 
     exit_code = ExitCode.INTERNAL
+
+
+def ensure(holds: bool, promise: str) -> None:
+    """Raises InvariantError with the text of a promise of the design, if it does not hold."""
+    if not holds:
+        raise InvariantError(promise)
+
+
+def required(value: Value | None, promise: str) -> Value:
+    """Returns a value that a promise of the design says is there; raises InvariantError if it is None."""
+    if value is None:
+        raise InvariantError(f"not so: {promise}")
+    return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, ensure
 
 Made = TypeVar("Made", bound="Message")
 Plain = Mapping[str, Any]  # a value of a module that has its codec
@@ -54,7 +54,7 @@ def message(made: type[Made]) -> type[Made]:
     """Makes a class a frozen data class with slots, and the one kind of message that has its name."""
     made = dataclass(frozen=True, slots=True)(made)
     kind = kind_of(made)
-    assert kind not in _KINDS, f"two kinds of message are called {kind!r}"
+    ensure(kind not in _KINDS, f"two kinds of message are called {kind!r}")
     _KINDS[kind] = made
     return made
 
@@ -132,7 +132,7 @@ def reader_of(hint: Any) -> Reader:
     scalars = frozenset(each for each in members if each in _SCALARS)
     others = [each for each in members if each not in _SCALARS]
     if others:
-        assert len(others) == 1, f"no field of a message can be {hint}"
+        ensure(len(others) == 1, f"no field of a message can be {hint}")
         return scalars, _reader_of_many(others[0])
     wanted = " or ".join(sorted(each.__name__ for each in scalars))
     return scalars | {int} if float in scalars else scalars, partial(_refuse, wanted)
@@ -151,7 +151,7 @@ def _reader_of_many(hint: Any) -> Read:
         return partial(_values, reader_of(arguments[1]))
     if origin is Literal:
         return partial(_choice, arguments)
-    assert hint is Any, f"no field of a message can be {hint}"
+    ensure(hint is Any, f"no field of a message can be {hint}")
     return lambda value: value
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, nearest
+from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
 from engine.files.atomic_write import storage_errors, write_atomically
 
 LATEST = "latest"
@@ -75,7 +75,7 @@ def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> Run
         StorageError: it could not be made in `results`.
     """
     folder = RunFolder(results / f"{now:{_TIME}}-{name}-{hex4}")
-    assert re.fullmatch(RUN_NAME, folder.path.name), folder.path.name
+    ensure(re.fullmatch(RUN_NAME, folder.path.name) is not None, f"no run can be called {folder.path.name!r}")
     try:
         if results.exists() and not results.is_dir():
             raise StorageError(f"results folder {str(results)!r} is a file (choose another with --results)")

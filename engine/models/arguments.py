@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import InvariantError, Problem, UserError, nearest
 from engine.core.scalar import MOST_FLOAT, Args, Scalar
 
 Factory = Callable[..., Any]
@@ -43,12 +43,14 @@ def argument_problems(field: str, module: str, name: str, args: Args) -> list[Pr
 def builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
     """Returns the keyword-only parameters of a function, or of a class's constructor, with their defaults."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, f"no source of {module}"
+    if spec is None or spec.origin is None:
+        raise InvariantError(f"no source of {module}")
     # Read as a file, because not every loader returns sources (pytest's loader of plugins does not).
     found = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
     if isinstance(found, ast.ClassDef):
         found = _definition(found.body, "__init__")
-    assert isinstance(found, ast.FunctionDef), f"{module} has no {name}"
+    if not isinstance(found, ast.FunctionDef):
+        raise InvariantError(f"{module} has no {name}")
     pairs = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
     return {each.arg: ast.literal_eval(default) for each, default in pairs if default is not None}
 

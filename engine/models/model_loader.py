@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.core.config.job import Job
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, UserError, required
 from engine.models.data import Data, DataFacts
 from engine.models.layers import Model
 from engine.models.model_registry import MODELS, data_factory, data_problems, is_own, model_problems, name_problems
@@ -23,8 +23,7 @@ def open_data(job: Job) -> Data:
     if is_own(job.data):
         return user_data(job)
     _refuse(data_problems(job))
-    factory = data_factory(job)
-    assert factory is not None
+    factory = required(data_factory(job), "data without a problem have a factory")
     data: Data = factory(job.seed, **job.data_args)
     return data
 

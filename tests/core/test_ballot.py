@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.core.errors import InvariantError
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.recovery.ballot import Ballot, Commit, clip_factor
@@ -96,7 +97,7 @@ def test_a_vote_of_another_epoch_means_nothing(epoch: int) -> None:
 
 
 def test_a_vote_without_a_replica_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match=r"worker 1 has no replica of \(0, 0\)"):
+    with pytest.raises(InvariantError, match=r"worker 1 has no replica of \(0, 0\)"):
         ballot_of(1).add(1, VoteMessage(EPOCH, 0, 0, 0))
 
 
@@ -110,12 +111,12 @@ def test_a_slot_that_votes_twice_is_one_slot() -> None:
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_vote_for_another_step_is_a_bug(step: int) -> None:
     ballot = ballot_of(1, step=1)
-    with pytest.raises(AssertionError, match=f"vote for step {step} while step 1 is open"):
+    with pytest.raises(InvariantError, match=f"vote for step {step} while step 1 is open"):
         ballot.add(*votes(1, step)[0])
 
 
 def test_the_last_stage_votes_with_its_loss() -> None:
-    with pytest.raises(AssertionError, match="votes with its loss"):
+    with pytest.raises(InvariantError, match="votes with its loss"):
         ballot_of(1, 1).add(0, VoteMessage(EPOCH, 0, 0, 0, (0,), (1.0,)))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import Op, parse_action
-from engine.core.errors import ScheduleError
+from engine.core.errors import InvariantError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
 from engine.core.program.build import build_program, build_validation, from_csv, on_owners, to_csv
 from engine.core.program.transfer_pass import with_transfers
@@ -178,7 +178,7 @@ def test_validation_of_any_ownership_executes(seed: int) -> None:
 
 
 def test_a_schedule_gives_one_slot_to_each_worker() -> None:
-    with pytest.raises(AssertionError, match="worker 7 owns the stages of two lists"):
+    with pytest.raises(InvariantError, match="worker 7 owns the stages of two lists"):
         on_owners(SCHEDULES["1f1b"](2, 1), Ownership(Grid(2, 1), (7, 7)))
 
 

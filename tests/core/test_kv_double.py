@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.errors import CoordinatorUnavailableError
+from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.store.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, Lease, Put, Txn, absent
 from tests.doubles.kv_double import Fault, StoreDouble
 from tests.doubles.kv_double_client import ATTEMPTS, ClientDouble
@@ -89,9 +89,9 @@ def test_clients_share_the_store_each_under_its_root(store: StoreDouble, kv: KV)
 
 
 def test_what_etcd_would_refuse_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="at most"):
+    with pytest.raises(InvariantError, match="at most"):
         Put("a", bytes(MAX_VALUE_BYTES + 1))
-    with pytest.raises(AssertionError, match="too long"):
+    with pytest.raises(InvariantError, match="too long"):
         Txn(tuple(absent(str(number)) for number in range(MAX_TXN_LENGTH + 1)), ())
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(InvariantError, match="twice"):
         Txn((), (Put("a", b""), Put("a", b"", Lease(1, 1))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import Action, Op
+from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.dry_run import dry_run
 from engine.core.program.list_scheduler import merged_compute, starts
@@ -74,5 +75,5 @@ def test_a_free_worker_takes_its_lowest_ready_task() -> None:
 
 
 def test_tasks_in_a_circle_are_a_bug() -> None:
-    with pytest.raises(AssertionError, match="circle"):
+    with pytest.raises(InvariantError, match="circle"):
         starts([0, 1], [1, 1], [[1], [0]])

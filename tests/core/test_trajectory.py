@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference, trajectory_hash
+from engine.core.errors import InvariantError
 
 ROWS = [
     TrajectoryRow(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5 / (step + 1))
@@ -76,5 +77,5 @@ def test_losses_are_compared_by_their_bits() -> None:
 
 
 def test_two_rows_for_one_layer_and_step_are_a_bug() -> None:
-    with pytest.raises(AssertionError, match="two rows for step 0, layer 0"):
+    with pytest.raises(InvariantError, match="two rows for step 0, layer 0"):
         trajectory_hash([ROWS[0], ROWS[0]])

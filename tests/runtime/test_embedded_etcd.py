@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.core.errors import EnvironmentLacksError
+from engine.core.errors import EnvironmentLacksError, InvariantError
 from engine.runtime.store import embedded_etcd
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
 from engine.runtime.store.etcd_kv import EtcdKV
@@ -98,7 +98,7 @@ def test_it_must_be_started_from_the_main_thread(tmp_path: Path) -> None:
     def start() -> None:
         try:
             EmbeddedEtcd(tmp_path).start()
-        except AssertionError as error:
+        except InvariantError as error:
             caught.append(error)
 
     thread = threading.Thread(target=start)

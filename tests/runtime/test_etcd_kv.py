@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
+from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError
 from engine.core.store.kv import Delete, Put, Txn, absent
 from engine.runtime.store.election import Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
@@ -175,6 +175,7 @@ def test_a_member_of_a_cluster_dies(tmp_path: Path) -> None:
 
 FORK = """
 import os, signal, sys, time
+from engine.core.errors import InvariantError
 from engine.runtime.store.etcd_kv import EtcdKV
 from engine.runtime.store.etcd_calls import etcd3
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
@@ -194,7 +195,7 @@ if child == 0:
     for call in calls:
         try:
             call()
-        except AssertionError as error:
+        except InvariantError as error:
             refused += "before a fork" in str(error)
     os._exit(refused)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
@@ -357,7 +358,7 @@ def test_threads_and_descriptors_go_when_a_client_is_closed(etcd: EtcdSettings, 
 
 @pytest.mark.parametrize("root", ["/", "/bamboo/", "/bamboo/x", "/bamboo//", "/other/x/", "/bamboo/x/y/"])
 def test_a_root_that_is_not_of_one_run_is_refused(etcd: EtcdSettings, root: str) -> None:
-    with pytest.raises(AssertionError, match="keys stand under"):
+    with pytest.raises(InvariantError, match="keys stand under"):
         EtcdKV(etcd, root)
 
 
@@ -366,7 +367,7 @@ def test_no_range_leaves_the_root() -> None:
     assert keys.far_range("") == (b"/bamboo/x/", b"/bamboo/x0")
     assert keys.far_range("m/") == (b"/bamboo/x/m/", b"/bamboo/x/m0")
     assert keys.far_range("m\udcff") == (b"/bamboo/x/m\xff", b"/bamboo/x/n")
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantError):
         keys.far("")
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantError):
         keys.near(b"/bamboo/y/a")

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from engine.core.errors import InvariantError
 from engine.core.faults.fault_kind import ParameterForm
 from engine.runtime.faults import registry
 from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind, kinds, registered
@@ -47,7 +48,7 @@ def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) 
         """Does nothing."""
 
     assert registry._KINDS["tickle"].strike is tickle
-    with pytest.raises(AssertionError, match="two kinds of fault are called 'tickle'"):
+    with pytest.raises(InvariantError, match="two kinds of fault are called 'tickle'"):
         fault_kind("tickle", "Again.", "worker", at_once)(tickle)
 
 

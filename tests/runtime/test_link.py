@@ -62,7 +62,7 @@ def test_a_large_message_is_one_message(pair: tuple[Link, Link]) -> None:
 
 
 def test_a_message_that_fits_no_packet_is_a_bug(pair: tuple[Link, Link]) -> None:
-    with pytest.raises(AssertionError, match=r"a message Word of \d+ bytes does not fit a packet"):
+    with pytest.raises(InvariantError, match=r"a message Word of \d+ bytes does not fit a packet"):
         pair[0].send(Word("x" * 200_000))
 
 

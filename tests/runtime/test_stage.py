@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.config.job import Job
-from engine.core.errors import DivergedError, UserError
+from engine.core.errors import DivergedError, InvariantError, UserError
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, as_tensors
 from engine.runtime.replica.gradient_log import squared_norm
@@ -572,10 +572,10 @@ def test_a_counter_takes_the_next_microbatch_only() -> None:
     stage = Stage(job_of(), model_of([Block, Block]), 0, 0, 2)
     stage.forward(STEP, 0, inputs_of(0), TARGETS)
     for microbatch in (0, 2):
-        with pytest.raises(AssertionError, match=f"forward {microbatch} where 1 are in"):
+        with pytest.raises(InvariantError, match=f"forward {microbatch} where 1 are in"):
             stage.forward(STEP, microbatch, inputs_of(microbatch), TARGETS)
     stage.forward(STEP, 1, inputs_of(1), TARGETS)
-    with pytest.raises(AssertionError, match="backward 1 where 0 are in"):
+    with pytest.raises(InvariantError, match="backward 1 where 0 are in"):
         stage.backward(STEP, 1, ())
     stage.backward(STEP, 0, ())
     assert (stage.counted, stage.added) == (2, 1)

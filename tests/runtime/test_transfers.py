@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.core.action import SEND_OPS, Program
+from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried
@@ -39,7 +40,7 @@ def test_no_two_transfers_of_a_step_have_one_key(grid: Grid) -> None:
 
 
 def test_an_index_beyond_its_range_is_a_bug() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantError):
         transfer_key(Grid(2, 4), Purpose.TIE, 0, 0, 4 + 64)
 
 

@@ -32,7 +32,7 @@ def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
     try:
         world.run()
         world.judge.end()
-    except (Violation, BambooError, AssertionError) as error:
+    except (Violation, BambooError) as error:
         problem = f"{type(error).__name__}: {error}"
     state = world.agent.state
     moments = tuple(worker.moments for worker in world.workers)

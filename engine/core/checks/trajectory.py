@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
+from engine.core.errors import ensure
 from engine.core.history.verdict_records import Difference
 
 MARK_DIGITS = 8
@@ -89,6 +90,6 @@ def _by_key(rows: Iterable[TrajectoryRow]) -> dict[tuple[int, int], TrajectoryRo
     by_key: dict[tuple[int, int], TrajectoryRow] = {}
     for row in rows:
         key = (row.step, row.layer)
-        assert key not in by_key, f"two rows for step {row.step}, layer {row.layer}"
+        ensure(key not in by_key, f"two rows for step {row.step}, layer {row.layer}")
         by_key[key] = row
     return by_key

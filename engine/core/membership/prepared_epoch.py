@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.errors import InvariantError
 from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, InventoryReceived, StepCommitted
 from engine.core.membership.protocol import step
@@ -45,7 +46,8 @@ def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEp
     for answer in answers:
         new, effects = step(new, answer)
     (effect,) = effects
-    assert isinstance(effect, PublishPlanInput)
+    if not isinstance(effect, PublishPlanInput):
+        raise InvariantError(f"the last inventory of a prepared epoch led to {effect}")
     return PreparedEpoch((commit, *answers), effect.document)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.core.action import Action, Op, Program
+from engine.core.errors import ensure
 from engine.core.ownership import Ownership, Redundancy, Slot
 from engine.core.program.early_receive_pass import with_early_receives
 from engine.core.program.list_scheduler import merged_compute
@@ -107,7 +108,7 @@ def on_owners(lists: ComputeLists, ownership: Ownership) -> Program:
     for pipeline in range(ownership.grid.pipelines):
         for line in lists:
             worker = ownership.owner(pipeline, line[0].stage)
-            assert worker not in program, f"worker {worker} owns the stages of two lists"
+            ensure(worker not in program, f"worker {worker} owns the stages of two lists")
             mine = line if pipeline == 0 else tuple(Action(stage, op, each, pipeline) for stage, op, each, _ in line)
             program[worker] = mine
     return dict(sorted(program.items()))

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
 from engine.core.action import FORWARD_OPS, OP_TABLE, Action, Op
+from engine.core.errors import ensure
 from engine.core.op_row import Work
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import makes
@@ -131,5 +132,5 @@ def starts(
                 if missing[number] == 0:
                     heappush(ready[workers[number]], number)
                     touched.append(workers[number])
-    assert len(started) == len(workers), "tasks wait for each other in a circle"
+    ensure(len(started) == len(workers), "tasks wait for each other in a circle")
     return started, now

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, Program
-from engine.core.errors import DeadlockError, ScheduleError
+from engine.core.errors import DeadlockError, InvariantError, ScheduleError
 from engine.core.op_row import ALL, WeightForm
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import carried, makes, needs
@@ -69,7 +69,8 @@ def verify(
         violations = missing + _wrong_order(program, ownership, frozenset(held or ()), name_gaps=not missing)
     violations = violations or missing or _crossed_transfers(program, ownership) + _taken_away(program)
     if stuck and not violations:
-        assert isinstance(stuck, DeadlockError), stuck  # every gap is a violation
+        if not isinstance(stuck, DeadlockError):  # every gap is a violation
+            raise InvariantError(str(stuck))
         violations = [_of_deadlock(program, stuck)]
     return tuple(violations)
 

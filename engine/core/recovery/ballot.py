@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from engine.core.errors import ensure, required
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 
@@ -50,8 +51,8 @@ class Ballot:
         slot = (vote.pipeline, vote.stage)
         if vote.epoch != self.epoch:
             return None
-        assert vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open"
-        assert worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}"
+        ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
+        ensure(worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}")
         self.votes[worker, slot] = vote
         self.missing.discard((worker, slot))
         return None if self.missing else self._commit()
@@ -64,8 +65,7 @@ class Ballot:
         total = 0.0
         for pipeline in range(grid.pipelines):
             loss = self._of_owner(pipeline, grid.stages - 1).loss
-            assert loss is not None, "the last stage votes with its loss"
-            total += loss
+            total += required(loss, "the last stage votes with its loss")
         squared = 0.0
         for stage in range(grid.stages):
             vote = self._of_owner(0, stage)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.action import Op
+from engine.core.errors import ensure
 from engine.core.schedules.compute import ComputeLists, WorkerList
 
 
 def dual_pipe_v(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """Returns DualPipeV (github.com/deepseek-ai/DualPipe, the cut-in-half form); needs M >= 2P."""
-    assert stages_per_worker == 2
-    assert num_microbatches >= 2 * num_workers
+    ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
+    ensure(num_microbatches >= 2 * num_workers, f"{num_microbatches} microbatches for {num_workers} workers")
     return tuple(tuple(_line(worker, num_workers, num_microbatches).actions) for worker in range(num_workers))
 
 

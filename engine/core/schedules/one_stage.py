@@ -14,18 +14,19 @@ GPipe     worker 0  0F0 0F1 0F2 0F3                         0B0 -   0B1 -   0B2 
 from __future__ import annotations
 
 from engine.core.action import Action, Op
+from engine.core.errors import ensure
 from engine.core.schedules.compute import ComputeLists
 
 
 def gpipe(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """Returns GPipe: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
-    assert stages_per_worker == 1
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
     return tuple(_warm_up_then_pairs(stage, num_microbatches, num_microbatches) for stage in range(num_workers))
 
 
 def one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """Returns 1F1B: stage s holds at most P - s residuals (Narayanan et al., PipeDream-Flush, ICML 2021)."""
-    assert stages_per_worker == 1
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
     return tuple(_warm_up_then_pairs(stage, num_workers - stage - 1, num_microbatches) for stage in range(num_workers))
 
 

@@ -11,12 +11,13 @@ forward, backward for the input and backward for the weights cost the same and M
 from __future__ import annotations
 
 from engine.core.action import Op
+from engine.core.errors import ensure
 from engine.core.schedules.compute import ComputeLists, WorkerList
 
 
 def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """Returns ZB-H1: 1F1B in which W of worker w lags w microbatches behind I (Qi et al., ICLR 2024, section 2.2)."""
-    assert stages_per_worker == 1
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
     lists = []
     for worker in range(num_workers):
         line = WorkerList()
@@ -35,7 +36,7 @@ def zbv(num_workers: int, stages_per_worker: int, num_microbatches: int) -> Comp
 
     If M < 2P - 1, it is the schedule for 2P - 1 microbatches without the actions on microbatches M and above.
     """
-    assert stages_per_worker == 2
+    ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
     whole = max(2 * num_workers - 1, num_microbatches)
     lines = [_zbv_line(worker, num_workers, whole) for worker in range(num_workers)]
     return tuple(tuple(each for each in line.actions if each.microbatch < num_microbatches) for line in lines)

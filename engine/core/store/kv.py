@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.core.errors import ensure
+
 # etcd's limits are 1.5 MiB and 128 operations per request; the difference is for additions of the back end.
 MAX_VALUE_BYTES = 1 << 20
 MAX_TXN_LENGTH = 120
@@ -76,7 +78,7 @@ class Put:
 
     def __post_init__(self) -> None:
         size = len(self.value)
-        assert size <= MAX_VALUE_BYTES, f"the value of {self.key!r} has {size} bytes, at most {MAX_VALUE_BYTES}"
+        ensure(size <= MAX_VALUE_BYTES, f"the value of {self.key!r} has {size} bytes, at most {MAX_VALUE_BYTES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ class Txn:
     changes: tuple[Change, ...]
 
     def __post_init__(self) -> None:
-        assert max(len(self.conditions), len(self.changes)) <= MAX_TXN_LENGTH, "transaction too long"
-        assert len({change.key for change in self.changes}) == len(self.changes), "a key is changed twice"
+        ensure(max(len(self.conditions), len(self.changes)) <= MAX_TXN_LENGTH, "transaction too long")
+        ensure(len({change.key for change in self.changes}) == len(self.changes), "a key is changed twice")
 
 
 @dataclass(frozen=True, slots=True)

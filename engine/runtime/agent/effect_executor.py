@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.config.job import Job
+from engine.core.errors import ensure, required
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership.effects import (
     AnnounceCommit,
@@ -145,8 +146,8 @@ class EffectExecutor:
         self.run_state.open(effect.epoch, self._ownership(state))
         at_ns = now_ns()
         go = self._go(state)
-        assert self._epoch is not None
-        if self._epoch.go is None:
+        epoch = required(self._epoch, "training starts in an epoch")
+        if epoch.go is None:
             self.broadcast(go)
         self.recorder.write(GoRecord(at_ns=at_ns, epoch=effect.epoch, end=go.end))
         self.run_state.going_at_ns = self.run_state.going_at_ns or at_ns
@@ -164,7 +165,7 @@ class EffectExecutor:
         commit, self._decided = self._decided, None
         if commit is None:
             return  # a repeated effect: the commit was sent before, or with the epoch
-        assert commit.step == effect.step
+        ensure(commit.step == effect.step, f"commit of step {commit.step} where {effect.step} is announced")
         self.run_state.settle(commit)
         self._told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then)
         at_ns = now_ns()  # before a worker can act on the commit

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from engine.core.errors import required
 from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
 from engine.core.message_codec import Message
 from engine.runtime.agent.agent import Agent
@@ -56,9 +57,7 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: W
     def ended() -> None:
         agent.sees_end(member)
         _hear_last_words(agent, hear, member)
-        code = member.child.wait()
-        assert code is not None
-        agent.exited(member, code)
+        agent.exited(member, required(member.child.wait(), "a process whose pidfd is readable has ended"))
         for end in (member.link, member.child.pidfd):
             if end in selector.get_map():
                 selector.unregister(end)

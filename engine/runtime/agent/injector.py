@@ -139,10 +139,10 @@ class Injector:
         ]
 
     def _schedule(self, fault: Fault) -> None:
-        assert isinstance(fault.moment, After)
+        delay_ns = fault.moment.delay_ns if isinstance(fault.moment, After) else 0
         self._scheduled.add(fault.id)
-        if fault.moment.delay_ns:
-            self._later(fault.moment.delay_ns, lambda: self.strike(fault.id))
+        if delay_ns:
+            self._later(delay_ns, lambda: self.strike(fault.id))
         else:
             self.strike(fault.id)
 

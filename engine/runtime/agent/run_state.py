@@ -17,6 +17,7 @@ from engine.core.errors import (
     UserCodeError,
     UserError,
     WorkerFailedError,
+    required,
 )
 from engine.core.exclusion import Verdict
 from engine.core.messages import (
@@ -97,8 +98,7 @@ class RunState:
 
     def heal(self, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
         """Opens the ballot of the next step with the wanted shadows; the workers compute the same ownership."""
-        ballot = self._ballot
-        assert ballot is not None
+        ballot = required(self._ballot, "a ballot is open in training")
         self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
 
     def vote(self, worker: int, vote: VoteMessage) -> Commit | None:

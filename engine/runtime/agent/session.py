@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
-from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode
+from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, required
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import (
     HostRecord,
@@ -205,8 +205,7 @@ def join_store(
         private.start()
     from engine.runtime.store.etcd_kv import EtcdKV
 
-    settings = etcd if private is None else private.settings()
-    assert settings is not None
+    settings = required(etcd if private is None else private.settings(), "a run has a store")
     if private is not None:
         stack.enter_context(StoreKeeper(private, recorder))
     endpoints = tuple(str(each) for each in settings.endpoints)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
+from engine.core.errors import ensure
 from engine.core.faults.fault_kind import FaultKind, Parameter
 from engine.core.scalar import Scalar
 
@@ -74,7 +75,7 @@ def fault_kind(
     """Registers the decorated function as the one that carries out a kind."""
 
     def register(strike: Strike) -> Strike:
-        assert name not in _KINDS, f"two kinds of fault are called {name!r}"
+        ensure(name not in _KINDS, f"two kinds of fault are called {name!r}")
         _KINDS[name] = Registered(FaultKind(name, about, by, ends, parameters), strike, shows)
         return strike
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.core.errors import ExitCode
+from engine.core.errors import ExitCode, InvariantError, required
 from engine.core.history.process_records import KnownRecord
 from engine.core.message_codec import Message, ToAgent, ToWorker
 from engine.core.messages import (
@@ -150,7 +150,8 @@ class Control:
             return waiting.pop(0) if waiting else None
 
         found = self.wait_until(look)
-        assert isinstance(found, kind)
+        if not isinstance(found, kind):
+            raise InvariantError(f"{found} waited as a {kind.__name__}")
         return found
 
     def check(self) -> None:
@@ -171,7 +172,6 @@ class Control:
             try:
                 self.wait_until(lambda: None)
             except Fenced:
-                told = self._told
-                assert told is not None
+                told = required(self._told, "a fence comes with an epoch")
                 self.accepted = told.epoch
                 return told

@@ -9,6 +9,7 @@ import array
 import socket
 from collections.abc import Sequence
 
+from engine.core.errors import ensure
 from engine.core.message_codec import Message, decode, encode
 
 LOOPBACK = "127.0.0.1"  # where everything of a run listens, unless it is told otherwise
@@ -20,7 +21,7 @@ _MAX_FDS = 8
 def packet(message: Message) -> bytes:
     """Returns one message as it travels."""
     data = encode(message)
-    assert len(data) <= _MAX_BYTES, f"a message {type(message).__name__} of {len(data)} bytes does not fit a packet"
+    ensure(len(data) <= _MAX_BYTES, f"a message {type(message).__name__} of {len(data)} bytes does not fit a packet")
     return data
 
 

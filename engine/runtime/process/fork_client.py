@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-from engine.core.errors import EnvironmentLacksError
+from engine.core.errors import EnvironmentLacksError, required
 from engine.core.message_codec import Message
 from engine.core.process_messages import (
     BeginMessage,
@@ -186,5 +186,5 @@ def _reap(pidfd: int) -> int:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
     except ChildProcessError:  # an embedding program has reaped it, so its exit code is lost
         return -signal.SIGKILL
-    assert result is not None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    ended = required(result, "a process that has ended was reaped")
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

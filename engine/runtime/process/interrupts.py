@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from engine.core.errors import BambooError
+from engine.core.errors import BambooError, required
 from engine.runtime.process.first_answer import leave, tell
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -119,10 +119,10 @@ class Interrupts:
 
     def _act(self) -> None:
         """Does all that is due after a signal, and sets the alarm for the next."""
-        assert self.first is not None
+        first = required(self.first, "a signal has come")
         now_s = time.monotonic()
         if now_s >= self._due_s:
-            self._end_by_force(self.first)
+            self._end_by_force(first)
         answers_s = self._first_s + (_PICTURE_S if self.has_picture else 0.0)
         if now_s >= answers_s:
             self.answer()
@@ -131,7 +131,7 @@ class Interrupts:
             signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self._due_s) if each > now_s)
         )
         if self._is_waiting and now_s >= breaks_s:
-            raise RunInterruptedError(self.first)
+            raise RunInterruptedError(first)
 
     @contextlib.contextmanager
     def forcing(self, last_rites: Act) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 from torch.distributed import Store
 
+from engine.core.errors import ensure
 from engine.core.ownership import Ownership
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.optimizer import trainable
@@ -40,7 +41,7 @@ class ShardedStages:
         self._worker = worker
         self._slots = ownership.slots_of(worker)
         circles = {ownership.owners_of(stage) for _, stage in self._slots}
-        assert len(circles) == 1, "the owners of one stage own all their stages together"
+        ensure(len(circles) == 1, "the owners of one stage own all their stages together")
         (owners,) = circles
         self._layers: dict[int, list[Any]] = {}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.config.job import Job
-from engine.core.errors import DivergedError
+from engine.core.errors import DivergedError, ensure
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.losses import loss_of, metric_of, shapes_of
@@ -94,7 +94,7 @@ class Stage:
 
     def take_added(self, added: int, gradients: Sequence[Tensor | None]) -> None:
         """Replaces the accumulators by another replica's after `added` backwards; None for a gradient not yet made."""
-        assert added > self.added, f"{added} backwards where {self.added} are in"
+        ensure(added > self.added, f"{added} backwards where {self.added} are in")
         self.added = added
         for parameter, gradient in zip(self.trained(), gradients, strict=True):
             parameter.grad = None if gradient is None else laid_out_as(parameter, gradient)
@@ -113,7 +113,7 @@ class Stage:
 
         Raises DivergedError if the loss is not finite, TypeError if the outputs do not fit the border.
         """
-        assert microbatch == self.counted, f"forward {microbatch} where {self.counted} are in"
+        ensure(microbatch == self.counted, f"forward {microbatch} where {self.counted} are in")
         if self.job.retains:
             self.history.note(microbatch)
         residual = self._forward(step, microbatch, inputs, targets)
@@ -130,7 +130,7 @@ class Stage:
 
     def redo_forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
         """Runs a counted forward again from the buffers before it; buffers, losses and counter do not change."""
-        assert microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in"
+        ensure(microbatch < self.counted, f"forward {microbatch} is redone where {self.counted} are in")
         with lending(self.history.modules, self.history.before(microbatch).copy().buffers()):
             return self._forward(step, microbatch, inputs, targets).outputs
 
@@ -159,7 +159,7 @@ class Stage:
         `gradients` belong to the outputs that require one (the last stage gets none). Returns the gradients of the
         inputs that require one.
         """
-        assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
+        ensure(microbatch == self.added, f"backward {microbatch} where {self.added} are in")
         made = self._backward(step, microbatch, gradients)
         if self._without_accumulator:
             self._own_accumulators((*gradients, *made))
@@ -179,7 +179,7 @@ class Stage:
 
     def backward_weights(self, microbatch: int) -> None:
         """Runs the next backward for the weights; adds the same bits as the whole backward would."""
-        assert microbatch == self.added, f"backward {microbatch} where {self.added} are in"
+        ensure(microbatch == self.added, f"backward {microbatch} where {self.added} are in")
         for index, segment, gradients in self.pending.pop(microbatch):
             segment.backward_weights(gradients, tuple(self.weights[index].values()))
             if self._without_accumulator:

@@ -7,7 +7,7 @@ once another candidate holds the key.
 
 from __future__ import annotations
 
-from engine.core.errors import LeaseLostError
+from engine.core.errors import LeaseLostError, required
 from engine.core.store.kv import KV, Condition, Lease, Put, Txn, absent, equal
 
 
@@ -42,8 +42,7 @@ class Election:
 
     def renew(self) -> bool:
         """Renews the lease; returns False if it has expired, so that another candidate may hold the key."""
-        assert self._lease is not None
-        if not self._kv.keep_alive(self._lease):
+        if not self._kv.keep_alive(required(self._lease, "a candidate that renews has a lease")):
             self._lease = None
         return self._lease is not None
 

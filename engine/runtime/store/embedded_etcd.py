@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from engine.core.errors import EnvironmentLacksError
+from engine.core.errors import EnvironmentLacksError, InvariantError, ensure
 from engine.runtime.ipc.link import LOOPBACK
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
@@ -75,7 +75,7 @@ class EmbeddedEtcd:
 
     def start(self) -> None:
         """Starts or restarts it on its data, without waiting; `pidfd` becomes readable when it has ended."""
-        assert threading.current_thread() is threading.main_thread(), "it would die with this thread"
+        ensure(threading.current_thread() is threading.main_thread(), "etcd would die with this thread")
         self._data.mkdir(parents=True, exist_ok=True)
         self._reap()
         # etcd refuses to start if a variable contradicts a flag.
@@ -104,7 +104,8 @@ class EmbeddedEtcd:
 
         Raises EnvironmentLacksError if it ends or has no port after `START_TIMEOUT_S`.
         """
-        assert self._process is not None
+        if self._process is None:
+            raise InvariantError("etcd was not started")
         until_s = time.monotonic() + START_TIMEOUT_S
         while (port := listening_port(self._process.pid)) is None:
             late = time.monotonic() > until_s

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
+from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
@@ -98,8 +98,8 @@ class EtcdCalls:
             return None
 
     def check_process(self) -> None:
-        """Asserts that this is the process that made the object: a forked child would hang."""
-        assert os.getpid() == self._pid, "the client of etcd was made before a fork: make one in the child"
+        """Raises InvariantError unless this is the process that made the object: a forked child would hang."""
+        ensure(os.getpid() == self._pid, "the client of etcd was made before a fork: make one in the child")
 
     def close(self) -> None:
         """Closes all connections; no call may be in progress."""

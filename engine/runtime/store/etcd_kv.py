@@ -11,7 +11,7 @@ import re
 import time
 from typing import Any
 
-from engine.core.errors import LeaseLostError
+from engine.core.errors import LeaseLostError, ensure
 from engine.core.store.kv import Change, Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, rpc
 from engine.runtime.store.etcd_keys import KeySpace
@@ -22,7 +22,8 @@ class EtcdKV:
     """One client of the store; thread-safe, but not usable in a forked child."""
 
     def __init__(self, settings: EtcdSettings, root: str, deadline_s: float = DEADLINE_S):
-        assert re.fullmatch(r"/bamboo/[^/]+/", root), f"keys stand under /bamboo/<run-id>/, not {root!r}"
+        is_of_run = re.fullmatch(r"/bamboo/[^/]+/", root) is not None
+        ensure(is_of_run, f"keys stand under /bamboo/<run-id>/, not {root!r}")
         self._calls = EtcdCalls(settings, deadline_s)
         self._keys = KeySpace(root)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from engine.core.action import RECEIVE_OPS, Action
+from engine.core.errors import ensure
 from engine.core.ownership import Grid
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import Routes
@@ -39,7 +40,7 @@ class Purpose(IntEnum):
 def transfer_key(grid: Grid, purpose: Purpose, pipeline: int, stage: int, index: int = 0) -> int:
     """Returns the number of a transfer for a slot; `index` is a microbatch, a tie, or 0 if neither applies."""
     num_indexes = grid.microbatches + _MAX_TIES
-    assert index < num_indexes
+    ensure(index < num_indexes, f"index {index} of a transfer, where {num_indexes} are numbered")
     return ((purpose * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
 
 

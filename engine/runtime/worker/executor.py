@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.core.action import COMPUTE_OPS, Action, Op
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, ensure
 from engine.core.faults.fault import When
 from engine.core.messages import CommitMessage
 from engine.core.program.dependencies import carried, needed
@@ -149,7 +149,7 @@ class Executor:
         return True
 
     def _take(self, commit: CommitMessage, steps: Sequence[tuple[Action, str, Method]]) -> None:
-        assert commit.step == self.step, f"commit of step {commit.step} while at step {self.step}"
+        ensure(commit.step == self.step, f"commit of step {commit.step} while at step {self.step}")
         self.end.clip_factor = commit.clip_factor
         run_in_order(steps, lambda: None, self._run)
         replicas = self.context.replicas

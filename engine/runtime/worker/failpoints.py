@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.core.action import COMPUTE_OPS, Action
+from engine.core.errors import required
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
 from engine.core.messages import ArmMessage, InflictMessage, StrikeMessage, SufferedMessage
 from engine.runtime.faults.registry import WorkerFaultContext, registered
@@ -90,11 +91,11 @@ class Failpoints:
         if isinstance(message, ArmMessage):
             self._arm([from_plain(each) for each in message.faults])
             return
-        assert self.replicas is not None
+        replicas = required(self.replicas, "the agent strikes workers that have replicas")
         context = WorkerFaultContext(
             fault=message.fault,
             parameters=message.parameters,
-            stage=None if message.slot is None else self.replicas.stages.get(message.slot),
+            stage=None if message.slot is None else replicas.stages.get(message.slot),
             control=self.control,
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),

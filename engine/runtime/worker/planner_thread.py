@@ -18,7 +18,7 @@ from itertools import count
 from typing import NamedTuple
 
 from engine.core.config.job_wants import shadowed
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, required
 from engine.core.history.run_records import PreparedRecord
 from engine.core.messages import EpochMessage, PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.ownership import Grid, Ownership, Slot
@@ -128,10 +128,10 @@ class PlannerThread:
 
     def next_step(self) -> NextStep:
         """Waits for the plan of the last `plan_next_step` and returns it."""
-        assert self._next_step is not None
+        next_step = required(self._next_step, "the next step is being planned")
         self._hurry.set()
         try:
-            return self._next_step.result(_MOST_S)
+            return next_step.result(_MOST_S)
         finally:
             self._hurry.clear()
 

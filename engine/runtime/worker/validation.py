@@ -68,16 +68,13 @@ class Validation:
 
     def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[Validated]) -> None:
         context, stage = self.context, self.context.replicas.stages[0, action.stage]
-        batch = None
+        targets: Tensors = ()
+        inputs: Tensors = () if action.stage == 0 else made.pop((action.stage - 1, action.microbatch))
         if action.stage == 0 or stage.is_last:
             batch = context.data.validation(action.microbatch, context.job.microbatch_size)
-        if action.stage == 0:
-            assert batch is not None
-            outputs = stage.evaluate(batch.inputs)
-        else:
-            outputs = stage.evaluate(made.pop((action.stage - 1, action.microbatch)))
+            inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
+        outputs = stage.evaluate(inputs)
         if stage.is_last:
-            assert batch is not None
-            results.append(Validated(*stage.evaluate_loss(outputs, batch.targets)))
+            results.append(Validated(*stage.evaluate_loss(outputs, targets)))
         else:
             made[action.stage, action.microbatch] = outputs

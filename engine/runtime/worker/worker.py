@@ -20,7 +20,7 @@ import torch
 from engine.core import messages
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
-from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.errors import BambooError, ExitCode, UserError, ensure
 from engine.core.faults.fault import from_plain
 from engine.core.ownership import Grid, Ownership
 from engine.models.data import Data
@@ -141,7 +141,7 @@ def _learn_borders(
             border = _probed(replicas.stages[0, index], borders, data)
             control.send(messages.BorderMessage(index, tuple(spec.to_json() for spec in border)))
         learned = control.take(messages.BorderMessage)
-        assert learned.stage == index
+        ensure(learned.stage == index, f"the border of stage {learned.stage} came where {index} was due")
         borders.append(tuple(TensorSpec.from_json(spec) for spec in learned.specs))
     return tuple(borders)
 
