@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
@@ -18,7 +19,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
+from engine.core.texts import printable
 
 # Name of a command, of its module, and of the function or group in that module -> the beginning of its help.
 COMMANDS = {
@@ -70,14 +73,26 @@ class _Commands(_Group):
                 _take_any_value(self.commands[args[0]])
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *words: Any, **settings: Any) -> Any:
+        """Returns the context of a command line; no character of a message about it steers a terminal."""
+        with _readable_messages():
+            return super().make_context(*words, **settings)
+
     def invoke(self, ctx: Any) -> Any:
-        """Calls the command; a message about a wrong value loses the words of the library that checks values."""
-        try:
+        """Calls the command; no character of a message about its arguments steers a terminal."""
+        with _readable_messages():
             return super().invoke(ctx)
-        except Exception as error:
-            if isinstance(message := getattr(error, "message", None), str):
-                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
-            raise
+
+
+@contextmanager
+def _readable_messages() -> Iterator[None]:
+    """Makes a message of Typer printable, without the words of the library that checks values."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = printable(message.removeprefix("Value error, "))  # type: ignore[attr-defined]
+        raise
 
 
 def load(name: str) -> Any:
@@ -129,7 +144,7 @@ def _program(
     if version:
         from importlib.metadata import version as version_of
 
-        typer.echo(version_of("bamboo-train"))
+        echo(version_of("bamboo-train"))
         raise typer.Exit
 
 
@@ -191,7 +206,7 @@ def _refuse(error: BambooError) -> NoReturn:
     """Exits with the code of an error: one line per problem on stderr; with --json also one object on stdout."""
     _tell_programs(str(error), int(error.exit_code), error.problems if isinstance(error, UserError) else ())
     for line in str(error).splitlines():
-        typer.echo(f"bamboo: {line}", err=True)
+        echo(f"bamboo: {line}", err=True)
     sys.exit(int(error.exit_code))
 
 
@@ -199,4 +214,4 @@ def _tell_programs(text: str, code: object, problems: Iterable[Problem] = ()) ->
     """Prints one object to stdout if the user gave --json."""
     if "--json" in sys.argv:
         refusal = {"run_dir": None, "outcome": "refused", "exit_code": code, "error": text.partition("\n")[0]}
-        typer.echo(json.dumps(refusal | {"problems": [asdict(each) for each in problems]}))
+        echo(json.dumps(refusal | {"problems": [asdict(each) for each in problems]}))

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bamboo_cli.terminal.echo import echo
+
 if TYPE_CHECKING:
     from engine.bench.figures.rows import BenchRow, Cases
 
@@ -102,21 +104,21 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
     with raising() as interrupts:
         try:
             for name, measure in cases.items():
-                typer.echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
+                echo(f"{name} (load {os.getloadavg()[0]:.2f})", err=True)
                 rows += measure(folder)
                 num_done += 1
         except SystemExit:  # each `finally` has run, and no process is left behind
             if interrupts.first is None:
                 raise
             code = 128 + interrupts.first
-            typer.echo(f"interrupted after {num_done} of {len(cases)} cases", err=True)
+            echo(f"interrupted after {num_done} of {len(cases)} cases", err=True)
     if as_json:
-        typer.echo(json.dumps([row.as_dict() for row in rows]))
+        echo(json.dumps([row.as_dict() for row in rows]))
     elif rows:
         _print_table(rows)
     if rows or not code:
         path = write_bench(folder, benchmark, datetime.now(), rows)
-        typer.echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
+        echo(f"{path} (load {os.getloadavg()[0]:.2f})", err=True)
     raise typer.Exit(code)
 
 

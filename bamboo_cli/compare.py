@@ -9,6 +9,7 @@ import typer
 
 from bamboo_cli.options.completion import runs
 from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run
+from bamboo_cli.terminal.echo import echo
 
 EPILOG = "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json"
 
@@ -41,7 +42,7 @@ def compare(
     wrong = {letter: why for letter, each in zip("AB", loaded, strict=True) if (why := judge_run(each)[1])}
     if as_json:
         found = {"different_fields": fields, "not_passed": wrong, "figures": json.loads(as_text(table, "json"))}
-        typer.echo(json.dumps(found))
+        echo(json.dumps(found))
         return
     if fields:
         told = "; ".join(f"{name} {_text(ours)} and {_text(theirs)}" for name, (ours, theirs) in fields.items())

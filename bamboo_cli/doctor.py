@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD
+from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.tables import print_table
 
 EPILOG = "Examples:  bamboo doctor  |  bamboo doctor --json  |  bamboo doctor --results elsewhere/runs"
@@ -27,7 +28,7 @@ def doctor(
     checks = check_host(results)
     code = int(exit_code(checks))
     if as_json:
-        typer.echo(json.dumps({"checks": [asdict(check) for check in checks], "exit_code": code}, indent=2))
+        echo(json.dumps({"checks": [asdict(check) for check in checks], "exit_code": code}, indent=2))
     else:
         rows = [
             (

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from bamboo_cli.terminal.echo import echo
+
 EPILOG = "Examples:  bamboo init  |  bamboo init --ci github  |  bamboo init elsewhere"
 _HERE = Path()
 
@@ -23,7 +25,7 @@ def init(
     files = starter(ci == "github")
     written = write_new(folder, files)
     for path in (folder / name for name in files):
-        typer.echo(f"{path}{'' if path in written else ' (kept: it exists)'}")
+        echo(f"{path}{'' if path in written else ' (kept: it exists)'}")
     if folder / WORKFLOW in written and not reference():
-        typer.echo("next: put a wheel of bamboo into wheels/, or say in the workflow from where pip gets it (BAMBOO)")
-    typer.echo(f"next: bamboo inject {folder / SCENARIO}")
+        echo("next: put a wheel of bamboo into wheels/, or say in the workflow from where pip gets it (BAMBOO)")
+    echo(f"next: bamboo inject {folder / SCENARIO}")

@@ -13,6 +13,7 @@ import typer
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.options.faults import Tee
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def inject(
     if folder is not None:
         cases = _attach(loaded, folder, as_json)
     else:
-        typer.echo(f"job: {loaded.job_from}", err=True)
+        echo(f"job: {loaded.job_from}", err=True)
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
 
@@ -111,7 +112,7 @@ def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult
     from engine.runtime.process.interrupts import holding
 
     with holding():
-        case = attach(loaded, folder, partial(typer.echo, err=True))
+        case = attach(loaded, folder, partial(echo, err=True))
         _print_case(loaded, case, as_json)
     return [case]
 
@@ -141,11 +142,11 @@ def _print_plan(loaded: Loaded, as_json: bool) -> None:
     faults = faults_as_plain(loaded.faults, loaded.scenario.job)
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
-        typer.echo(json.dumps(found))
+        echo(json.dumps(found))
         return
-    typer.echo(f"job: {loaded.job_from}")
+    echo(f"job: {loaded.job_from}")
     for each in faults:
-        typer.echo(each["text"])
+        echo(each["text"])
 
 
 def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
@@ -156,12 +157,12 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
     from bamboo_cli.terminal.live import untold
     from bamboo_cli.terminal.tables import print_table
 
-    typer.echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
+    echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
     rows = [(Text(each.result, RESULT_STYLES[each.result]), each.name, each.text) for each in case.checks]
     print_table(("result", "check", "text"), (False, False, False), rows, has_head=False, err=as_json)
     for recovery in untold(map(str, case.recoveries), err=as_json):
-        typer.echo(f"  {recovery}", err=as_json)
-    typer.echo(f"{case.folder}", err=as_json)
+        echo(f"  {recovery}", err=as_json)
+    echo(f"{case.folder}", err=as_json)
 
 
 def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
@@ -174,10 +175,10 @@ def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> in
         passed = sum(each.verdict == "passed" for each in cases)
         parts = [f"{passed} of {len(cases)} passed"]
         parts += [f"training stalled for {', '.join(f'{name} {each}' for name, each in stalls.items())}"] * bool(stalls)
-        typer.echo("; ".join(parts), err=as_json)
+        echo("; ".join(parts), err=as_json)
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict_word}
         stalls_ms = {name: round(each.least_ns / 1e6, 3) for name, each in stalls.items()}
         found |= {"exit_code": int(worst.exit_code), "stall_ms": stalls_ms, "runs": [each.as_dict() for each in cases]}
-        typer.echo(json.dumps(found))
+        echo(json.dumps(found))
     return int(worst.exit_code)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 from engine.core.texts import flags
 
@@ -73,7 +74,7 @@ def matrix(
     from engine.harness.matrix_runner import MatrixRun, usual_jobs
     from engine.runtime.process.interrupts import holding
 
-    typer.echo(f"job: {found.job_from}", err=True)
+    echo(f"job: {found.job_from}", err=True)
     with holding() as interrupts:
         run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
         done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
@@ -88,9 +89,9 @@ def _print_cells(file: str, names: Sequence[str], num_shards: int, seconds: Mapp
     from engine.core.faults.ci_shards import workflow_matrix
 
     if num_shards:
-        typer.echo(json.dumps(workflow_matrix(file, names, num_shards, seconds)))
+        echo(json.dumps(workflow_matrix(file, names, num_shards, seconds)))
     else:
-        typer.echo(json.dumps({"cells": names}) if as_json else "\n".join(names))
+        echo(json.dumps({"cells": names}) if as_json else "\n".join(names))
 
 
 def _folder(results: Path, name: str, *, resume: bool) -> Path:
@@ -146,9 +147,9 @@ def _run(
     done = {name: each for name, each in before.items() if each.result == "passed" and each.key == keys.get(name)}
     left = [each for each in chosen if each.cell.name not in done]
     if done:
-        typer.echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
+        echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
     if found.absent:
-        typer.echo(f"{len(found.absent)} combinations are no cells: the stage has no such action", err=True)
+        echo(f"{len(found.absent)} combinations are no cells: the stage has no such action", err=True)
     expected_s = estimated(
         [each.cell.name for each in left], {**seconds, **{name: each.seconds for name, each in before.items()}}
     )
@@ -163,7 +164,7 @@ def _run(
         first = next((each for each in left if done[each.cell.name].result == "failed"), None)
         if budget and first is not None:
             path, search = run.shrink(
-                lanes, first.loaded.scenario, done[first.cell.name], budget, partial(typer.echo, err=True)
+                lanes, first.loaded.scenario, done[first.cell.name], budget, partial(echo, err=True)
             )
             facts = {"tries": search.num_tries, "minimal": search.is_minimal}
             shrunk = {"cell": first.cell.name, "file": str(path)} | facts
@@ -198,7 +199,7 @@ def _write(
             stream.write(step_summary(found.name, done))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in error_commands(str(found.path), done):
-            typer.echo(line, err=True)  # the runner reads both streams
+            echo(line, err=True)  # the runner reads both streams
 
 
 def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[str]:
@@ -263,29 +264,29 @@ def _print(
     code: int,
     as_json: bool,
 ) -> None:
-    from bamboo_cli.terminal.console import has_colour, width_of
+    from bamboo_cli.terminal.console import LETTER_STYLES, say, width_of
     from engine.core.checks.cell_result import counts_text
-    from engine.report.pages.cell_grid import grid_of, grid_text
+    from engine.report.pages.cell_grid import grid_of, grid_parts
 
     if as_json:
         cells = [each.to_plain() for each in done]
         values = {"matrix": found.name, "exit_code": code, "folder": str(run.folder), "shrunk": shrunk}
         missing = {"interrupted": code in BY_SIGNAL, "not_run": _not_run(chosen, done)}
-        typer.echo(json.dumps(values | missing | {"cells": cells}))
+        echo(json.dumps(values | missing | {"cells": cells}))
         return
     grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
-    typer.echo(grid_text(grid, has_colour(), width_of()))
+    say(*((text, LETTER_STYLES.get(letter, "")) for text, letter in grid_parts(grid, width_of())))
     for each in done:
         if each.result != "passed":
-            typer.echo(f"{each.verdict}: {each.cell}: {each.text}")
-            typer.echo(f"  again: {_replay(str(found.path), run, each.cell)}")
+            echo(f"{each.verdict}: {each.cell}: {each.text}")
+            echo(f"  again: {_replay(str(found.path), run, each.cell)}")
     if shrunk is not None:
-        typer.echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
+        echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
     told = f"{counts_text(done)}; {sum(each.seconds for each in done):.1f} s of cases"
     if code in BY_SIGNAL:
         told = f"interrupted after {len(done)} of {len(chosen)} cells: {told}"
-    typer.echo(f"{found.name}: {told}")
-    typer.echo(str(run.folder))
+    echo(f"{found.name}: {told}")
+    echo(str(run.folder))
     if code in BY_SIGNAL:
         again = [*sys.argv[1:], *(["--resume"] if "--resume" not in sys.argv else [])]
-        typer.echo(f"go on: {shlex.join(['bamboo', *again])}")
+        echo(f"go on: {shlex.join(['bamboo', *again])}")

@@ -13,7 +13,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -52,7 +52,7 @@ def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path, request: pytest.FixtureR
         )
         worst = next((each for each in results if each.result != "passed"), results[0])
         if worst.result != "passed":
-            pytest.fail("\n".join(_failure(worst, found, settings, tmp_path / "runs")), pytrace=False)
+            _fail("\n".join(_failure(worst, found, settings, tmp_path / "runs")))
         return worst
 
     return run
@@ -75,7 +75,15 @@ def _read(scenario: str | Path, folder: Path, settings: Sequence[str]) -> Matrix
             return read_matrix(os.path.relpath(path), kinds(), settings, offered)
     except BambooError as error:
         problem = str(error)
-    pytest.fail(problem, pytrace=False)
+    _fail(problem)
+
+
+def _fail(text: str) -> NoReturn:
+    """Fails the test with a text, of which no character steers a terminal."""
+    from engine.core.texts import printable
+
+    __tracebackhide__ = True
+    pytest.fail(printable(text), pytrace=False)
 
 
 def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options import completion
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError, required
 from engine.files.atomic_write import storage_errors
 
@@ -139,7 +140,7 @@ def load_run(folder: RunFolder) -> RunTables:
 
     num_bytes = folder.events.stat().st_size
     if num_bytes > _LONG_BYTES:
-        typer.echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
+        echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
     return load(read_events(folder.events), folder.path.name)
 
 
@@ -166,10 +167,10 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
         if form is Format.TERMINAL or mood == "bad":
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
         for line, _ in exceptions_in_words(run.raised) if form is Format.TERMINAL else ():
-            typer.echo(f"  {line}")
+            echo(f"  {line}")
         if form is Format.TERMINAL and run.judgement.findings and not has_checks:
             print_table(*for_terminal(run.checks))
-            typer.echo("")
+            echo("")
 
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:
@@ -184,7 +185,7 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))
     elif output is None:
-        typer.echo(as_text(frame, form), nl=False)
+        echo(as_text(frame, form), nl=False)
     else:
         write(output, as_text(frame, Format.CSV if form is Format.TERMINAL else form))
 
@@ -193,7 +194,7 @@ def _write_page(path: Path, run: RunTables, *, is_opened: bool) -> None:
     from engine.report.pages.page import page
 
     write(path, page(run))
-    typer.echo(str(path), err=True)
+    echo(str(path), err=True)
     if is_opened:
         _open(path)
 
@@ -205,7 +206,7 @@ def _open(path: Path) -> None:
     # A browser in the terminal cannot show the page, which is drawn by a script.
     has_browser = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
     if not (has_browser and webbrowser.open(path.resolve().as_uri())):
-        typer.echo("no browser can be started here; open this file in one (or set BROWSER)", err=True)
+        echo("no browser can be started here; open this file in one (or set BROWSER)", err=True)
 
 
 def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
@@ -221,6 +222,6 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
     judged = [each.judge(tables) for each in conditions]
     judged = [*filter(itemgetter(1), map(judge_run, runs)), *judged] if texts else []
     for code, text in judged:
-        typer.echo(f"{_SAID[code]}: {text}", err=True)
+        echo(f"{_SAID[code]}: {text}", err=True)
     codes = {ExitCode.OK, *(code for code, _ in judged)}
     return next(code for code in _SAID if code in codes)

@@ -13,6 +13,7 @@ import typer
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Kills, NoTwin, Tee, grace_seconds, scenario_of
 from bamboo_cli.options.job import takes_job
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain
 
@@ -52,7 +53,7 @@ def run(
     faults = expand(scenario, resolved.job.seed)
     grace_s = grace_seconds(grace)
     if resolved.with_faults and not faults:
-        typer.echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
+        echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:
@@ -79,7 +80,7 @@ def run(
 def _print_explanation(resolved: Resolved, as_json: bool) -> None:
     rows = explain(resolved)
     if as_json:
-        typer.echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))
+        echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))
         return
     from bamboo_cli.terminal.tables import print_table
 
@@ -94,12 +95,12 @@ def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
     try:
         _print_ending(summary, result, resolved, as_json)
         if as_json:
-            typer.echo(json.dumps(summary))
+            echo(json.dumps(summary))
     except BrokenPipeError:
         pass  # the reader of the output is gone; the run folder has all of it
     except OSError as error:
         with contextlib.suppress(OSError):
-            typer.echo(f"bamboo: output: {error.strerror or error}; all of it is in {result.folder}", err=True)
+            echo(f"bamboo: output: {error.strerror or error}; all of it is in {result.folder}", err=True)
         return code or ExitCode.STORAGE
     return code
 
@@ -123,18 +124,18 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
 
     if result.error is not None:
         for line in str(_with_origins(result.error, resolved)).splitlines():
-            typer.echo(f"bamboo: {line}", err=True)
+            echo(f"bamboo: {line}", err=True)
     if summary["exit_code"] == ExitCode.STATE_LOST:
         from engine.harness.state_lost import state_lost_lines
 
         for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"]):
-            typer.echo(f"  {line}", err=True)
+            echo(f"  {line}", err=True)
     for line in untold(result.recovery_lines(), err=as_json):
-        typer.echo(line, err=as_json)
-    typer.echo("; ".join(_summary_parts(summary, result, resolved.job)), err=as_json)
-    typer.echo(summary["run_dir"], err=as_json)
+        echo(line, err=as_json)
+    echo("; ".join(_summary_parts(summary, result, resolved.job)), err=as_json)
+    echo(summary["run_dir"], err=as_json)
     if not as_json:
-        typer.echo(f"next: {'  |  '.join(_next_commands(summary, result, resolved.job))}", err=True)
+        echo(f"next: {'  |  '.join(_next_commands(summary, result, resolved.job))}", err=True)
 
 
 def _summary_parts(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:

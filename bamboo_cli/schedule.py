@@ -15,6 +15,7 @@ import typer
 
 from bamboo_cli.options.job import takes_job
 from bamboo_cli.options.plan import print_plan
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
 from engine.files.jobs.resolved_job import Resolved
 
@@ -52,7 +53,7 @@ def show(
         from engine.report.pages.schedule_page import schedule_page
 
         write(page, schedule_page(resolved.job))
-        typer.echo(str(page), err=True)
+        echo(str(page), err=True)
     print_plan(resolved.job, as_json)
 
 
@@ -84,16 +85,16 @@ def check(
     violations = verify(program, ownership)
     if as_json:
         code = ExitCode.EXPECTATION_FAILED if violations else ExitCode.OK
-        typer.echo(json.dumps({"violations": [str(each) for each in violations], "exit_code": int(code)}))
+        echo(json.dumps({"violations": [str(each) for each in violations], "exit_code": int(code)}))
     else:
         for each in violations:
-            typer.echo(str(each))
+            echo(str(each))
         marked = {(each.worker, each.position) for each in violations if each.position >= 0}
         for line in marked_lines(program, marked, shutil.get_terminal_size((120, 24)).columns) if marked else ():
-            typer.echo(line)
+            echo(line)
         num_actions = sum(len(actions) for actions in program.values())
         found = f"{len(violations)} broken rules" if violations else "verified"
-        typer.echo(f"{found}: {num_actions} actions on {len(program)} workers")
+        echo(f"{found}: {num_actions} actions on {len(program)} workers")
     if violations:
         raise typer.Exit(ExitCode.EXPECTATION_FAILED)
 
@@ -120,13 +121,13 @@ def export(
     job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
     program, _ = initial_program(job)
     if not compute_only or job.pipelines > 1:
-        typer.echo("torch's pipelining and --schedule FILE.csv read --compute-only, of one pipeline", err=True)
+        echo("torch's pipelining and --schedule FILE.csv read --compute-only, of one pipeline", err=True)
     if compute_only:
         program = {
             worker: tuple(action for action in actions if action.op in COMPUTE_OPS)
             for worker, actions in program.items()
         }
-    typer.echo(to_csv(program, pairs=compute_only and overlaps(job.schedule)), nl=False)
+    echo(to_csv(program, pairs=compute_only and overlaps(job.schedule)), nl=False)
 
 
 @schedule.command()
@@ -163,7 +164,7 @@ def compare(
         begin=_say if job.stages * job.microbatches > _SLOW else str,
     )
     if as_json:
-        typer.echo(json.dumps(asdict(comparison)))
+        echo(json.dumps(asdict(comparison)))
         return
     say(
         f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
@@ -173,7 +174,7 @@ def compare(
 
 
 def _say(name: str) -> None:
-    typer.echo(f"comparing {name}", err=True)
+    echo(f"comparing {name}", err=True)
 
 
 def _check_costs(forward: float, backward: float, weights: float) -> None:

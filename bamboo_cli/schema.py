@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from bamboo_cli.terminal.echo import echo
+
 EPILOG = (
     "Examples:  bamboo schema > scenario.schema.json  |  bamboo schema job  |  bamboo schema matrix  |  "
     "bamboo schema --output scenario.schema.json"
@@ -38,6 +40,6 @@ def schema(
     schemas = {Files.SCENARIO: lambda: json_schema(kinds()), Files.MATRIX: matrix_schema, Files.JOB: job_file_schema}
     text = json.dumps(schemas[of](), indent=2)
     if output is None:
-        typer.echo(text)
+        echo(text)
     else:
         write_atomically(output, text + "\n")

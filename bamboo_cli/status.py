@@ -14,6 +14,7 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.report import DEFAULT_RESULTS, Results
+from bamboo_cli.terminal.echo import echo
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
@@ -60,7 +61,7 @@ def status(
             found, live, has_launcher = reader.look()
             phase, found = found.phase, found if has_launcher else without_word(found)
             if picture is None:
-                typer.echo(json.dumps(asdict(found) | {"live": live}))
+                echo(json.dumps(asdict(found) | {"live": live}))
             else:
                 picture.show(found, live)
             if not (has_launcher and watch and (live or found.phase in UNDER_WAY)):
@@ -73,7 +74,7 @@ def status(
         error = CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
         if not as_json:
             raise error
-        typer.echo(f"bamboo: {error}", err=True)  # the status is the one object on stdout: its phase tells programs
+        echo(f"bamboo: {error}", err=True)  # the status is the one object on stdout: its phase tells programs
         raise typer.Exit(int(error.exit_code))
 
 

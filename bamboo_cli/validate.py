@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bamboo_cli.options.completion import library_files
+from bamboo_cli.terminal.echo import echo
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
 from engine.core.texts import counted
@@ -41,7 +42,7 @@ def validate(
     found = [_checked(each, seed, as_json) for each in files]
     code = min((each["exit_code"] for each in found if each["exit_code"]), default=ExitCode.OK)
     if as_json:
-        typer.echo(json.dumps({"exit_code": int(code), "files": found}))
+        echo(json.dumps({"exit_code": int(code), "files": found}))
     raise typer.Exit(code)
 
 
@@ -52,11 +53,11 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
         problems = [asdict(each) for each in error.problems] if isinstance(error, UserError) else []
         if not as_json:
             for line in str(error).splitlines():
-                typer.echo(f"bamboo: {line}", err=True)
+                echo(f"bamboo: {line}", err=True)
         code = int(error.exit_code)
         return {"file": name, "valid": False, "exit_code": code, "problems": problems, "error": str(error)}
     if not as_json:
-        typer.echo(f"{name}: valid: {text}")
+        echo(f"{name}: valid: {text}")
     return {"file": name, "valid": True, "exit_code": 0, "problems": [], **facts}
 
 

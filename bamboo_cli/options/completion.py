@@ -1,6 +1,7 @@
 """The values that shells complete: names of the library, of built-in parts and of runs, and the user's YAML files.
 
-Rule: a shell waits for the answer at every press of a key, so each function imports only a table of names.
+Rules: a shell waits for the answer at every press of a key, so each function imports only a table of names. A shell
+prints the values, so none has a character that steers a terminal.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ FIELDS: dict[str, Callable[[str], list[str]]] = {"model": models, "data": data, 
 
 
 def _beginning(incomplete: str, values: Iterable[str]) -> list[str]:
-    return [each for each in values if each.startswith(incomplete)]
+    return [each for each in values if each.startswith(incomplete) and each.isprintable()]
 
 
 def _files(incomplete: str, suffixes: Sequence[str] = _JOB_FILES) -> list[str]:

@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-import typer
-
+from bamboo_cli.terminal.echo import echo
 from engine.core.analysis.grid_text import grid_lines
 from engine.core.analysis.schedule_comparison import over_none
 from engine.core.analysis.utilization import bubbles
@@ -38,21 +37,21 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
             "over_none": longer,
             "shadows": {f"{slot[1]}@{slot[0]}": ownership.shadows_of(*slot) for slot in ownership.grid.slots()},
         }
-        typer.echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
+        echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
         return
     sizes = f"P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
-    typer.echo(f"{name_of(job.schedule)}: {sizes}")
+    echo(f"{name_of(job.schedule)}: {sizes}")
     for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns, ownership):
-        typer.echo(line)
-    typer.echo(_redundancy_line(job, ownership))
+        echo(line)
+    echo(_redundancy_line(job, ownership))
     if job.redundancy == "eager":
-        typer.echo(f"its redundant forwards lengthen the step by {longer:.1%} over none")
-    typer.echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
+        echo(f"its redundant forwards lengthen the step by {longer:.1%} over none")
+    echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
-    typer.echo(f"peak stashed activations, in microbatches: {stash}")
+    echo(f"peak stashed activations, in microbatches: {stash}")
     for line in describe(faults, job):
-        typer.echo(line)
-    typer.echo("the model itself is not built here: a run checks its number of layers")
+        echo(line)
+    echo("the model itself is not built here: a run checks its number of layers")
 
 
 def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bamboo_cli.report import DEFAULT_RESULTS, Results
+from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
 from engine.core.texts import counted
 
@@ -52,7 +53,7 @@ def clean(
     if not dry_run:
         point_latest_to_newest(results)
     if as_json:
-        typer.echo(json.dumps(_plain(results, rows, busy, dry_run)))
+        echo(json.dumps(_plain(results, rows, busy, dry_run)))
     else:
         _print(results, rows, busy, dry_run)
 
@@ -95,14 +96,12 @@ def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: li
     print_table(("what", "where", "MiB"), (False, False, True), table)
     for each, _, kept in rows:
         if kept:
-            typer.echo(f"{each.path} stays: it is in use again, or has files that bamboo did not write", err=True)
+            echo(f"{each.path} stays: it is in use again, or has files that bamboo did not write", err=True)
     total = _mib(sum(num_bytes for _, num_bytes, _ in rows))
     verb = "to delete" if dry_run else "deleted"
-    typer.echo(
-        f"{verb}: {total} MiB in {counted(len(rows), 'place')}" if rows else f"nothing to delete in {str(results)!r}"
-    )
+    echo(f"{verb}: {total} MiB in {counted(len(rows), 'place')}" if rows else f"nothing to delete in {str(results)!r}")
     if busy:
-        typer.echo(f"left alone, because it goes on: {', '.join(busy)}")
+        echo(f"left alone, because it goes on: {', '.join(busy)}")
 
 
 def _mib(num_bytes: int) -> str:

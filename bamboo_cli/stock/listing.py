@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bamboo_cli.report import DEFAULT_RESULTS, Results
+from bamboo_cli.terminal.echo import echo
 
 EPILOG = "Examples:  bamboo list  |  bamboo list scenarios  |  bamboo list runs --json  |  bamboo list data"
 _SCENARIOS = Path("scenarios")  # where `bamboo init` writes them
@@ -37,7 +38,7 @@ def show_list(
     kinds = [kind] if kind else list(Kind)
     rows = {each: _rows(each, results) for each in kinds}
     if as_json:
-        typer.echo(json.dumps(rows))
+        echo(json.dumps(rows))
     elif kind:
         _print(kind, rows[kind], results)
     else:
@@ -156,13 +157,13 @@ def _print(kind: Kind, rows: list[dict[str, Any]], results: Path) -> None:
     from bamboo_cli.terminal.tables import print_table
 
     if not rows:
-        typer.echo(f"no {kind} in {str(results)!r}" if kind is Kind.RUNS else f"no {kind}")
+        echo(f"no {kind} in {str(results)!r}" if kind is Kind.RUNS else f"no {kind}")
         return
     shown = [_shown_run(each) for each in rows] if kind is Kind.RUNS else [_shown(each) for each in rows]
     titles = list(shown[0])
     print_table(titles, [False] * len(titles), [list(each.values()) for each in shown])
     if kind in _ALSO:
-        typer.echo(_ALSO[kind])
+        echo(_ALSO[kind])
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, str]:

@@ -1,22 +1,28 @@
 """Colour and width of the output: decided here for every command.
 
-Rules: no style is written if NO_COLOR is set, if TERM is dumb, or if the output is no terminal; FORCE_COLOR allows
-styles without a terminal. Only a terminal has a width; other output has lines of any length.
+Rules: no character of a text steers the terminal, and no text is markup. No style is written if NO_COLOR is set, if
+TERM is dumb, or if the output is no terminal; FORCE_COLOR allows styles without a terminal. Only a terminal has a
+width; other output has lines of any length.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
+
+from engine.core.texts import printable
 
 GOOD, BAD, DOUBTFUL, OPEN = "green", "red", "yellow", "blue"
 STRONG = "bold"
-# Of the result of a check or a cell; of the state of a worker.
+# Of the result of a check or a cell; of its letter in a grid; of the state of a worker.
 RESULT_STYLES = {"passed": GOOD, "failed": BAD, "invalid": DOUBTFUL, "not judged": DOUBTFUL}
+LETTER_STYLES = {"P": GOOD, "F": BAD, "I": DOUBTFUL, "-": "bright_black"}
 STATE_STYLES = {
     **dict.fromkeys(("dead", "failed", "out", "gone"), f"{STRONG} {BAD}"),
     **dict.fromkeys(("finished", "left"), "dim"),
@@ -25,9 +31,18 @@ STATE_STYLES = {
 _ANY_WIDTH = 100_000
 
 
+class _SafeConsole(Console):
+    """A console whose only escape sequences are its own: styles, and moves of the cursor under a live picture."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for each in super().render(renderable, options):
+            is_own = each.control is not None or each.text.isprintable()
+            yield each if is_own else Segment(printable(each.text), each.style)
+
+
 def console(*, err: bool = False) -> Console:
     """Returns a console for stdout, or for stderr."""
-    return Console(
+    return _SafeConsole(
         stderr=err,
         highlight=False,
         markup=False,

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import typer
 from rich.console import Group
 from rich.live import Live
 from rich.padding import Padding
@@ -20,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from bamboo_cli.terminal.console import STATE_STYLES, can_redraw, console
+from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_output import WorkerOutput
 from bamboo_cli.terminal.worker_rows import awaited, doing, fitting, slots_text
@@ -115,7 +115,7 @@ class LivePicture:
             self._live.update(self._picture(view), refresh=True)
         elif now_s - self._said_s >= max(_PLAIN_EVERY_S, self._said_s - self._moved_s):
             self._said_s = now_s
-            typer.echo(self._line(view), err=True)
+            echo(self._line(view), err=True)
 
     def close(self) -> None:
         """Shows the notes and the output of workers that came after the last view."""
@@ -145,7 +145,7 @@ class LivePicture:
         if self._is_terminal:
             self._console.print(Text(text, style=style))
         else:
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
     def _line(self, view: RunView) -> str:
         return ("stopping: " if view.is_interrupted else "") + self._progress(view)
@@ -235,4 +235,4 @@ def _picture(job: Job, events: Path, *, tee: bool) -> Iterator[Callable[[RunView
 
 def screen(*, tee: bool = False) -> Screen:
     """Returns the screen of a command; with `tee` it also shows what the workers of a run print, but of no twin."""
-    return Screen(partial(typer.echo, err=True), partial(_picture, tee=tee))
+    return Screen(partial(echo, err=True), partial(_picture, tee=tee))

@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import typer
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from bamboo_cli.terminal.console import STRONG, console, has_colour, width_of
+from bamboo_cli.terminal.echo import echo
 
 # Titles of columns that may be left out, the least important first. All others are keys and main figures.
 FIRST_TO_GO = (
@@ -92,7 +92,7 @@ def print_table(
     width = width_of(err=err)
     if rows and width is None and not has_colour(err=err):  # a table of actions has a million cells: too many for rich
         for line in _plain_lines(titles, numeric, rows, has_head):
-            typer.echo(line, err=err)
+            echo(line, err=err)
     elif rows:
         console(err=err).print(fitted(titles, numeric, rows, width, has_head=has_head))
 

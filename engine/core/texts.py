@@ -1,6 +1,6 @@
 """Texts for readers: nouns in the singular or plural, and text from elsewhere for a terminal.
 
-Rule: no character of a text from elsewhere moves the cursor, changes colours or hides text.
+Rule: no character of a text from elsewhere moves the cursor, changes colours, hides text or turns its direction.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable
 
 _SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
-_KEPT = frozenset("\n\t")
+_DOUBTFUL = re.compile(r"[^ -~\n\t]")
 _FIRST_SPACE, _ENDS = "\xa0", "\u2028\u2029"  # spaces of Unicode, but not its ends of lines and paragraphs
 
 
@@ -36,10 +36,10 @@ def flags(name: str, values: Iterable[str]) -> list[str]:
 
 def printable(text: str) -> str:
     """Returns a text without escape sequences, and with ``?`` for each control character but tab and newline."""
-    text = _SEQUENCES.sub("", text)
-    return text if text.isprintable() else "".join(each if _is_harmless(each) else "?" for each in text)
+    return text if text.isprintable() else _DOUBTFUL.sub(_harmless, _SEQUENCES.sub("", text))
 
 
-def _is_harmless(character: str) -> bool:
+def _harmless(found: re.Match[str]) -> str:
+    character = found.group()
     is_space = character.isspace() and character >= _FIRST_SPACE and character not in _ENDS
-    return is_space or character.isprintable() or character in _KEPT
+    return character if is_space or character.isprintable() else "?"

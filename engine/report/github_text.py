@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.core.checks.cell_result import CellResult, counts_text
+from engine.core.texts import printable
 
 MAX_BYTES = 1_000_000
 _ORDER = {"failed": 0, "invalid": 1, "passed": 2}
@@ -44,7 +45,7 @@ def _why(result: CellResult) -> str:
 
 
 def _cell(text: str) -> str:
-    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    plain = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
     return " ".join(plain.split())
 
 

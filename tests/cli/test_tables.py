@@ -123,7 +123,7 @@ def commands() -> dict[str, Callable[[], Any]]:
         "live": live,
         "list runs": list_runs,
         "doctor": lambda: app(["doctor"], standalone_mode=False),
-        "matrix": lambda: print(grid_text(matrix_grid(), False, width_of())),
+        "matrix": lambda: print(grid_text(matrix_grid(), width_of())),
     }
 
 

@@ -6,14 +6,13 @@ empty. A field of several cells shows the worst result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from engine.core.checks.cell_result import CellResult
 
 _LETTERS = {"failed": "F", "invalid": "I", "": "-", "passed": "P"}  # the worst first
-_ANSI = {"F": "31", "I": "33", "-": "90", "P": "32"}
 LEGEND = "P passed  F failed  I invalid  - not run"
 
 Labels = Mapping[str, str]
@@ -73,16 +72,29 @@ def _row(name: str, labels: Labels) -> str:
     return labels.get("action") or name.partition("/")[0]
 
 
-def grid_text(grid: CellGrid, colours: bool, width: int | None = None) -> str:
+def grid_text(grid: CellGrid, width: int | None = None) -> str:
     """Returns the grid for a terminal of `width` columns, or for any width; faults without room stand below."""
+    return "".join(text for text, _ in grid_parts(grid, width))
+
+
+def grid_parts(grid: CellGrid, width: int | None = None) -> list[tuple[str, str]]:
+    """Returns `grid_text` in parts of (text, letter); the letter is the text of a field, and empty for other texts."""
     first = max((len(row) for row in grid.rows), default=0)
     blocks: list[list[tuple[str, list[str]]]] = [[]]
     for group in column_groups(grid.columns):
         if blocks[-1] and width is not None and first + sum(map(_width, [*blocks[-1], group])) > width:
             blocks.append([])
         blocks[-1].append(group)
-    lines = [line for block in blocks for line in (*_block_lines(grid, block, first, colours), "")]
-    return "\n".join([*lines[:-1], LEGEND])
+    lines = [line for block in blocks for line in (*_block_lines(grid, block, first), "")][:-1]
+    return [part for line in lines for part in _parts(line, first)] + [(LEGEND, "")]
+
+
+def _parts(line: str, first: int) -> Iterator[tuple[str, str]]:
+    """Yields the parts of a line; the lines of rows begin with a name in `first` columns."""
+    yield line[:first], ""
+    for each in line[first:]:
+        yield each, each if line[:first].strip() and not each.isspace() else ""
+    yield "\n", ""
 
 
 def _width(group: tuple[str, list[str]]) -> int:
@@ -90,7 +102,7 @@ def _width(group: tuple[str, list[str]]) -> int:
     return max(len(fault), 2 * len(stages)) + 2
 
 
-def _block_lines(grid: CellGrid, groups: Sequence[tuple[str, list[str]]], first: int, colours: bool) -> list[str]:
+def _block_lines(grid: CellGrid, groups: Sequence[tuple[str, list[str]]], first: int) -> list[str]:
     """Returns the lines of some faults, each row with its name in `first` columns."""
     widths = [_width(group) for group in groups]
     head = "".join(fault.ljust(width) for (fault, _), width in zip(groups, widths, strict=True))
@@ -102,7 +114,7 @@ def _block_lines(grid: CellGrid, groups: Sequence[tuple[str, list[str]]], first:
     for row in grid.rows:
         fields = []
         for (fault, stages), width in zip(groups, widths, strict=True):
-            shown = "".join(f"{_shown(grid.letter(row, (fault, stage)), colours)} " for stage in stages)
+            shown = "".join(f"{grid.letter(row, (fault, stage)) or ' '} " for stage in stages)
             fields.append(shown + " " * (width - 2 * len(stages)))
         lines.append(f"{row:<{first}}  {''.join(fields)}".rstrip())
     return [line for line in lines if line.strip()]
@@ -114,9 +126,3 @@ def column_groups(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
     for fault, stage in columns:
         groups.setdefault(fault, []).append(stage)
     return list(groups.items())
-
-
-def _shown(letter: str | None, colours: bool) -> str:
-    if letter is None:
-        return " "
-    return f"\x1b[{_ANSI[letter]}m{letter}\x1b[0m" if colours else letter
