@@ -166,6 +166,8 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
         mood, sentence = headline(run)
         if form is Format.TERMINAL or mood == "bad":
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
+        for gap in run.gaps:
+            echo(f"{run.name}: {gap}", err=True)
         for line, _ in exceptions_in_words(run.raised) if form is Format.TERMINAL else ():
             echo(f"  {line}")
         if form is Format.TERMINAL and run.judgement.findings and not has_checks:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from engine.core.config.job import Job
+from engine.core.history.gaps import gaps
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_history import RunHistory, history_of
@@ -62,6 +63,7 @@ class RunTables:
     scenario: ScenarioRecord | None  # of `bamboo inject`
     raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
     host: HostRecord | None  # None if the run was not started by a command
+    gaps: tuple[str, ...] = ()  # the parts of the record that are missing, in sentences
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -102,6 +104,7 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
+        gaps(history),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.errors import StorageError
 from engine.core.history.process_records import FailedRecord
-from engine.core.history.record import AGENT, VERSION
+from engine.core.history.record import AGENT, VERSION, UnreadLine
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import ActionRecord
 from engine.core.history.verdict_records import TwinRecord
@@ -43,10 +43,12 @@ def test_a_last_line_without_an_end_is_still_being_written(tmp_path: Path, half:
 
 
 @pytest.mark.parametrize("line", [b"garbage", b"\xff\xfe", b'{"event":', b"[1]", b"3", b"", b"{}"])
-def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
+def test_a_line_that_is_no_event_costs_itself_and_a_first_line_the_file(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(encoded(JOB).encode() + b"\n" + line + b"\n" + encoded(GO).encode() + b"\n")
-    with pytest.raises(StorageError, match=r"events\.jsonl:2: expected one event as JSON, found "):
+    assert list(read_events(path)) == [JOB, UnreadLine(number=2), GO]
+    path.write_bytes(line + b"\n" + encoded(GO).encode() + b"\n")
+    with pytest.raises(StorageError, match=r"events\.jsonl:1: expected one event as JSON, found "):
         list(read_events(path))
 
 

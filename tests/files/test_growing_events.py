@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from engine.core.errors import StorageError
+from engine.core.history.record import UnreadLine
+from engine.core.history.run_records import CommitRecord
 from engine.files.growing_events import GrowingEvents
 from tests.core.made_records import lines_of
 
@@ -25,10 +24,11 @@ def test_each_line_is_read_once_and_an_unfinished_one_later(tmp_path: Path) -> N
     assert events.read_on().committed == 3
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_a_torn_line_is_counted_and_the_next_is_read(tmp_path: Path) -> None:
     events = GrowingEvents(tmp_path / "events.jsonl")
     events.path.write_text(LINES)
     events.read_on()
-    events.path.write_text(f"{LINES}garbage\n")
-    with pytest.raises(StorageError, match=r"events\.jsonl:6"):
-        events.read_on()
+    events.path.write_text(f"{LINES}garbage\n{LINES.splitlines()[1]}\n")
+    history = events.read_on()
+    assert [each.number for each in history.of(UnreadLine)] == [6]
+    assert len(history.of(CommitRecord)) == 5

@@ -30,6 +30,13 @@ class StampedRecord(Record):
     at_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadLine(Record):
+    """A line of the file that is no record, such as the half of a line; a reader makes it, and no file has it."""
+
+    number: int  # of the line, from 1
+
+
 def kind_of(record: type[Record]) -> str:
     """Returns the kind of a record in its line, such as ``cut_short``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", record.__name__.removesuffix("Record")).lower()

@@ -35,6 +35,10 @@ _NEEDED = {
 } | {JobRecord: _STAMPS | {"version"} | _OF_JOB}
 
 
+class TornLineError(InvariantError):
+    """A line is no JSON object of an event: a write was cut short, or the file has other contents."""
+
+
 def encoded(record: Record) -> str:
     """Returns the line of a record, without the newline."""
     defaults = _DEFAULTS[type(record)]
@@ -49,12 +53,12 @@ def encoded(record: Record) -> str:
 
 
 def decoded(line: str) -> Record:
-    """Returns the record of a line; raises InvariantError that names the mistake in the line."""
+    """Returns the record of a line; raises InvariantError that names the mistake in the line, or TornLineError."""
     try:
         plain = json.loads(line)
         kind = plain.pop("event")
     except (ValueError, LookupError, AttributeError, TypeError):
-        raise InvariantError(f"expected one event as JSON, found {line[:80]!r}") from None
+        raise TornLineError(f"expected one event as JSON, found {line[:80]!r}") from None
     record = RECORDS.get(kind)
     if record is None:
         raise InvariantError(f"unknown event {kind!r}; use the bamboo that recorded it")
@@ -75,6 +79,15 @@ def decoded(line: str) -> Record:
             except TypeError as error:
                 raise InvariantError(f"the field {name!r} of event {kind!r} is not {error}") from None
     return record(**plain)
+
+
+def whole_end(line: str) -> str:
+    """Returns the record at the end of a torn line, which another writer appended to the half; empty without one.
+
+    The text that is searched for cannot stand inside of a record: there its quotes have backslashes.
+    """
+    begin = line.rfind('{"event":')
+    return line[begin:] if begin > 0 else ""
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
+from engine.core.history.gaps import gaps
 from engine.core.history.process_records import FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, EpochRecord, StaysRecord
@@ -36,6 +37,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         workers,
         tuple(_verdicts(history)),
         commits[-1].loss if commits else None,
+        gaps=gaps(history),
     )
 
 
@@ -82,14 +84,16 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
 def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     """Returns the status in the store of a run, completed from its records.
 
-    These have the workers that have ended, the last action of each worker, and the loss.
+    These have the workers that have ended, the last action of each worker, the loss, and the gaps in the records.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for each in recorded.workers:
         found = workers[each.worker]
         state = each.state if each.state in _ENDS else found.state
         workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
-    return replace(stored, workers=tuple(workers[each] for each in sorted(workers)), loss=recorded.loss)
+    return replace(
+        stored, workers=tuple(workers[each] for each in sorted(workers)), loss=recorded.loss, gaps=recorded.gaps
+    )
 
 
 def without_word(status: RunStatus) -> RunStatus:

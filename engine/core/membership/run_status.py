@@ -39,7 +39,7 @@ class RunStatus:
     """A run; `phase` is that of the protocol, or the outcome of an ended run; `verdicts` are (epoch, reason).
 
     `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
-    the launcher last wrote to its store, which it does each second.
+    the launcher last wrote to its store, which it does each second. `gaps` are the missing parts of the events.
     """
 
     run_id: str
@@ -51,6 +51,7 @@ class RunStatus:
     verdicts: tuple[tuple[int, str], ...] = field(default=())
     loss: float | None = None
     unwritten_s: float | None = None
+    gaps: tuple[str, ...] = ()
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:

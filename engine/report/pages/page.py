@@ -12,6 +12,7 @@ from string import Template
 import pandas as pd
 
 from engine.core.checks.stall import Stall, quantile
+from engine.core.texts import sentence
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
 from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
@@ -29,7 +30,7 @@ _OF_GLOO = re.compile(r"\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by.*"
 
 def page(run: RunTables) -> str:
     """Returns the page as HTML."""
-    mood, sentence = headline(run, with_weights=False)  # the page has a line for them
+    mood, outcome = headline(run, with_weights=False)  # the page has a line for them
     drawn, shown = timeline(run), charts(run)
     left_out = drawn["left_out"]
     data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
@@ -44,10 +45,15 @@ def page(run: RunTables) -> str:
         workers=html_table(_workers(run)),
         command=html.escape(command(run)),
     )
-    note = f"{left_out:,} actions of other steps are not in this page." if left_out else ""
+    note = " ".join(
+        [
+            *map(sentence, run.gaps),
+            *([f"{left_out:,} actions of other steps are not in this page."] if left_out else []),
+        ]
+    )
     when = when_text(run.host) if run.host else ""
     facts = [job_line(run.job), *([host_line(run.host)] if run.host else [])]
-    heading = Heading("bamboo report", run.name, mood, sentence, _tiles(run), note, when, facts, _weights(run))
+    heading = Heading("bamboo report", run.name, mood, outcome, _tiles(run), note, when, facts, _weights(run))
     return framed(heading, sections, data)
 
 
