@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from engine.files.jobs.job_file import resolve_job
 from tests.e2e.launcher import Done, Launcher
+from tests.security.test_requests_bounded import places
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -192,11 +192,8 @@ def test_a_running_job_is_struck_and_goes_on(launch: Launch, scenario: Write) ->
     assert struck["of"] == 1
     before = next(event["step"] for event in reversed(job.events("commit")) if event["at_ns"] < struck["at_ns"])
     assert struck["step"] == before + 1
-    bad = job.run_folder / "request-bad.json"
-    descriptor = os.open(bad, os.O_WRONLY | os.O_CREAT, 0o600)
-    os.write(descriptor, b'[{"id": "x", "do": "kill", "victims": [{"pid": 1}]}]')
-    os.close(descriptor)
-    job.wait_until(lambda: job.events("refused"))
+    bad = {each.name for each in places(job.run_folder)}  # requests that no launcher may take, nor end by
+    job.wait_until(lambda: {event["request"] for event in job.events("refused")} == bad)
     job.process.terminate()
     assert job.wait().code == 143
     assert job.leftovers() == []

@@ -168,13 +168,16 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         (
             fault("{at: {step: 1, stage: 0}, do: stop, for: 100, grace: 1s}"),
             [
-                "case.yaml:5:46: faults.0.for: expected a duration such as 250ms, 5s or 2m, found 100",
+                "case.yaml:5:46: faults.0.for: expected a duration such as 250ms, 5s or 2m, at most 24h, found 100",
                 "case.yaml:5:51: faults.0.grace: expected a parameter of stop, found 'grace' (it has for)",
             ],
         ),
         (
             fault("{at: {step: 1, stage: 0}, do: slow}"),
-            ["case.yaml:5:5: faults.0.factor: expected a number > 0, found nothing (slow needs it: how slow)"],
+            [
+                "case.yaml:5:5: faults.0.factor: expected a number > 0, at most 1000000, "
+                "found nothing (slow needs it: how slow)"
+            ],
         ),
         (
             fault("{at: {step: 1, stage: 0}, do: gil, gil: hold}"),

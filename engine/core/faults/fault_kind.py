@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from engine.core.duration import DURATION_FORM, parse_duration
+from engine.core.duration import DURATION_FORM, duration_text, parse_duration
 from engine.core.scalar import Scalar
 
 AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
 WITH_NOTICE = frozenset({"terminate"})  # kinds whose victim may hand its stages over before it ends
 HARMLESS = frozenset({"noop"})  # kinds without an effect
+
+MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
+MOST_COUNT, MOST_NUMBER, MOST_CHARACTERS = 10**9, 10**6, 1000
 
 ParameterForm = Literal["duration", "count", "number", "text", "choice"]
 
@@ -40,23 +43,32 @@ class Parameter:
         """The form of a value, in words."""
         if self.form == "choice":
             return f"one of {', '.join(self.choices)}"
-        return {"duration": DURATION_FORM, "count": "a whole number >= 0", "number": "a number > 0", "text": "text"}[
-            self.form
-        ]
+        return {
+            "duration": f"{DURATION_FORM}, at most {duration_text(MOST_NS)}",
+            "count": f"a whole number from 0 to {MOST_COUNT}",
+            "number": f"a number > 0, at most {MOST_NUMBER}",
+            "text": f"text of at most {MOST_CHARACTERS} characters",
+        }[self.form]
+
+    def fits(self, value: object) -> bool:
+        """Returns whether the parameter can have this value, which is in the program's units."""
+        match self.form:
+            case "duration":
+                return type(value) is int and 0 <= value <= MOST_NS
+            case "count":
+                return type(value) is int and 0 <= value <= MOST_COUNT
+            case "number":  # neither infinity nor NaN is in the range
+                return isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= MOST_NUMBER
+            case "text":
+                return isinstance(value, str) and len(value) <= MOST_CHARACTERS
+            case "choice":
+                return isinstance(value, str) and value in self.choices
 
     def read(self, value: object) -> Scalar | None:
         """Returns a value of a scenario file in the program's units, or None if it has another form."""
-        match self.form:
-            case "duration":
-                return parse_duration(value) if isinstance(value, str) else None
-            case "count":
-                return value if type(value) is int and value >= 0 else None
-            case "number":
-                return value if isinstance(value, (int, float)) and type(value) is not bool and value > 0 else None
-            case "text":
-                return value if isinstance(value, str) else None
-            case "choice":
-                return value if isinstance(value, str) and value in self.choices else None
+        if self.form == "duration":
+            value = parse_duration(value) if isinstance(value, str) else None
+        return cast(Scalar, value) if self.fits(value) else None
 
 
 @dataclass(frozen=True, slots=True)

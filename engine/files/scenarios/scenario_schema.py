@@ -11,7 +11,7 @@ from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
-from engine.core.faults.fault_kind import FaultKind, Parameter
+from engine.core.faults.fault_kind import MOST_CHARACTERS, MOST_COUNT, MOST_NUMBER, FaultKind, Parameter
 from engine.core.faults.scenario import OUTCOMES
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
@@ -196,7 +196,7 @@ def _parameter_json(parameter: Parameter) -> dict[str, Any]:
         return {"enum": list(parameter.choices)}
     return {
         "duration": DURATION.schema(),
-        "count": {"type": "integer", "minimum": 0},
-        "number": {"type": "number", "exclusiveMinimum": 0},
-        "text": {"type": "string"},
+        "count": {"type": "integer", "minimum": 0, "maximum": MOST_COUNT},
+        "number": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_NUMBER},
+        "text": {"type": "string", "maxLength": MOST_CHARACTERS},
     }[parameter.form]

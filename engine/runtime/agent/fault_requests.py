@@ -1,17 +1,18 @@
 """Faults that are requested while a job runs, by files ``request-<hex>.json`` in its run folder.
 
-Rules: a request is read once and removed. It must be a regular file of this user without access for others. Every field
-is checked; a request with a wrong field is refused as a whole and recorded. It can only strike workers of this run.
+Rules: a request is read once, answered by a record, and removed. It must be a regular file of this user without access
+for others. Its size, its depth, its faults and their numbers are bounded. Every field is checked; a request with a
+wrong field is refused as a whole. It can only strike workers of this run, and no content of a file ends the launcher.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import stat
 from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,21 @@ from engine.core.faults.fault import (
     from_plain,
     to_plain,
 )
-from engine.core.faults.fault_kind import Parameter
+from engine.core.faults.fault_kind import MOST_NS
 from engine.core.history.run_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
 
-PATTERN = "request-*.json"
+_BEGINNING, _ENDING = "request-", ".json"
 _MAX_BYTES = 65_536
+_MOST_DEEP = 8  # brackets in brackets; a fault has four
+_MOST_FAULTS, _MOST_VICTIMS = 256, 64
+_MOST_KNOWN = 4096  # faults of a run
+_MOST_FILES, _MOST_ANSWERS = 4096, 16  # of a look
+_MOST_OF_REASON = 500  # characters
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,99}")
+_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"?')
 
 
 class FaultRequests:
@@ -49,29 +56,66 @@ class FaultRequests:
         self._job = job
         self._workers = workers
         self._recorder = recorder
+        self._left_there: set[str] = set()  # the names of answered requests that could not be removed
 
     def look(self, injector: Injector) -> None:
-        """Handles the requests since the last call."""
-        for path in sorted(self._folder.glob(PATTERN)):
+        """Answers requests since the last call: a bounded number, and one with faults, which go to every worker."""
+        for name in self._new():
+            path = self._folder / name
+            faults: tuple[Fault, ...] = ()
             try:
                 faults = read_request(_text(path), self._job, self._workers, injector.known)
-            except (BambooError, OSError, ValueError) as error:
-                self._recorder.write(RefusedRecord(request=path.name, reason=str(error)))
+            except FileNotFoundError:
+                continue  # it was withdrawn
+            except Exception as error:  # of any kind: a file of a user must not end the launcher
+                self._recorder.write(RefusedRecord(request=name, reason=_reason(error)))
             else:
-                self._recorder.write(RequestRecord(request=path.name, faults=tuple(fault.id for fault in faults)))
+                self._recorder.write(RequestRecord(request=name, faults=tuple(fault.id for fault in faults)))
                 injector.add(faults)
-            with contextlib.suppress(OSError):
-                path.unlink()
+            if not _removed(path):
+                self._left_there.add(name)
+            if faults:
+                return
+
+    def _new(self) -> list[str]:
+        """Returns the names of the requests to answer now; those of a folder that cannot be read wait."""
+        try:
+            with os.scandir(self._folder) as entries:
+                names = [each.name for each in islice(entries, _MOST_FILES)]
+        except OSError:
+            return []
+        found = (each for each in names if each.startswith(_BEGINNING) and each.endswith(_ENDING))
+        return sorted(each for each in found if each not in self._left_there)[:_MOST_ANSWERS]
+
+
+def _removed(path: Path) -> bool:
+    """Removes a request, also an empty folder of its name; returns whether it is gone."""
+    for remove in (os.unlink, os.rmdir):
+        try:
+            remove(path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _reason(error: Exception) -> str:
+    is_told = isinstance(error, (BambooError, OSError, ValueError))
+    return (str(error) if is_told else f"it cannot be read ({type(error).__name__})")[:_MOST_OF_REASON]
 
 
 def _text(path: Path) -> str:
     """Returns the text of a request; raises ValueError if another user may have written it, or OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
+    try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise ValueError("expected a regular file of this user with mode 0600")
-        data = file.read(_MAX_BYTES + 1)
+        data = os.read(fd, _MAX_BYTES + 1)
+    finally:
+        os.close(fd)
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
     return data.decode()
@@ -79,9 +123,15 @@ def _text(path: Path) -> str:
 
 def read_request(text: str, job: Job, workers: Collection[int], known: Collection[str]) -> tuple[Fault, ...]:
     """Returns the faults of a request; raises ValueError, or ScheduleError for a wrong action."""
-    plain = json.loads(text)
+    plain = _json(text)
     if not isinstance(plain, list):
         raise ValueError("expected a list of faults")
+    if not 0 < len(plain) <= _MOST_FAULTS:
+        raise ValueError(f"expected 1 to {_MOST_FAULTS} faults, found {len(plain)}")
+    if len(known) + len(plain) > _MOST_KNOWN:
+        raise ValueError(f"expected at most {_MOST_KNOWN} faults in a run, which has {len(known)}")
+    if len(json.dumps(plain)) > _MAX_BYTES:  # as it travels to the workers
+        raise ValueError(f"it is longer than {_MAX_BYTES} bytes in ASCII")
     faults: list[Fault] = []
     names = [str(each.get("id")) for each in plain if isinstance(each, dict)]
     for each in plain:
@@ -98,6 +148,20 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
     return tuple(faults)
 
 
+def _json(text: str) -> Any:
+    """Returns the values of a JSON text; raises ValueError if they are too deep, or for NaN or Infinity."""
+    depth = 0
+    for each in _TEXTS.sub("", text):
+        depth += (each in "[{") - (each in "]}")
+        if depth > _MOST_DEEP:
+            raise ValueError(f"expected at most {_MOST_DEEP} brackets in brackets")
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"expected a finite number, found {name}")
+
+
 def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str]) -> str:
     """Returns the first problem of a fault, empty for none."""
     if not isinstance(fault.id, str) or not _ID.fullmatch(fault.id) or ids.count(fault.id) > 1:
@@ -106,18 +170,19 @@ def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str
         return f"expected one of {', '.join(registered())}, found {fault.do!r}"
     parameters = {each.key: each for each in registered()[fault.do].kind.parameters}
     for key, value in fault.parameters.items():
-        if key not in parameters or not _fits(parameters[key], value):
-            return f"parameter {key!r} of {fault.do} cannot be {value!r}"
+        expected = parameters[key].expected if key in parameters else f"one of {', '.join(parameters) or 'none'}"
+        if key not in parameters or not parameters[key].fits(value):
+            return f"parameter {key!r} of {fault.do}: expected {expected}"
     if not _is_moment(fault.moment, job, ids):
         return "expected a moment of this job, or after another fault"
-    if not fault.victims or not all(_is_victim(each, job, workers) for each in fault.victims):
+    if not 0 < len(fault.victims) <= _MOST_VICTIMS or not all(_is_victim(each, job, workers) for each in fault.victims):
         return "expected victims among the workers of this run"
     return ""
 
 
 def _is_moment(moment: Moment, job: Job, ids: Collection[str]) -> bool:
     if isinstance(moment, After):
-        return moment.fault in ids and moment.phase in (None, *PHASES) and _is_count(moment.delay_ns)
+        return moment.fault in ids and moment.phase in (None, *PHASES) and _is_count(moment.delay_ns, MOST_NS + 1)
     slot = (moment.action.pipeline, moment.action.stage)
     return _is_count(moment.step, job.steps) and moment.when in WHENS and _is_slot(*slot, job)
 
@@ -134,16 +199,5 @@ def _is_slot(pipeline: Any, stage: Any, job: Job) -> bool:
     return _is_count(pipeline, job.pipelines) and _is_count(stage, job.stages)
 
 
-def _is_count(value: Any, below: float = float("inf")) -> bool:
+def _is_count(value: Any, below: int) -> bool:
     return type(value) is int and 0 <= value < below
-
-
-def _fits(parameter: Parameter, value: Any) -> bool:
-    """Returns whether a parameter can have this value, in the units of the program."""
-    match parameter.form:
-        case "duration" | "count":
-            return _is_count(value)
-        case "number":
-            return type(value) in (int, float) and value > 0
-        case _:
-            return isinstance(value, str) and value in (parameter.choices or (value,))
