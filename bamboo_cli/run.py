@@ -62,10 +62,11 @@ def run(
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
         from bamboo_cli.terminal.live import screen
-        from engine.harness.case_runner import Case, run_case
+        from engine.harness.case_runner import Case, folder_name, run_case
         from engine.runtime.process.interrupts import holding
 
-        name = resolved.job.name or _run_name(resolved.job.model)
+        factory = resolved.job.model.rpartition(":")[2]
+        name = resolved.job.name or folder_name(factory.replace("_", "-"), "model")
         case = Case(name, scenario, faults, resolved.origins, grace_s=grace_s)
         settings = etcd_settings(etcd, etcd_plain_http)
         try:
@@ -103,11 +104,6 @@ def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
             echo(f"bamboo: output: {error.strerror or error}; all of it is in {result.folder}", err=True)
         return code or ExitCode.STORAGE
     return code
-
-
-def _run_name(model: str) -> str:
-    """Returns a folder's name for a model; for package.module:factory it is the factory."""
-    return model.rpartition(":")[2].lower().replace("_", "-")[:40]
 
 
 def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:

@@ -9,6 +9,7 @@ import contextlib
 import re
 import secrets
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
+_MOST_OF_NAME = 1_000  # characters of a text that are looked at for a folder's name
 _QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
 
 
@@ -57,10 +59,18 @@ class Case:
     grace_s: float = 120.0
 
 
+def folder_name(text: str, otherwise: str) -> str:
+    """Returns the part of a run folder's name for any text: at most 40 of a-z 0-9 . _ -, `otherwise` if none is left.
+
+    A letter with an accent loses it.
+    """
+    plain = unicodedata.normalize("NFKD", text[:_MOST_OF_NAME]).encode("ascii", "ignore").decode().lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("-._")[:40] or otherwise
+
+
 def case_of_file(loaded: Loaded) -> Case:
     """Returns the case of a scenario file."""
-    name = re.sub(r"[^a-z0-9._-]+", "-", loaded.scenario.name.lower()).strip("-._")[:40] or "case"
-    return Case(name, loaded.scenario, loaded.faults, loaded.origins, file=loaded)
+    return Case(folder_name(loaded.scenario.name, "case"), loaded.scenario, loaded.faults, loaded.origins, file=loaded)
 
 
 def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # number of the result, number of cells, result, expected seconds for the rest
 Tell = Callable[[int, int, CellResult, float], None]
+_MOST_OF_FILE_NAME = 200  # bytes; a file system takes 255, with the beginning and the ending of the name
 LANE = "engine.harness.matrix_lane"
 
 
@@ -36,7 +38,7 @@ class MatrixRun:
         """Returns the task of a lane: name, scenario as plain values, settings, and the folder for the run."""
         return {
             "cell": name,
-            "file": name.replace("/", "-"),
+            "file": _file_name(name),
             "scenario": scenario,
             "settings": list(settings),
             "results": str(self.folder / "runs"),
@@ -112,11 +114,20 @@ class MatrixRun:
 
         ending = {kind.name for kind in kinds().values() if kind.ends}
         shrunk = shrink(scenario, fails, ending, budget)
-        path = self.folder / f"shrunk-{failed.cell.replace('/', '-')}.yaml"
+        path = self.folder / f"shrunk-{_file_name(failed.cell)}.yaml"
         head = f"# The smallest scenario found that fails as {failed.cell} does: {failed.failure}.\n"
         head += f"# Run it: bamboo matrix {path}\n"
         write_atomically(path, head + scenario_text(scenario_plain(shrunk.scenario)))
         return path, shrunk
+
+
+def _file_name(cell: str) -> str:
+    """Returns the name of a cell as a part of a file's name; a long one ends in its hash."""
+    name = cell.replace("/", "-")
+    whole = name.encode("utf-8", "replace")
+    if len(whole) <= _MOST_OF_FILE_NAME:
+        return name
+    return f"{whole[:100].decode('utf-8', 'ignore')}-{hashlib.sha256(whole).hexdigest()[:16]}"
 
 
 def usual_jobs() -> int:

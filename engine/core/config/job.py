@@ -19,7 +19,7 @@ Dtype = Literal["float32", "bfloat16"]
 OptimizerName = Literal["sgd", "adamw"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
-FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
 
 
 def _field(default: Scalar, text: str) -> Any:
