@@ -170,7 +170,10 @@ class HeartbeatMessage(ToAgent):
 
 @message
 class VoteMessage(ToAgent):
-    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss."""
+    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss.
+
+    In a step with an audit it adds the marks of the microbatches that it has loaded.
+    """
 
     epoch: int
     step: int
@@ -179,6 +182,8 @@ class VoteMessage(ToAgent):
     layers: tuple[int, ...] = ()
     squared_norms: tuple[float, ...] = ()  # of the gradients of these layers
     loss: float | None = None
+    loaded: tuple[int, ...] = ()  # microbatches
+    marks: tuple[str, ...] = ()  # of these microbatches
 
 
 @message

@@ -20,14 +20,14 @@ def test_what_all_say_alike_is_pure() -> None:
 
 
 def test_all_that_differ_are_named_with_both_workers() -> None:
-    book = PurityBook()
-    book.add(0, [("a", marks()), ("b", marks()), (DATA, {"microbatch 0": "x"})])
+    book = PurityBook("mine:rows")
+    book.add(0, [("a", marks()), ("b", marks()), (DATA, {"microbatch 0": "x" * 8 + "t" * 8})])
     with pytest.raises(UserError) as caught:
-        book.add(3, [("a", marks(output="p")), ("b", marks(output="p")), (DATA, {"microbatch 0": "y"})])
+        book.add(3, [("a", marks(output="p")), ("b", marks(output="p")), (DATA, {"microbatch 0": "y" * 8 + "t" * 8})])
     assert [(problem.field, problem.found) for problem in caught.value.problems] == [
         ("model", "a: its output differs between worker 0 and worker 3"),
         ("model", "b: its output differs between worker 0 and worker 3"),
-        ("data", "its microbatch 0 differs between worker 0 and worker 3"),
+        ("data", "mine:rows: the inputs of microbatch 0 differ between worker 0 and worker 3"),
     ]
 
 

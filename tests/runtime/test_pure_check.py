@@ -125,7 +125,7 @@ def test_a_loss_and_data_that_differ_are_named() -> None:
 
     pure = between(PURE["remembering"])
     (found,) = refused(check_of(pure, Drifting(0)))
-    assert found == "its microbatch 1 differs when it is loaded again"
+    assert found == "auto: the inputs of microbatch 1 of pipeline 0 in step 0 differ when they are loaded again"
     (found,) = refused(check_of(Model(pure.layers, loss)))
     assert found == "layer 3 (last): its forward of microbatch 0 draws from Python's random"
 

@@ -52,18 +52,21 @@ class AuditBook:
             self._is_disputed = True
             raise
 
-    def close(self, step: int, loss: float) -> list[TrajectoryRow]:
-        """Returns the rows of `step` and begins the next; a step without a complete audit has no rows."""
+    def close(self, step: int, loss: float, data: AuditMarks = ()) -> list[TrajectoryRow]:
+        """Returns the rows of `step`, with the marks of its data, and begins the next step.
+
+        A step without a complete audit has no rows.
+        """
         states, buffers, self._states, self._buffers = self._states, self._buffers, {}, {}
         if self._is_disputed or len(buffers) < self.num_layers * self.num_pipelines:
             return []
-        rows = []
+        rows, of_data = [], self._marks(data)
         for layer in range(self.num_layers):
             of_buffers = [buffers[layer, pipeline] for pipeline in range(self.num_pipelines)]
             joined = _joined([report[0] for report in of_buffers])
             state, _, of_state = states[layer]
             marks = (self._marks(of_state), self._marks(of_buffers[0][2]))  # of the first pipeline
-            rows.append(TrajectoryRow(step, layer, state, joined, loss, marks))
+            rows.append(TrajectoryRow(step, layer, state, joined, loss, marks, of_data))
         return rows
 
     def _marks(self, of_tensors: AuditMarks) -> TensorMarks:

@@ -9,40 +9,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from engine.core.checks.loaded_data import SEE, another
 from engine.core.errors import Problem, UserError
 
 DigestByName = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
 
 INPUT = "input"  # the layer's input; if it differs, an earlier layer or the data is the cause
 DATA = "data"  # the source of data, in place of a layer's name
-_SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
 
 
-def impure(name: str, found: str) -> Problem:
-    """Returns the problem of a layer, or of the data; `found` says which value differs."""
-    if name == DATA:
-        hint = f"let it depend on seed, step, pipeline and microbatch alone, {_SEE}"
-        return Problem(DATA, "a microbatch with the same bits whenever it is loaded", found, hint)
+def impure_layer(name: str, found: str) -> Problem:
+    """Returns the problem of a layer; `found` says which value differs."""
     hint = (
         "no replica has what made the difference, so a failover would change the bits: keep state in buffers that "
-        f"forwards alone change, draw from torch's default generator, {_SEE}"
+        f"forwards alone change, draw from torch's default generator, {SEE}"
     )
     return Problem("model", "layers that make the same bits again", f"{name}: {found}", hint)
 
 
 @dataclass(slots=True)
 class PurityBook:
-    """The marks of layers that the workers have tried."""
+    """The marks of the layers that the workers have tried, and of the data that they have loaded from `source`."""
 
-    _first: dict[str, tuple[int, DigestByName]] = field(default_factory=dict)  # layer -> its first worker and marks
+    source: str = ""
+    # layer -> value -> the first worker that told it, and its mark
+    _first: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
 
     def add(self, worker: int, rows: Iterable[tuple[str, DigestByName]]) -> None:
         """Adds a worker's marks of some layers; raises UserError if another worker has other marks for a layer."""
         problems = []
         for name, marks in rows:
-            first, known = self._first.setdefault(name, (worker, marks))
-            differing = (value for value, mark in marks.items() if known.get(value, mark) != mark)
+            known = self._first.setdefault(name, {})
+            first = {value: known.setdefault(value, (worker, mark)) for value, mark in marks.items()}
+            differing = (value for value, mark in marks.items() if first[value][1] != mark)
             if (value := next(differing, INPUT)) != INPUT:
-                problems.append(impure(name, f"its {value} differs between worker {first} and worker {worker}"))
+                teller, mark = first[value]
+                how = f"between worker {teller} and worker {worker}"
+                if name == DATA:
+                    problems.append(another(self.source, value, (mark, marks[value]), how))
+                else:
+                    problems.append(impure_layer(name, f"its {value} differs {how}"))
         if problems:
             raise UserError(problems)

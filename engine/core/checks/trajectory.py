@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from engine.core.errors import ensure
-from engine.core.history.verdict_records import Difference
+from engine.core.history.verdict_records import DATA_PART, Difference
 
 MARK_DIGITS = 8
 _HASH_DIGITS = 12  # of a hash in a message
@@ -27,7 +27,8 @@ NO_MARKS: TensorMarks = ((), "")
 class TrajectoryRow:
     """One layer after one step: SHA-256 (hex) of weights and optimizer state, of buffers, and the step's loss.
 
-    The marks of the tensors only explain a difference; files do not have them.
+    The marks of the tensors, and of the microbatches of the step (`data`), only explain a difference; files do not
+    have them.
     """
 
     step: int
@@ -36,6 +37,7 @@ class TrajectoryRow:
     buffers: str
     loss: float | None
     marks: tuple[TensorMarks, TensorMarks] = field(default=(NO_MARKS, NO_MARKS), compare=False, repr=False)
+    data: TensorMarks = field(default=NO_MARKS, compare=False, repr=False)
 
     def texts(self) -> tuple[str, ...]:
         """Returns the row as text in the order of `COLUMNS`; a missing loss is empty."""
@@ -43,6 +45,7 @@ class TrajectoryRow:
         return (str(self.step), str(self.layer), self.state, self.buffers, loss)
 
 
+_Rows = dict[tuple[int, int], TrajectoryRow]  # by step and layer
 COLUMNS = tuple(each.name for each in fields(TrajectoryRow) if each.compare)
 
 
@@ -56,9 +59,15 @@ def trajectory_hash(rows: Iterable[TrajectoryRow]) -> str:
 def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]) -> Difference | None:
     """Returns the first difference between two trajectories, or None.
 
-    Of the first step that differs: its first layer with other tensors; else the loss.
+    Of the first step that differs: its first microbatch with other bits, which explains all else; else its first layer
+    with other tensors; else the loss.
     """
     ours, theirs = _by_key(run), _by_key(twin)
+    found = _first_of_results(ours, theirs)
+    return found and (_of_data(found.step, ours, theirs) or found)
+
+
+def _first_of_results(ours: _Rows, theirs: _Rows) -> Difference | None:
     loss: Difference | None = None
     for step, layer in sorted(ours.keys() | theirs.keys()):
         if loss is not None and step > loss.step:
@@ -70,24 +79,31 @@ def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]
         parts = zip(_PARTS, (mine.state, mine.buffers), (its.state, its.buffers), mine.marks, its.marks, strict=True)
         for part, one, other, marks, its_marks in parts:
             if one != other:
-                tensor = _first_tensor(marks, its_marks)
+                tensor, _, _ = _first_mark(marks, its_marks)
                 return Difference(step, layer, part, tensor, one[:_HASH_DIGITS], other[:_HASH_DIGITS])
         if loss is None and repr(mine.loss) != repr(its.loss):
             loss = Difference(step, None, "loss", "", repr(mine.loss), repr(its.loss))
     return loss
 
 
-def _first_tensor(mine: TensorMarks, its: TensorMarks) -> str:
-    """Returns the name of the first tensor that differs, or an empty text if the marks do not tell."""
+def _of_data(step: int, ours: _Rows, theirs: _Rows) -> Difference | None:
+    """Returns the first microbatch of a step that differs; None if the marks do not tell."""
+    mine, its = (next((row.data for (at, _), row in rows.items() if at == step), NO_MARKS) for rows in (ours, theirs))
+    microbatch, one, other = _first_mark(mine, its)
+    return Difference(step, None, DATA_PART, microbatch, one, other) if microbatch else None
+
+
+def _first_mark(mine: TensorMarks, its: TensorMarks) -> tuple[str, str, str]:
+    """Returns the name of the first tensor that differs and its two marks, or empty texts if the marks do not tell."""
     for number, name in enumerate(mine[0][: len(its[0])]):
         place = slice(number * MARK_DIGITS, (number + 1) * MARK_DIGITS)
         if mine[1][place] != its[1][place]:
-            return name
-    return ""
+            return name, mine[1][place], its[1][place]
+    return "", "", ""
 
 
-def _by_key(rows: Iterable[TrajectoryRow]) -> dict[tuple[int, int], TrajectoryRow]:
-    by_key: dict[tuple[int, int], TrajectoryRow] = {}
+def _by_key(rows: Iterable[TrajectoryRow]) -> _Rows:
+    by_key: _Rows = {}
     for row in rows:
         key = (row.step, row.layer)
         ensure(key not in by_key, f"two rows for step {row.step}, layer {row.layer}")

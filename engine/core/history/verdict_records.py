@@ -10,16 +10,20 @@ from engine.core.history.record import StampedRecord
 Result = Literal["passed", "failed", "invalid", "not judged"]  # the last one: a signal came before
 
 
+DATA_PART = "data"  # the part of a difference between two microbatches
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between a run and its twin: in a layer after a step, or in the loss of the step.
+    """The first difference between a run and its twin: in a layer after a step, in the loss or the data of the step.
 
     `part` is the part that differs, in words; `tensor` is the first tensor of it that differs, or empty if that is not
-    known. `run` and `twin` are the beginnings of hashes, or losses.
+    known. Where the data differ, `tensor` is the first microbatch. `run` and `twin` are the beginnings of hashes, or
+    losses.
     """
 
     step: int
-    layer: int | None  # None for the loss
+    layer: int | None  # None for the loss and the data
     part: str
     tensor: str
     run: str
@@ -27,7 +31,8 @@ class Difference:
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f", layer {self.layer}"
-        tensor = f", tensor {self.tensor}" if self.tensor else ""
+        kind = "" if self.part == DATA_PART else "tensor "
+        tensor = f", {kind}{self.tensor}" if self.tensor else ""
         values = f"{self.run} in this run and {self.twin} in its twin"
         return f"step {self.step}{layer}{tensor}: different {self.part}, {values}"
 
@@ -72,10 +77,12 @@ class ComparisonRecord(StampedRecord):
         text = f"the weights are not those of the fault-free twin: {self.difference}"
         if not self.is_random:
             return text
+        is_data = self.difference.part == DATA_PART
         when = (
             "there was no fault" if self.disturbed is None else f"it differs before the fault of step {self.disturbed}"
         )
-        return f"{text}; {when}: the model is not deterministic, it uses something random that bamboo does not seed"
+        cause = "the data are not deterministic, they use" if is_data else "the model is not deterministic, it uses"
+        return f"{text}; {when}: {cause} something random that bamboo does not seed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from engine.core.checks.audit import AuditBook
+from engine.core.checks.audit import AuditBook, AuditMarks
+from engine.core.checks.loaded_data import LoadedBook
 from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import Job
@@ -55,10 +56,16 @@ class RunState:
     rows: list[TrajectoryRow] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # for the user, shown at once
-    purity: PurityBook = field(default_factory=PurityBook)
+    purity: PurityBook = field(init=False)
     going_at_ns: int = 0
     _book: AuditBook = field(init=False)
+    _loaded: LoadedBook = field(init=False)  # of the open step
+    _data_marks: AuditMarks = ()  # of the last committed step
     _ballot: Ballot | None = None
+
+    def __post_init__(self) -> None:
+        self.purity = PurityBook(self.job.data)
+        self._loaded = LoadedBook(self.job.data, refuses=self.job.check_pure)
 
     @property
     def committed(self) -> int:
@@ -104,14 +111,18 @@ class RunState:
     def vote(self, worker: int, vote: VoteMessage) -> Commit | None:
         """Counts a vote; returns the commit if the vote was the last missing one.
 
-        Raises InvariantError if replicas disagree on the previous step, DivergedError for a norm that is not finite.
+        Raises InvariantError if replicas disagree on the previous step, UserError if two workers have loaded different
+        data in this one, DivergedError for a norm that is not finite.
         """
+        if vote.step == self.committed + 1:  # the marks of a worker count that dies before the commit
+            self._loaded.add(vote.step, worker, vote.pipeline, dict(zip(vote.loaded, vote.marks, strict=True)))
         if self._ballot is None:
             return None
         commit = self._ballot.add(worker, vote)
         if commit is not None:
             # Every voter has sent its hashes of the previous step before its vote.
             self.close_book()
+            self._data_marks = self._loaded.close()
             if not math.isfinite(commit.grad_norm):
                 raise DivergedError(
                     f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps"
@@ -136,7 +147,7 @@ class RunState:
     def close_book(self) -> None:
         """Adds the trajectory rows of the last committed step."""
         if self.losses:
-            self.rows += self._book.close(self.committed, self.losses[-1])
+            self.rows += self._book.close(self.committed, self.losses[-1], self._data_marks)
 
     def validated(self, outcome: ValidationMessage) -> None:
         """Keeps the result of a validation pass."""

@@ -69,8 +69,11 @@ class ForkServer:
 
     def __init__(self) -> None:
         # One thread per numeric library until a worker sets its own count: a fork does not copy pool threads.
-        self._environment = os.environ | dict.fromkeys(
-            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+        # One seed for the hashes of texts: the order of a set is the same in a run, in its twin and on another day.
+        self._environment = (
+            {"PYTHONHASHSEED": "0"}
+            | os.environ
+            | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         )
         self._children: list[Child] = []
         self._is_forking = False

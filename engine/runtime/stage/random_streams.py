@@ -51,6 +51,14 @@ def _of_numpy(holder: Any) -> object:
     return (name, keys.tobytes(), *others)
 
 
+def displace(seed: int) -> None:
+    """Sets all process-wide streams to other positions: a result that hangs on one of them changes with `seed`."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed)
+
+
 @contextlib.contextmanager
 def set_back() -> Iterator[None]:
     """Restores the positions of all process-wide streams at the end of the block."""

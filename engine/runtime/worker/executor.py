@@ -19,7 +19,7 @@ from engine.core.messages import CommitMessage
 from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
-from engine.models.layers import Batch, Tensors
+from engine.models.layers import Tensors
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.gradient_stream import GradientStreams
@@ -28,6 +28,7 @@ from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.transfers import Receiver
 from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.handlers import Method, run_in_order
+from engine.runtime.worker.microbatch_loader import MicrobatchLoader
 from engine.runtime.worker.step_end import StepEnd
 from engine.runtime.worker.worker_context import WorkerContext
 
@@ -43,14 +44,14 @@ class Executor:
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._methods = self._table()
-        self._batches: dict[Action, Batch] = {}
+        self._loader = MicrobatchLoader(context.job, context.data)
         self._index = 0  # actions begun in the open step by all its programs: heartbeats must not go back
 
     def enter(self, plane: DataPlane, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
         self._plane = plane
         self._worker_program = program
-        self._batches = {}
+        self._loader.forget_prepared()
         self.end.enter(plane, program.ownership, program.routes)
         self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
         if self.context.shards is not None:
@@ -75,7 +76,7 @@ class Executor:
             Op.HEAL: end.heal,
             Op.REDUCE_GRAD: end.reduce,
             Op.LOG: end.log,
-            Op.COMMIT: end.vote,
+            Op.COMMIT: self._vote,
             Op.STEP: end.take_step,
         }
         if shards is not None:
@@ -166,7 +167,7 @@ class Executor:
         self.end.clear()
         self.streams.clear()
         self.value_store.clear()
-        self._batches = {}
+        self._loader.forget_step()
 
     def inventory(self) -> Inventory:
         """Returns the values of the open step that this worker holds, including the streams that have arrived."""
@@ -192,7 +193,7 @@ class Executor:
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
         if stage == 0 or replica.is_last:
-            batch = self._batches.pop(action, None) or self._load(action)
+            batch = self._loader.load(step, action)
             inputs = batch.inputs if stage == 0 else inputs
             targets = batch.targets if replica.is_last else None
         run = replica.forward if action.op is Op.F else replica.redo_forward
@@ -210,13 +211,15 @@ class Executor:
         made = run(step, microbatch, gradients)
         if stage > 0:
             self.value_store.make(Value(Kind.GRADIENT, pipeline, stage, microbatch), made)
+        if action.op is Op.B:
+            self._loader.check_used(step, action)
 
     def _backward_weights(self, action: Action, step: int) -> None:
         self.context.replicas.stages[action.pipeline, action.stage].backward_weights(action.microbatch)
+        self._loader.check_used(step, action)
 
-    def _load(self, action: Action) -> Batch:
-        context = self.context
-        return context.data.microbatch(self.step, action.pipeline, action.microbatch, context.job.microbatch_size)
+    def _vote(self, action: Action, step: int) -> None:
+        self.end.vote(action, step, self._loader.marks_of((action.pipeline, action.stage)))
 
     def _receive(self, action: Action, step: int) -> None:
         forward = self._worker_program.next_forwards.get(action)
@@ -228,8 +231,8 @@ class Executor:
         """Prepares the random keys and the batch of a later forward, in time that would pass in a wait."""
         replica = self.context.replicas.stages[forward.pipeline, forward.stage]
         replica.prepare(self.step, forward.microbatch)
-        if forward not in self._batches and (forward.stage == 0 or replica.is_last):
-            self._batches[forward] = self._load(forward)
+        if forward.stage == 0 or replica.is_last:
+            self._loader.prepare(self.step, forward)
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]

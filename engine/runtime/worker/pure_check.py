@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.checks.purity import DATA, DigestByName, impure
+from engine.core.checks.purity import DATA, DigestByName, impure_layer
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
@@ -23,9 +23,10 @@ from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
 from engine.runtime.ipc.recorder import now_ns
-from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, Marked, drawn_like
-from engine.runtime.stage.random_streams import set_back
+from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, drawn_like
+from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.worker.data_trial import DataTrial
 from engine.runtime.worker.worker_context import WorkerContext
 
 _ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # a message must fit into a packet
@@ -34,7 +35,9 @@ _ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # a message must fit into a packet
 def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     """Tries the layers of this worker's stages and sends the agent their marks; raises UserError for impure layers."""
     start_ns = now_ns()
-    check = PureCheck(context.job, context.replicas.model, context.data, context.starts, context.borders)
+    check = PureCheck(
+        context.job, context.replicas.model, context.data, context.starts, context.borders, context.worker
+    )
     owned = {stage for _, stage in ownership.slots_of(context.worker)}
     try:
         rows = check.run({stage: stage in owned for _, stage in sorted(context.replicas.stages)})
@@ -42,6 +45,7 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
         ms = round((now_ns() - start_ns) / 1e6, 1)
         unchecked = tuple(check.unchecked)
         context.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
+    displace(context.worker)  # a draw of the data in training shows, as each worker gets another number
     for first in range(0, len(rows), _ROWS_PER_MESSAGE):
         context.control.send(PureMessage(tuple(rows[first : first + _ROWS_PER_MESSAGE])))
 
@@ -55,10 +59,14 @@ class PureCheck:
     data: Data
     starts: Sequence[int]
     borders: Sequence[Border]
+    worker: int = 0
     trials: list[LayerTrial] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    _loaded: Marked = field(default_factory=lambda: Marked(DATA))
+    _data_trial: DataTrial = field(init=False)
     _batches: list[Batch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._data_trial = DataTrial(self.job, self.data, self.worker)
 
     def run(self, stages: Mapping[int, bool]) -> list[tuple[str, DigestByName]]:
         """Tries the layers of some stages, in two copies or in one; returns the marks of each layer by name.
@@ -66,22 +74,18 @@ class PureCheck:
         Raises UserError with all impure layers, and the data if they are impure.
         """
         with set_back():
-            if 0 in stages or self.job.stages - 1 in stages:
-                self._batches = [self._load(microbatch, "") for microbatch in MICROBATCHES]
+            loads = 0 in stages or self.job.stages - 1 in stages
+            if loads:
+                self._batches = self._data_trial.first()
             for stage, twice in stages.items():
                 self._try(stage, twice)
-            for microbatch in reversed(range(len(self._batches))):
-                self._load(microbatch, "when it is loaded again")
+            if loads:
+                self._data_trial.others()
+                self._data_trial.again()
             if problems := list(self._problems()):
                 raise UserError(problems[:_MOST_PROBLEMS])
-        return [(each.name, each.marks) for each in (self._loaded, *(trial.marked for trial in self.trials))]
-
-    def _load(self, microbatch: int, when: str) -> Batch:
-        # A job of one microbatch has no second one: data in whole batches could not supply it.
-        number = min(microbatch, self.job.microbatches - 1)
-        batch = self.data.microbatch(0, 0, number, self.job.microbatch_size)
-        self._loaded.note(f"microbatch {microbatch}", (*batch.inputs, *batch.targets), when)
-        return batch
+        marked = [trial.marked for trial in self.trials]
+        return [(DATA, self._data_trial.marks), *((each.name, each.marks) for each in marked)]
 
     def _try(self, stage: int, twice: bool) -> None:
         layers = range(self.starts[stage], (*self.starts[1:], len(self.model.layers))[stage])
@@ -118,8 +122,8 @@ class PureCheck:
         return trials
 
     def _problems(self) -> Iterator[Problem]:
-        if self._loaded.sign:
-            yield impure(DATA, self._loaded.sign)
+        if self._data_trial.problem:
+            yield self._data_trial.problem
         for trial in self.trials:
             if trial.marked.sign:
-                yield impure(trial.marked.name, trial.marked.sign + trial.changed_attributes())
+                yield impure_layer(trial.marked.name, trial.marked.sign + trial.changed_attributes())

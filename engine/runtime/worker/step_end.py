@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.core.action import Action
+from engine.core.checks.loaded_data import LoadedMarks
 from engine.core.config.lr_schedule import learning_rate
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
@@ -156,10 +157,14 @@ class StepEnd:
             (self._tied[pipeline, use],) = self._plane.take(source, key)
         return self._tied[pipeline, use]
 
-    def vote(self, action: Action, step: int) -> None:
-        """Votes for the commit: this replica has its log entry. The owner adds the gradient norms and the loss."""
+    def vote(self, action: Action, step: int, loaded: LoadedMarks) -> None:
+        """Votes for the commit: this replica has its log entry, and has `loaded` microbatches with these marks.
+
+        The owner adds the gradient norms and the loss.
+        """
         slot = (action.pipeline, action.stage)
-        entry, vote = self.logged[slot], VoteMessage(self.context.control.accepted, step, *slot)
+        entry, microbatches, marks = self.logged[slot], tuple(loaded), tuple(loaded.values())
+        vote = VoteMessage(self.context.control.accepted, step, *slot, loaded=microbatches, marks=marks)
         if self._owns(slot):
             norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
             loss = entry.loss(action.pipeline)

@@ -23,6 +23,7 @@ from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, UserError, ensure
 from engine.core.faults.fault import from_plain
 from engine.core.ownership import Grid, Ownership
+from engine.core.random_key import random_key
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
@@ -34,6 +35,7 @@ from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
+from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
@@ -105,7 +107,9 @@ def join(
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
     torch.set_num_threads(job.threads)
     board = ProgressBoard(board_fd, welcome.num_lines)
-    data = data_of(job)
+    with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
+        displace(random_key(job.seed, "data") % 2**32)
+        data = data_of(job)
     model = build_model(job, data.facts)
     control.recorder = recorder = Recorder(events_fd, worker)
     if worker == owners[0]:

@@ -1,0 +1,95 @@
+"""The microbatches that a worker loads in training, and their marks in a step with an audit.
+
+Rules: a mark is taken from the whole microbatch as soon as it is loaded. The part that was used must have the same bits
+after its backward, because a layer keeps its inputs until then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from engine.core.action import Action
+from engine.core.checks.loaded_data import LoadedMarks, another, impure_data, named
+from engine.core.checks.trajectory import MARK_DIGITS
+from engine.core.config.job import Job
+from engine.core.config.job_wants import is_due
+from engine.core.errors import UserError
+from engine.core.ownership import Slot
+from engine.models.data import Data
+from engine.models.layers import Batch, Tensors
+
+_Key = tuple[int, int, int]  # pipeline, stage, microbatch
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+_MOST_MARKED = 4000  # microbatches of a pipeline: their marks must fit into the packet of a vote
+
+
+class MicrobatchLoader:
+    """Loads the microbatches of one worker, one step after the other."""
+
+    def __init__(self, job: Job, data: Data):
+        self._job, self._data = job, data
+        self._prepared: dict[Action, Batch] = {}
+        self._marks: dict[Slot, dict[int, str]] = {}  # of the open step
+        self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
+
+    def load(self, step: int, action: Action) -> Batch:
+        """Returns the microbatch of a forward; raises UserError if it was loaded with other bits before."""
+        return self._prepared.pop(action, None) or self._loaded(step, action)
+
+    def prepare(self, step: int, action: Action) -> None:
+        """Loads the microbatch of a later forward."""
+        if action not in self._prepared:
+            self._prepared[action] = self._loaded(step, action)
+
+    def check_used(self, step: int, action: Action) -> None:
+        """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""
+        used = self._used.pop((action.pipeline, action.stage, action.microbatch), ())
+        if self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
+            found = f"{named(action.microbatch, action.pipeline, step)} was overwritten before its backward"
+            raise UserError([impure_data(self._job.data, found)])
+
+    def marks_of(self, slot: Slot) -> LoadedMarks:
+        """Returns the marks of the microbatches that were loaded for a slot in the open step."""
+        return self._marks.get(slot, {})
+
+    def forget_prepared(self) -> None:
+        """Drops the microbatches of forwards that have not run."""
+        self._prepared = {}
+
+    def forget_step(self) -> None:
+        """Drops all of the open step."""
+        self._prepared, self._marks, self._used = {}, {}, {}
+
+    def _loaded(self, step: int, action: Action) -> Batch:
+        pipeline, stage, microbatch = action.pipeline, action.stage, action.microbatch
+        batch = self._data.microbatch(step, pipeline, microbatch, self._job.microbatch_size)
+        if is_due(self._job.audit, step, step == self._job.steps - 1) and microbatch < _MOST_MARKED:
+            inputs, targets = _mark(batch.inputs), _mark(batch.targets)
+            mark = inputs + targets
+            known = self._marks.setdefault((pipeline, stage), {}).setdefault(microbatch, mark)
+            if known != mark and self._job.check_pure:
+                name, how = named(microbatch, pipeline, step), "when they are loaded again"
+                raise UserError([another(self._job.data, name, (known, mark), how)])
+            of_first, of_last = [(batch.inputs, inputs)], [(batch.targets, targets)]
+            used = of_first * (stage == 0) + of_last * (stage == self._job.stages - 1)
+            self._used[pipeline, stage, microbatch] = used
+        return batch
+
+
+def mark_of(batch: Batch) -> str:
+    """Returns the mark of a microbatch: `MARK_DIGITS` of its inputs, then of its targets."""
+    return _mark(batch.inputs) + _mark(batch.targets)
+
+
+def _mark(tensors: Tensors) -> str:
+    """Returns a mark of shapes and bits; quicker than a hash of state, because each microbatch of a step has two."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().contiguous()
+        digest.update(f"{plain.shape}".encode())
+        if plain.dtype not in _OF_NUMPY:
+            plain = plain.resolve_conj().reshape(-1).view(torch.uint8)
+        digest.update(plain.numpy().data)
+    return digest.hexdigest()[:MARK_DIGITS]
