@@ -3,12 +3,16 @@
 Rules: the kind is the name of the class in small letters, without its last word. The object has every field of the
 class and no other, each of the annotated type; an error names kind and field. A tuple is a list in JSON, a data class
 in a field is an object. The annotations of a class are read once, with its first message.
+
+A message has at most `MAX_BYTES`. Texts of a user may have any length: the class of a message with such texts has a
+`cut_note`, and its longest texts are cut so that it fits. Any other message that does not fit is a bug.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from types import NoneType, UnionType
@@ -16,16 +20,23 @@ from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_ori
 
 from engine.core.errors import InvariantError, ensure
 
+MAX_BYTES = 160_000  # of a message; below the kernel's default socket buffer of 208 KiB
+CUT = "... (cut)"
+_LEAST_BYTES = 8  # of a text that is cut
+_BESIDE_ROWS = 1_000  # bytes of a message beside its rows
+
 Made = TypeVar("Made", bound="Message")
+Row = TypeVar("Row")
 Plain = Mapping[str, Any]  # a value of a module that has its codec
 Read = Callable[[Any], Any]  # takes a value of JSON and returns the field's; raises TypeError for another type
 Reader = tuple[frozenset[type], Read]
 
 
 class Message:
-    """One control message; its class is made by `message`."""
+    """One control message; its class is made by `message`. A `cut_note` ends each text that is cut."""
 
     __slots__ = ()
+    cut_note = ""
 
 
 class ToWorker(Message):
@@ -38,6 +49,20 @@ class ToAgent(Message):
     """A message from a worker to the agent."""
 
     __slots__ = ()
+
+
+class TextsToAgent(ToAgent):
+    """A message from a worker to the agent with texts of the user's."""
+
+    __slots__ = ()
+    cut_note = CUT
+
+
+class LastWords(ToAgent):
+    """The last message of a worker, which has written its texts to its log."""
+
+    __slots__ = ()
+    cut_note = "... (cut; the log of the worker has the whole text)"
 
 
 _SCALARS = frozenset({str, int, float, bool, NoneType})  # JSON has these; a number without a fraction may be a float
@@ -65,8 +90,58 @@ def kinds() -> Mapping[str, type[Message]]:
 
 
 def encode(of: Message) -> bytes:
-    """Returns a message as it travels."""
-    return _TEXT({"kind": kind_of(type(of)), **_plain(of)}).encode()
+    """Returns a message as it travels; its longest texts are cut if it is too long and has a `cut_note`."""
+    data = _TEXT({"kind": kind_of(type(of)), **_plain(of)}).encode()
+    if len(data) <= MAX_BYTES or not of.cut_note:
+        return data
+    whole, most = json.loads(data), MAX_BYTES // 4
+    kind = whole.pop("kind")
+    while len(data) > MAX_BYTES and most >= _LEAST_BYTES:
+        data = _TEXT({"kind": kind, **_with_cut_texts(whole, most, of.cut_note)}).encode()
+        most //= 2
+    return data
+
+
+def _with_cut_texts(value: Any, most: int, note: str) -> Any:
+    """Returns a value of JSON in which no text has more than `most` bytes."""
+    if isinstance(value, str):
+        return cut(value, most, note)
+    if isinstance(value, list):
+        return [_with_cut_texts(each, most, note) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_cut_texts(each, most, note) for name, each in value.items()}
+    return value
+
+
+def cut(text: str, most: int, note: str) -> str:
+    """Returns a text that has at most `most` bytes in a message; a longer one is cut, and ends in the note."""
+    if len(text) <= most and _size(text) <= most:
+        return text
+    if 2 * _size(note) > most:
+        note = "..."
+    room = most - _size(note)
+    length = bisect_right(range(min(len(text), room) + 1), room, key=lambda number: _size(text[:number])) - 1
+    return text[:length] + note
+
+
+def in_messages(rows: Iterable[Row]) -> Iterator[tuple[Row, ...]]:
+    """Yields rows in order, as many together as one message takes."""
+    part: list[Row] = []
+    room = 0
+    for row in rows:
+        size = len(_TEXT(row)) + 1
+        if part and size > room:
+            yield tuple(part)
+            part = []
+        room = (room if part else MAX_BYTES - _BESIDE_ROWS) - size
+        part.append(row)
+    if part:
+        yield tuple(part)
+
+
+def _size(text: str) -> int:
+    """Returns the bytes that a text has in a message, without its quotes."""
+    return len(_TEXT(text)) - 2
 
 
 def decode(data: bytes) -> Message:

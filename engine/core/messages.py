@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from engine.core.errors import Problem
-from engine.core.message_codec import Plain, ToAgent, ToWorker, message
+from engine.core.message_codec import LastWords, Plain, TextsToAgent, ToAgent, ToWorker, message
 from engine.core.ownership import Slot
 from engine.core.scalar import Scalar
 from engine.core.worker_exception import WorkerException
@@ -131,7 +131,7 @@ class FiredMessage(ToWorker):
 
 
 @message
-class CutMessage(ToAgent):
+class CutMessage(TextsToAgent):
     """The owner of the first slot has cut the model: first layer of each stage, and the names of all layers."""
 
     starts: tuple[int, ...]
@@ -214,7 +214,7 @@ class FinishedMessage(ToAgent):
 
 
 @message
-class SuspicionMessage(ToAgent):
+class SuspicionMessage(TextsToAgent):
     """A transfer has failed, or a group could not be formed: `text` says how; the worker waits for an epoch."""
 
     epoch: int
@@ -222,14 +222,14 @@ class SuspicionMessage(ToAgent):
 
 
 @message
-class RefusedMessage(ToAgent):
+class RefusedMessage(LastWords):
     """The last message of a worker that has found mistakes of the user."""
 
     problems: tuple[Problem, ...]
 
 
 @message
-class FailedMessage(ToAgent):
+class FailedMessage(LastWords):
     """The last message of a worker that has found an error of the run; `code` is the exit code that it asks for."""
 
     error: str
@@ -237,7 +237,7 @@ class FailedMessage(ToAgent):
 
 
 @message
-class RaisedMessage(ToAgent):
+class RaisedMessage(LastWords):
     """The last message of a worker that an exception ends: its time, the open step, and the exception."""
 
     at_ns: int
@@ -284,7 +284,7 @@ class StrikeMessage(ToAgent):
 
 
 @message
-class SufferedMessage(ToAgent):
+class SufferedMessage(TextsToAgent):
     """The worker has felt a fault: `how` says so in words."""
 
     fault: str

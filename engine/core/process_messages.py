@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from engine.core.message_codec import Message, Plain, ToWorker, message
+from engine.core.message_codec import CUT, Message, Plain, ToWorker, message
 
 
 @message
@@ -56,6 +56,7 @@ class CaseMessage(Message):
 class DoneMessage(Message):
     """A lane answers its case."""
 
+    cut_note = CUT
     result: Plain
 
 

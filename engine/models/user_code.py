@@ -3,6 +3,9 @@
 Rules: the innermost place counts. A line is the user's own if it is not of bamboo, of torch or of Python; the innermost
 one outside of installed packages comes first. An exception of bamboo about a result, such as a wrong shape, has no such
 line: then the function that returned the result stands for it.
+
+An exception is the user's code as well: its text may raise, take long or fill megabytes, and 100,000 others may hang on
+it. Its description never raises, waits `_PATIENCE_S` for each text at most, and says where a text was cut.
 """
 
 from __future__ import annotations
@@ -10,18 +13,24 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
+from typing import Any
 
 import torch
 
+from engine.core.message_codec import cut
 from engine.core.texts import counted, printable
 from engine.core.worker_exception import WorkerException
 
-_MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 2_000, 10_000  # characters; they travel in one message
+_MOST_OF_NAME, _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 4_000, 4_000, 20_000  # bytes in a message
+_MOST_FRAMES, _MOST_LINKED = 1_000, 100  # frames of an exception; exceptions that hang on one as causes or members
+_PATIENCE_S = 1.0
 _PLACE, _CALLED, _HINT = "_bamboo_place", "_bamboo_called", "_bamboo_hint"  # attributes of an exception
 _RAISES = re.compile(r"\b(raise|assert)\b")
 _PYTHON = Path(sysconfig.get_path("stdlib"))
@@ -29,8 +38,8 @@ _PACKAGES = ("site-packages", "dist-packages")
 _FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", Path(torch.__file__).parent)
 
 
-# Code of the user may raise the last two as well: they end one worker, as any exception does.
-RAISED = (Exception, SystemExit, KeyboardInterrupt)
+# Code of the user may raise anything, `SystemExit` too: it ends one worker.
+RAISED = BaseException
 
 
 class CodeEnded(Exception):
@@ -43,11 +52,10 @@ def blame(error: BaseException, place: str, called: Callable[..., object] | None
     `called` is the user's function whose result is wrong; its first line counts if no frame is the user's. `hint`
     explains an exception that no `raise` statement of Python made: torch's own words lack the values of the job.
     """
-    if not hasattr(error, _PLACE):
-        setattr(error, _PLACE, place)
-        setattr(error, _CALLED, called)
-        setattr(error, _HINT, hint)
-        error.add_note(f"in {place}")
+    with contextlib.suppress(Exception):  # its class may refuse attributes
+        if _PLACE not in vars(error):
+            vars(error).update({_PLACE: place, _CALLED: called, _HINT: hint})
+            error.add_note(f"in {place}")
 
 
 @contextlib.contextmanager
@@ -59,39 +67,115 @@ def running(place: str, called: Callable[..., object] | None = None) -> Iterator
         error = CodeEnded(f"SystemExit: {end}").with_traceback(end.__traceback__)
         blame(error, place, called)
         raise error from None
-    except (Exception, KeyboardInterrupt) as error:
+    except RAISED as error:
         blame(error, place, called)
         raise
 
 
 def exception_of(error: BaseException) -> WorkerException:
-    """Returns an exception as data, without characters that would steer a terminal."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file, line, function = _own_line(frames, getattr(error, _CALLED, None))
-    text = _text(error)
-    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
-        file, line, function = _shown(error.filename), error.lineno or 0, ""
-        text = f"{type(error).__name__}: {error.msg}"
+    """Returns an exception as data, without characters that would steer a terminal; its texts fit into a message."""
+    frames = traceback.extract_tb(error.__traceback__, -_MOST_FRAMES)
+    marks = _marks(error)
+    file, line, function = _own_line(frames, marks.get(_CALLED))
+    words: object = error
+    if isinstance(error, SyntaxError) and type(error.filename) is str and _is_own(error.filename):
+        file, line, function = _shown(error.filename), error.lineno if type(error.lineno) is int else 0, ""
+        words = error.msg
+    text = _text(error, words)
     is_of_torch = isinstance(error, Exception) and not _has_raise_statement(frames)  # or of another part in C
-    if (hint := getattr(error, _HINT, "")) and is_of_torch:
+    if (hint := marks.get(_HINT, "")) and is_of_torch:
         text = f"{text.rstrip('.')}: {hint}"
     return WorkerException(
-        printable(text)[:_MOST_OF_ERROR],
-        getattr(error, _PLACE, ""),
-        file,
+        _beginning(text, _MOST_OF_ERROR),
+        _beginning(str(marks.get(_PLACE, "")), _MOST_OF_NAME),
+        _beginning(file, _MOST_OF_NAME),
         line,
-        function,
-        printable("\n".join(_folded(frames)))[:_MOST_OF_FRAMES],
-        printable("".join(traceback.format_exception(error)))[-_MOST_OF_TRACEBACK:],
+        _beginning(function, _MOST_OF_NAME),
+        _beginning("\n".join(_folded(frames)), _MOST_OF_FRAMES),
+        _ends(_whole(error, text), _MOST_OF_TRACEBACK),
     )
 
 
-def _text(error: BaseException) -> str:
-    """Returns type and text of an exception, whose own `__str__` may raise too."""
+def log_exception(error: BaseException) -> None:
+    """Writes an exception to stderr, which is the worker's log."""
+    with contextlib.suppress(OSError):  # the disk may be full, and the end of the worker does not depend on its log
+        whole = _whole(error, _text(error, error)).encode(errors="backslashreplace")
+        print(whole.decode(), file=sys.stderr, end="", flush=True)
+
+
+def _marks(error: BaseException) -> dict[str, Any]:
     try:
-        return str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}".removesuffix(": ")
-    except Exception as other:
-        return f"{type(error).__name__}: its text cannot be had: {type(other).__name__}"
+        return dict(vars(error))
+    except Exception:  # its class may hide them
+        return {}
+
+
+def _text(error: BaseException, words: object) -> str:
+    """Returns the type of an exception and its words."""
+    if isinstance(error, CodeEnded):
+        return str(error)
+    problems: list[str] = []
+    text = _patiently(lambda: f"{type(error).__name__}: {words}".removesuffix(": "), problems)
+    return text if text is not None else f"{type(error).__name__}: its text cannot be had: {problems[0]}"
+
+
+def _whole(error: BaseException, text: str) -> str:
+    """Returns the traceback of an exception with its causes; with its text alone if they are too many, or raise."""
+    problems: list[str] = []
+    if _num_linked(error) <= _MOST_LINKED:
+        whole = _patiently(lambda: "".join(traceback.format_exception(error)), problems)
+        if whole is not None:
+            return whole
+    else:
+        problems.append(f"more than {_MOST_LINKED} others hang on it")
+    lines = traceback.format_tb(error.__traceback__, -_MOST_FRAMES)
+    return "".join(["Traceback (most recent call last):\n", *lines, text, f"\n(alone: {problems[0]})\n"])
+
+
+def _num_linked(error: BaseException) -> int:
+    """Returns the number of causes, contexts and members of an exception; stops to count above `_MOST_LINKED`."""
+    seen: set[int] = set()
+    left = [error]
+    while left and len(seen) <= _MOST_LINKED + 1:
+        each = left.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            left += [other for other in (each.__cause__, each.__context__) if other is not None]
+            left += BaseExceptionGroup.exceptions.__get__(each) if isinstance(each, BaseExceptionGroup) else ()
+    return len(seen) - 1
+
+
+def _patiently(make: Callable[[], str], problems: list[str]) -> str | None:
+    """Returns a text that code of the user's makes; None, with the problem, if it raises or takes long."""
+    made: list[str] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except RAISED as other:
+            problems.append(type(other).__name__)
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        thread.join(_PATIENCE_S)
+    except (RuntimeError, MemoryError):  # there is no memory for a thread
+        run()
+    problems.append(f"it takes longer than {_PATIENCE_S:g} s")
+    return made[0] if made else None
+
+
+def _beginning(text: str, most: int) -> str:
+    note = f"... (of {len(text)} characters; the log of the worker has them)"
+    return cut(printable(text[: 2 * most]), most, note)
+
+
+def _ends(text: str, most: int) -> str:
+    """Returns the beginning and the end of a text: a traceback has its frames first, and the exception last."""
+    note = f"\n... (of {len(text)} characters; the log of the worker has them) ...\n"
+    shown = printable(text if len(text) <= most else f"{text[:most]}{text[-most:]}")
+    beginning = cut(shown, most // 2, note)
+    return shown if beginning == shown else beginning + cut(shown[::-1], most // 2, "")[::-1]
 
 
 def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | None) -> tuple[str, int, str]:

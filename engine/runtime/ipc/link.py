@@ -10,18 +10,17 @@ import socket
 from collections.abc import Sequence
 
 from engine.core.errors import ensure
-from engine.core.message_codec import Message, decode, encode
+from engine.core.message_codec import MAX_BYTES, Message, decode, encode
 
 LOOPBACK = "127.0.0.1"  # where everything of a run listens, unless it is told otherwise
 
-_MAX_BYTES = 160_000  # below the kernel's default socket buffer of 208 KiB
 _MAX_FDS = 8
 
 
 def packet(message: Message) -> bytes:
-    """Returns one message as it travels."""
+    """Returns one message as it travels; raises InvariantError for a message of bamboo's own that does not fit."""
     data = encode(message)
-    ensure(len(data) <= _MAX_BYTES, f"a message {type(message).__name__} of {len(data)} bytes does not fit a packet")
+    ensure(len(data) <= MAX_BYTES, f"a message {type(message).__name__} of {len(data)} bytes does not fit a packet")
     return data
 
 
@@ -72,7 +71,7 @@ class Link:
         """Waits for one message; returns it with the descriptors that came with it, which the caller then owns."""
         ancillary_size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(_MAX_BYTES, ancillary_size)
+            data, ancillary, _, _ = self.socket.recvmsg(MAX_BYTES, ancillary_size)
         except ConnectionResetError:
             return None, []
         fds = array.array("i")

@@ -18,6 +18,7 @@ from engine.core.checks.purity import DATA, DigestByName, impure_layer
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
+from engine.core.message_codec import CUT, cut, in_messages
 from engine.core.messages import PureMessage
 from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator
@@ -29,7 +30,8 @@ from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.worker.data_trial import DataTrial
 from engine.runtime.worker.worker_context import WorkerContext
 
-_ROWS_PER_MESSAGE, _MOST_PROBLEMS = 50, 20  # a message must fit into a packet
+_MOST_PROBLEMS = 20
+_MOST_OF_NAME = 1_000  # bytes; the name begins with the number of the layer
 
 
 def check_pure(context: WorkerContext, ownership: Ownership) -> None:
@@ -46,8 +48,8 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
         unchecked = tuple(check.unchecked)
         context.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
     displace(context.worker)  # a draw of the data in training shows, as each worker gets another number
-    for first in range(0, len(rows), _ROWS_PER_MESSAGE):
-        context.control.send(PureMessage(tuple(rows[first : first + _ROWS_PER_MESSAGE])))
+    for part in in_messages((cut(name, _MOST_OF_NAME, CUT), marks) for name, marks in rows):
+        context.control.send(PureMessage(part))
 
 
 @dataclass(slots=True)

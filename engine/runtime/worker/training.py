@@ -26,6 +26,7 @@ from engine.core import messages
 from engine.core.config.job_wants import is_due
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.history.run_records import MarkRecord, MovedRecord
+from engine.core.message_codec import CUT, cut, in_messages
 from engine.core.ownership import Ownership, Slot
 from engine.core.process_messages import ByeMessage
 from engine.core.recovery.inventory import to_json
@@ -40,7 +41,7 @@ from engine.runtime.worker.planner_thread import PlannerThread, PreparedPlan
 from engine.runtime.worker.validation import Validation
 from engine.runtime.worker.worker_context import WorkerContext
 
-_ROWS_PER_MESSAGE, _MARKS_PER_ROW = 10, 100  # a message must fit into a packet
+_MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
 
 
 class Excluded(Exception):
@@ -231,11 +232,14 @@ class Training:
             for layer, module in stage.layers.items():
                 state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
                 buffers, of_buffers = marked_hash(module.named_buffers())
-                marks = (tuple(of_state[:_MARKS_PER_ROW]), tuple(of_buffers[:_MARKS_PER_ROW]))
-                rows.append((layer, state, buffers, *marks))
-            for first in range(0, len(rows), _ROWS_PER_MESSAGE):
-                part = tuple(rows[first : first + _ROWS_PER_MESSAGE])
+                rows.append((layer, state, buffers, _short(of_state), _short(of_buffers)))
+            for part in in_messages(rows):
                 self.context.control.send(messages.AuditMessage(commit.step, pipeline, part))
+
+
+def _short(marks: Sequence[tuple[str, str]]) -> messages.Marks:
+    """Returns the first marks of a layer, as a message takes them: they only explain a difference."""
+    return tuple((cut(name, _MOST_OF_NAME, CUT), mark) for name, mark in marks[:_MARKS_PER_ROW])
 
 
 def _peak_memory_kib() -> int:

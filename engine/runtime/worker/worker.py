@@ -11,7 +11,6 @@ to the agent, which decides how the run goes on.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,14 +19,14 @@ import torch
 from engine.core import messages
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
-from engine.core.errors import BambooError, ExitCode, UserError, ensure
+from engine.core.errors import BambooError, ExitCode, Problem, UserError, ensure
 from engine.core.faults.fault import from_plain
 from engine.core.ownership import Grid, Ownership
 from engine.core.random_key import random_key
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
-from engine.models.user_code import RAISED, exception_of
+from engine.models.user_code import RAISED, exception_of, log_exception
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -47,6 +46,7 @@ from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.training import Excluded, Training
 from engine.runtime.worker.worker_context import WorkerContext
 
+_MOST_PROBLEMS = 100  # in one message
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
 
 
@@ -72,18 +72,27 @@ def main(control_fd: int, events_fd: int, board_fd: int) -> int:
         time.sleep(_LINGER_S)
         return ExitCode.LEFT_WITH_NOTICE if control.has_given_notice else ExitCode.FENCED
     except UserError as error:
-        traceback.print_exc()  # into the worker's log: the message to the agent has no lines of the user's code
-        control.send(messages.RefusedMessage(error.problems))
+        log_exception(error)  # the message to the agent has no lines of the user's code
+        control.send(messages.RefusedMessage(_told(error.problems)))
         return error.exit_code
     except BambooError as error:
+        log_exception(error)
         control.send(messages.FailedMessage(str(error), int(error.exit_code)))
         return error.exit_code
     except RAISED as error:
         at_ns = now_ns()
         control.send(messages.RaisedMessage(at_ns, control.at[0], exception_of(error)))
-        traceback.print_exc()  # into the worker's log, whole
+        log_exception(error)
         return ExitCode.NOT_RECOVERED
     return ExitCode.OK
+
+
+def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Returns the first of a user's mistakes, as many as one message takes."""
+    if len(problems) <= _MOST_PROBLEMS:
+        return tuple(problems)
+    hint = "the log of the worker has all of them"
+    return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
 def _run(control: Control, events_fd: int, board_fd: int) -> None:
