@@ -175,6 +175,13 @@ class LateOnce(Late):
         return random.random() if step == self.first else 0.0  # noqa: S311
 
 
+class InOnePlace(Pure):
+    """Draws from torch's generator in one microbatch alone."""
+
+    def shift(self, step: int, pipeline: int, microbatch: int) -> float:
+        return float(torch.rand(())) if (step, microbatch) == (8, 3) else 0.0
+
+
 # The way in which it is not pure -> source, and the words of the refusal.
 IMPURE: dict[str, tuple[type[Pure], str]] = {
     "python": (shifted(lambda *_: random.random()), "inputs and targets"),  # noqa: S311
@@ -191,6 +198,10 @@ IMPURE: dict[str, tuple[type[Pure], str]] = {
     "shuffle in microbatch 0": (ShufflingAtTheBegin, "inputs and targets"),
     "seeded once": (SeedingOnce, "inputs and targets"),
     "later steps": (shifted(lambda _, step, *__: random.random() * (step > 0)), "inputs and targets"),  # noqa: S311
+    "one step": (
+        InOnePlace,
+        "inputs and targets",
+    ),
     "another pipeline": (shifted(lambda _, __, pipeline, ___: random.random() * pipeline), "inputs and targets"),  # noqa: S311
     "last microbatch": (shifted(lambda *place: random.random() * (place[3] == 3)), "inputs and targets"),  # noqa: S311
     "one buffer": (OneBuffer, "was overwritten by a later call"),

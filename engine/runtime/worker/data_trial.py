@@ -26,7 +26,7 @@ from engine.runtime.stage.layer_trial import MICROBATCHES
 from engine.runtime.stage.random_streams import displace
 from engine.runtime.worker.microbatch_loader import mark_of
 
-_SPARE_S = 0.01  # for the part between
+_SPARE_S = 0.015  # for the part between
 _AWAY_S = 1_000_003  # a prime, eleven days and a half: another day, hour, minute and second
 _MOST_CALLS = 100
 _AGAIN = "when they are loaded again"
@@ -44,6 +44,7 @@ class DataTrial:
     marks: dict[str, str] = field(default_factory=dict)  # by the name of the microbatch
     problem: Problem | None = None
     _loaded: list[tuple[str, Batch]] = field(default_factory=list)
+    _longest_s: float = 0.0  # of one call
 
     def first(self) -> list[Batch]:
         """Returns the microbatches that the layers are tried with."""
@@ -51,14 +52,12 @@ class DataTrial:
 
     def others(self) -> None:
         """Loads more microbatches while there is time; an exception is left to training."""
-        end_s, longest_s = time.monotonic() + _SPARE_S, 0.0
+        end_s = time.monotonic() + _SPARE_S
         for name, load in self._in_own_order([*self._elsewhere(), *self._validation()]):
-            start_s = time.monotonic()
-            if start_s + longest_s > end_s:
+            if time.monotonic() + self._longest_s > end_s:
                 break
             with contextlib.suppress(Exception):
                 self._call(name, load)
-            longest_s = max(longest_s, time.monotonic() - start_s)
 
     def again(self) -> None:
         """Loads the first microbatches again, and looks at all that have been loaded."""
@@ -98,8 +97,10 @@ class DataTrial:
 
     def _call(self, name: str, load: Load) -> Batch:
         displace(self.worker * _MOST_CALLS + len(self._loaded))
+        start_s = time.monotonic()
         batch = load()
         mark = mark_of(batch)
+        self._longest_s = max(self._longest_s, time.monotonic() - start_s)
         known = self.marks.setdefault(name, mark)
         if known != mark and self.problem is None:
             self.problem = another(self.job.data, name, (known, mark), _AGAIN)
