@@ -20,6 +20,7 @@ from bamboo_cli.options import matrix as options
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 from engine.core.texts import flags
+from engine.files.jobs.job_layers import masked_setting, masked_words
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
@@ -244,7 +245,7 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
 
 def _replay(file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
-    return shlex.join(["bamboo", "matrix", file, "--cell", cell, *flags("--set", run.settings)])
+    return shlex.join(["bamboo", "matrix", file, "--cell", cell, *flags("--set", map(masked_setting, run.settings))])
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -288,5 +289,5 @@ def _print(
     echo(f"{found.name}: {told}")
     echo(str(run.folder))
     if code in BY_SIGNAL:
-        again = [*sys.argv[1:], *(["--resume"] if "--resume" not in sys.argv else [])]
+        again = [*masked_words(sys.argv[1:]), *(["--resume"] if "--resume" not in sys.argv else [])]
         echo(f"go on: {shlex.join(['bamboo', *again])}")

@@ -89,6 +89,7 @@ def _fail(text: str) -> NoReturn:
 def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:
     """Yields the lines about a cell that did not pass: the reason, the run folder, the command that runs it again."""
     from engine.core.texts import flags
+    from engine.files.jobs.job_layers import masked_setting
     from engine.files.scenarios.library import is_shipped
 
     yield f"{result.cell}: {result.verdict}: {result.text}"
@@ -97,4 +98,4 @@ def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: P
     name = found.path.stem if is_shipped(found.path) else os.path.relpath(found.path)
     is_scenario = [each.cell.name for each in found.cells] == [found.name]
     words = ["bamboo", "inject", name] if is_scenario else ["bamboo", "matrix", name, "--cell", result.cell]
-    yield f"again: {shlex.join([*words, *flags('--set', settings)])}"
+    yield f"again: {shlex.join([*words, *flags('--set', map(masked_setting, settings))])}"

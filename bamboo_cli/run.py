@@ -15,7 +15,7 @@ from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Kills, NoTwin, Tee, 
 from bamboo_cli.options.job import takes_job
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.files.jobs.resolved_job import Resolved, explain
+from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 
 if TYPE_CHECKING:
     from engine.core.config.job import Job
@@ -162,5 +162,6 @@ def _next_commands(summary: dict[str, Any], result: CaseResult, job: Job) -> lis
     commands = [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
     if job.retains and job.stages > 1 and job.steps > 1 and not result.recoveries and summary["outcome"] == "finished":
         record = shlex.quote(f"{summary['run_dir']}/run.json")
-        commands.append(f"bamboo run {record} --kill {job.steps // 2}:{job.stages // 2}")
+        secret = "".join(f"--set {name}=VALUE " for name in secret_arguments(job))
+        commands.append(f"bamboo run {record} {secret}--kill {job.steps // 2}:{job.stages // 2}")
     return commands

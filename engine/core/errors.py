@@ -2,12 +2,14 @@
 
 Rules: a user's mistake is a `UserError` that lists every `Problem` found, never only the first. A bug is an
 `InvariantError`, never an `assert`, which ``python -O`` drops. The class of an exception decides the exit code of the
-program.
+program. The value of a secret argument stands in no message. Text is secret if a word of its name is one of `_SECRETS`,
+such as ``hf_token``; a number is secret only if the last word is one, because ``key_dim`` is a size.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -42,6 +44,23 @@ class ExitCode(IntEnum):
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
 
+MASK = "***"  # stands for a secret value in files and messages
+_SECRETS = frozenset(
+    """
+    token key keys secret secrets password passwords passwd passphrase pwd credential credentials auth apikey apikeys
+    """.split()
+)
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def is_secret(name: str, value: object = "text") -> bool:
+    """Returns whether the value of an argument of this name must not be written; without a value: whether a text is."""
+    if value is None or value == "" or isinstance(value, bool):
+        return False
+    words = [each.lower() for each in _WORDS.findall(name)]
+    return not _SECRETS.isdisjoint(words if isinstance(value, str) else words[-1:])
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake of a user: its place, the expected value, the value found, and a hint for the correction."""
@@ -53,6 +72,12 @@ class Problem:
     source: str = ""
     line: int = 0
     column: int = 0
+
+    def __post_init__(self) -> None:
+        """Masks the value of a secret argument."""
+        args, _, name = self.field.rpartition(".")
+        if args.endswith("_args") and self.found not in ("", repr(name)) and is_secret(name):
+            object.__setattr__(self, "found", MASK)
 
     def __str__(self) -> str:
         place = self.source

@@ -165,7 +165,7 @@ def _run_in(
     if why := why_no_twin(expect, faults, seen):
         add_records(folder.events, NotComparedRecord(why=why))
     else:
-        seen = replace(seen, twin=_compared(seen.history, rows, folder, screen, drive))
+        seen = replace(seen, twin=_compared(job, seen.history, rows, folder, screen, drive))
     result = judged(case.scenario, faults, folder.path, seen)
     summary = _summary(folder, ending, wall_s)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
@@ -184,9 +184,17 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
 
 
 def _compared(
-    history: RunHistory, rows: list[TrajectoryRow], folder: RunFolder, screen: Screen, drive: Callable[..., Ending]
+    job: Job,
+    history: RunHistory,
+    rows: list[TrajectoryRow],
+    folder: RunFolder,
+    screen: Screen,
+    drive: Callable[..., Ending],
 ) -> ComparisonRecord | BambooError:
-    """Records and returns the comparison of a run with its twin, or the error of the twin."""
+    """Records and returns the comparison of a run of `job` with its twin, or the error of the twin.
+
+    The job of `history` has no secret arguments.
+    """
     from engine.files.events_file import add_records
     from engine.harness.twin_run import twin_rows
 
@@ -196,7 +204,7 @@ def _compared(
 
     add_records(folder.events, ComparingRecord())
     try:
-        found = compare(rows, twin_rows(history.job, folder, run), history)
+        found = compare(rows, twin_rows(job, folder, run), history)
     except BambooError as error:
         add_records(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error
@@ -230,14 +238,18 @@ def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]
 
 
 def whole_text(loaded: Loaded) -> str:
-    """Returns the text of a scenario with its job; a job from another file is written out, because that may change."""
+    """Returns the text of a scenario with its job, without secret values.
+
+    A job from another file is written out, because that may change.
+    """
     from engine.core.faults.scenario_plain import scenario_plain
     from engine.files.scenarios.scenario_text import scenario_text
 
-    if loaded.source.is_whole:
+    job = loaded.scenario.job.masked
+    if loaded.source.is_whole and job == loaded.scenario.job and loaded.path.is_file():  # a cell of a matrix has none
         return loaded.path.read_text(encoding="utf-8")
-    usual = replace(loaded.scenario.job, results=Job().results)  # a folder of this run is no part of the scenario
-    head = f"# {loaded.path}, with its job: {loaded.job_from}\n"
+    usual = replace(job, results=Job().results)  # a folder of this run is no part of the scenario
+    head = "" if loaded.source.is_whole else f"# {loaded.path}, with its job: {loaded.job_from}\n"
     return head + scenario_text(scenario_plain(replace(loaded.scenario, job=usual)))
 
 
@@ -261,7 +273,11 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
 def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
     from engine.files.host_facts import host_facts
 
-    facts: dict[str, Any] = {"job": asdict(case.scenario.job), "origins": case.origins, "host": host_facts(Path.cwd())}
+    facts: dict[str, Any] = {
+        "job": asdict(case.scenario.job.masked),
+        "origins": case.origins,
+        "host": host_facts(Path.cwd()),
+    }
     if case.file is not None:
         facts["scenario"] = {
             "name": case.scenario.name,

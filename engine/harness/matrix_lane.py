@@ -28,7 +28,7 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
     """Runs the cell of a task (see `MatrixRun.task`); returns its result, which is invalid if it could not be run."""
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.scenarios.scenario_text import scenario_text
-    from engine.files.strict_yaml import read_yaml
+    from engine.files.strict_yaml import read_text
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
@@ -36,16 +36,14 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
     results = Path(task["results"])
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{task['file']}.yaml"
-    path.write_text(scenario_text(task["scenario"]), encoding="utf-8")
+    document = read_text(scenario_text(task["scenario"]), str(path))  # not on disk: it may have secret values
     do, seed = "", 0
     try:
-        loaded = load_document(path, read_yaml(path), kinds(), None, [*task["settings"], f"results={results}"], offered)
+        loaded = load_document(path, document, kinds(), None, [*task["settings"], f"results={results}"], offered)
         do, seed = loaded.faults[0].do if loaded.faults else "", loaded.seed
         found = _checked(task["cell"], loaded, server, keep=task["keep"])
     except BambooError as error:
         found = CellResult(task["cell"], "invalid", "", f"could not be run: {error}")
-    finally:
-        path.unlink(missing_ok=True)
     seconds = round(time.monotonic() - started_s, 3)
     return replace(found, do=do, seconds=seconds, seed=seed)
 

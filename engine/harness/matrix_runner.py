@@ -117,7 +117,9 @@ class MatrixRun:
         path = self.folder / f"shrunk-{_file_name(failed.cell)}.yaml"
         head = f"# The smallest scenario found that fails as {failed.cell} does: {failed.failure}.\n"
         head += f"# Run it: bamboo matrix {path}\n"
-        write_atomically(path, head + scenario_text(scenario_plain(shrunk.scenario)))
+        write_atomically(
+            path, head + scenario_text(scenario_plain(replace(shrunk.scenario, job=shrunk.scenario.job.masked)))
+        )
         return path, shrunk
 
 

@@ -7,9 +7,10 @@ them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from engine.core.errors import MASK, is_secret
 from engine.core.ownership import Redundancy
 from engine.core.placement import PlacementChoice
 from engine.core.scalar import Args, Scalar
@@ -86,6 +87,16 @@ class Job:
     results: str = _field("results", "folder that receives one folder per run")
 
     @property
+    def masked(self) -> Job:
+        """The job as files and messages show it: without the values of secret arguments."""
+        return replace(
+            self,
+            model_args=_masked(self.model_args),
+            data_args=_masked(self.data_args),
+            optimizer_args=_masked(self.optimizer_args),
+        )
+
+    @property
     def has_program(self) -> bool:
         """Whether its schedule is known: the name of a generator that was not called stands for no schedule."""
         return not FACTORY.fullmatch(self.schedule)
@@ -94,3 +105,7 @@ class Job:
     def retains(self) -> bool:
         """Whether another worker can take over a slot; each worker then keeps its outputs until the commit."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
+
+
+def _masked(args: Args) -> Args:
+    return {name: MASK if is_secret(name, value) else value for name, value in args.items()}

@@ -48,7 +48,7 @@ def encoded(record: Record) -> str:
         if name not in defaults or value != defaults[name]:
             plain[name] = value
     if isinstance(record, JobRecord):
-        plain |= asdict(plain.pop("job"))
+        plain |= asdict(plain.pop("job").masked)
     return json.dumps(plain, separators=(",", ":"), default=asdict)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.config.offered import ANYTHING, Offered
-from engine.core.errors import Problem, UserError
+from engine.core.errors import MASK, Problem, UserError, is_secret
 from engine.files.jobs.file_kind import with_its_faults
 from engine.files.jobs.job_layers import PROJECT_FILE, Layer, environment_layer, file_layer, flag_layer, set_layer
 from engine.files.jobs.job_value import A_FIELD, ARGS_FIELDS, FIELD_TYPES, Given
@@ -59,6 +59,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     given = {each.path: each for layer in layers for each in layer.given}
     job = _job(given.values())
     problems = [problem for layer in layers for problem in layer.problems]
+    problems += [_masked(each) for each in given.values() if each.value == MASK and is_secret(each.path[-1])]
     own = own_schedule(job) if offered.calls_code or job.has_program else job.schedule
     if isinstance(own, Problem):
         problems += [_at_its_place(own, given)]
@@ -76,6 +77,11 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
     return Resolved(job, _origins(job, given))
+
+
+def _masked(given: Given) -> Problem:
+    """Returns the problem of a masked value, which was left out of the file that it comes from."""
+    return given.problem("its value, which is secret and was not recorded", "", f"give it: --set {given.name}=VALUE")
 
 
 def _with_a_field(problem: Problem, job: Job, offered: Offered) -> Problem:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import MASK, Problem, UserError, is_secret, nearest
 from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
+from engine.files.yaml_scalar import plain_value
 
 VERSION = 1
 PROJECT_FILE = "bamboo.yaml"  # the job of the current folder
@@ -109,13 +110,29 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
     return layer
 
 
+def masked_setting(setting: str) -> str:
+    """Returns a ``FIELD=VALUE`` without the value of a secret argument."""
+    name, _, text = setting.partition("=")
+    field_name, _, argument = name.partition(".")
+    is_masked = field_name in ARGS_FIELDS and is_secret(argument, plain_value(text))
+    return f"{name}={MASK}" if is_masked else setting
+
+
+def masked_words(words: Iterable[str]) -> list[str]:
+    """Returns the words of a command line without the values of secret arguments, which follow ``--set``."""
+    return [
+        f"--set={masked_setting(each.removeprefix('--set='))}" if each.startswith("--set=") else masked_setting(each)
+        for each in words
+    ]
+
+
 def set_layer(settings: Iterable[str]) -> Layer:
     """Returns the layer of ``--set``; each of `settings` is one ``FIELD=VALUE``."""
     layer = Layer()
     for setting in settings:
         name, equals, text = setting.partition("=")
         if equals:
-            layer.add_text(Given(tuple(name.split(".", 1)), text, "--set", f"--set {setting}"))
+            layer.add_text(Given(tuple(name.split(".", 1)), text, "--set", f"--set {masked_setting(setting)}"))
         else:
             layer.problems.append(Problem("--set", "FIELD=VALUE", repr(setting)))
     return layer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from engine.core.config.job import Job
+from engine.core.errors import MASK
+from engine.files.jobs.job_value import ARGS_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,21 @@ class Resolved:
     with_faults: str = ""
 
 
+def secret_arguments(job: Job) -> list[str]:
+    """Returns the names of the arguments whose values are secret, such as ``data_args.token``."""
+    hidden = job.masked
+    return [f"{name}.{key}" for name in ARGS_FIELDS for key, value in getattr(hidden, name).items() if value == MASK]
+
+
 def explain(resolved: Resolved) -> list[tuple[str, object, str]]:
-    """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own."""
+    """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own.
+
+    Secret values are masked.
+    """
+    job = resolved.job.masked
     rows: list[tuple[str, object, str]] = []
     for each in fields(Job):
-        value = getattr(resolved.job, each.name)
+        value = getattr(job, each.name)
         values = {f"{each.name}.{key}": value[key] for key in value} if isinstance(value, dict) and value else None
         for name, part in (values or {each.name: value}).items():
             rows.append((name, part, resolved.origins[name]))

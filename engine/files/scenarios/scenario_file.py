@@ -22,7 +22,7 @@ from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.scalar import Scalar
 from engine.files.jobs.file_kind import other_kind
 from engine.files.jobs.job_file import merge
-from engine.files.jobs.job_layers import Layer
+from engine.files.jobs.job_layers import Layer, masked_setting
 from engine.files.jobs.job_value import shown
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.scenarios.form import Reading, in_order
@@ -49,8 +49,8 @@ class Loaded:
 
     @property
     def settings_but_results(self) -> tuple[str, ...]:
-        """The settings that decide what is computed."""
-        return tuple(each for each in self.settings if not each.startswith("results="))
+        """The settings that decide what is computed, without the values of secret arguments."""
+        return tuple(masked_setting(each) for each in self.settings if not each.startswith("results="))
 
     @property
     def job_from(self) -> str:
