@@ -11,6 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,13 @@ class InOnePlace(Pure):
 
     def shift(self, step: int, pipeline: int, microbatch: int) -> float:
         return float(torch.rand(())) if (step, microbatch) == (8, 3) else 0.0
+
+
+class OfHeir(Pure):
+    """Has other rows in worker 1 in one step, which the trial does not load."""
+
+    def shift(self, step: int, pipeline: int, microbatch: int) -> float:
+        return float(step == 4 and Path("/proc/self/comm").read_text() == "bamboo-1\n")
 
 
 # The way in which it is not pure -> source, and the words of the refusal.

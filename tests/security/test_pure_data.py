@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -178,6 +179,8 @@ def test_a_mark_tells_bits_and_shapes_of_each_type(dtype: torch.dtype) -> None:
     changed[2, 3] = 0
     marks = {mark_of(Batch((each,), ())) for each in (rows, rows.t(), rows.reshape(4, 3), changed)}
     assert len(marks) == 4
+    if dtype is torch.float32:
+        assert mark_of(Batch((rows.to_sparse(),), ())) == mark_of(Batch((rows,), ()))
     assert mark_of(Batch((rows.t().contiguous().t(),), ())) == mark_of(Batch((rows,), ()))
 
 
@@ -251,7 +254,7 @@ def test_the_comparison_with_the_twin_names_the_microbatch() -> None:
 
 
 def bamboo(folder: Path, source: str, *arguments: str) -> tuple[Done, Launcher]:
-    model = ("--model", "mlp", "--set", "model_args.width=16", "--stages", "2", "--microbatches", "3")
+    model = ("--model", "mlp", "--set", "model_args.width=16", "--microbatches", "3")
     data = ("--data", f"tests.security.impure_data:{source}", "--validate-every", "0")
     launcher = Launcher(folder / source, ("run", *model, *data, *arguments), {})
     try:
@@ -263,7 +266,7 @@ def bamboo(folder: Path, source: str, *arguments: str) -> tuple[Done, Launcher]:
 @pytest.mark.e2e
 def test_a_source_that_turns_impure_ends_the_run_before_that_step_is_committed(tmp_path: Path) -> None:
     """Before, the run ended with 0, after steps on inputs and targets that do not belong together."""
-    done, launcher = bamboo(tmp_path, "LateOnce", "--steps", "9")
+    done, launcher = bamboo(tmp_path, "LateOnce", "--stages", "2", "--steps", "9")
     assert done.code == 2
     where = "microbatch 0 of pipeline 0 in step 5"
     assert f"LateOnce: the inputs and targets of {where} differ between worker " in done.stderr
@@ -272,8 +275,18 @@ def test_a_source_that_turns_impure_ends_the_run_before_that_step_is_committed(t
 
 
 @pytest.mark.e2e
+def test_an_heir_that_loads_other_data_ends_the_run_before_that_step_is_committed(tmp_path: Path) -> None:
+    """Before, the step was committed, and only a twin could tell that the weights are wrong."""
+    done, launcher = bamboo(tmp_path, "OfHeir", "--stages", "3", "--steps", "12", "--kill", "4:2", "--json")
+    told = json.loads(done.stdout)
+    assert (done.code, told["exit_code"]) == (2, 2)
+    assert "OfHeir: the inputs and targets of microbatch 0 of pipeline 0 in step 4 differ between" in done.stdout
+    assert [event["step"] for event in launcher.events("commit")] == [0, 1, 2, 3]
+
+
+@pytest.mark.e2e
 def test_draws_of_a_constructor_and_hashes_of_texts_are_the_same_in_a_twin(tmp_path: Path) -> None:
     """Before, a text had another hash in each run, so the twin had other data; a draw in a constructor was refused."""
-    done, _ = bamboo(tmp_path, "OfTexts", "--steps", "4", "--kill", "2:1")
+    done, _ = bamboo(tmp_path, "OfTexts", "--stages", "2", "--steps", "4", "--kill", "2:1")
     assert done.code == 0, done.stderr
     assert "weights identical" in done.stdout + done.stderr

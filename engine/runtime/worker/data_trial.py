@@ -2,7 +2,7 @@
 
     at first    microbatches 0 and 1 of step 0, which the layers are tried with
     then        some of other steps and pipelines, and of the validation, in another order in each worker
-    at last     1 and 0 again, at another time of day; all that were loaded must still have their bits
+    at last     1 and 0 again, two seconds later by the clock; all that were loaded must still have their bits
 
 Before each call the random streams of the process have another position, in each worker another one. The part between
 ends early where a source is slow: the trial must not hold up the launch.
@@ -27,7 +27,7 @@ from engine.runtime.stage.random_streams import displace
 from engine.runtime.worker.microbatch_loader import mark_of
 
 _SPARE_S = 0.015  # for the part between
-_AWAY_S = 1_000_003  # a prime, eleven days and a half: another day, hour, minute and second
+_AWAY_S = 2  # no more: a source may wait for the time that it has read, or keep it
 _MOST_CALLS = 100
 _AGAIN = "when they are loaded again"
 
@@ -44,6 +44,7 @@ class DataTrial:
     marks: dict[str, str] = field(default_factory=dict)  # by the name of the microbatch
     problem: Problem | None = None
     _loaded: list[tuple[str, Batch]] = field(default_factory=list)
+    _num_calls: int = 0
     _longest_s: float = 0.0  # of one call
 
     def first(self) -> list[Batch]:
@@ -96,15 +97,17 @@ class DataTrial:
         return (calls[turn:] + calls[:turn])[:: -1 if self.worker % 2 else 1]
 
     def _call(self, name: str, load: Load) -> Batch:
-        displace(self.worker * _MOST_CALLS + len(self._loaded))
+        displace(self.worker * _MOST_CALLS + self._num_calls)
+        self._num_calls += 1
         start_s = time.monotonic()
         batch = load()
         mark = mark_of(batch)
         self._longest_s = max(self._longest_s, time.monotonic() - start_s)
-        known = self.marks.setdefault(name, mark)
-        if known != mark and self.problem is None:
-            self.problem = another(self.job.data, name, (known, mark), _AGAIN)
-        self._loaded.append((name, batch))
+        if name not in self.marks:
+            self.marks[name] = mark
+            self._loaded.append((name, batch))
+        elif self.marks[name] != mark and self.problem is None:
+            self.problem = another(self.job.data, name, (self.marks[name], mark), _AGAIN)
         return batch
 
 

@@ -87,7 +87,8 @@ def _mark(tensors: Tensors) -> str:
     """Returns a mark of shapes and bits; quicker than a hash of state, because each microbatch of a step has two."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        plain = tensor.detach().contiguous()
+        plain = tensor.detach()
+        plain = (plain if plain.layout is torch.strided else plain.to_dense()).contiguous()
         digest.update(f"{plain.shape}".encode())
         if plain.dtype not in _OF_NUMPY:
             plain = plain.resolve_conj().reshape(-1).view(torch.uint8)
