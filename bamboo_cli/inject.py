@@ -13,6 +13,7 @@ import typer
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.options.faults import Tee
+from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
 
@@ -77,6 +78,7 @@ def inject(
     tee: Tee = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
+    trust_code: TrustCode = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
@@ -84,16 +86,18 @@ def inject(
     from engine.files.run_folder import find_run
     from engine.files.scenarios.scenario_file import load_scenario
     from engine.harness.attach import as_of_now
-    from engine.harness.job_checks import offered
+    from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
     changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
     if bool(file) == bool(scenario):
         found = f"{file} and {scenario}" if file else "none"
         raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
-    loaded = load_scenario(file or scenario, kinds(), seed, changed, offered)
+    acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
+    loaded = load_scenario(file or scenario, kinds(), seed, changed, acting)
     folder = find_run(Path(loaded.scenario.job.results), run) if run else None
     if dry_run:
+        tell_untrusted(loaded.foreign if folder is None else (), acting)
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
         return
     if folder is not None and tee:
@@ -137,16 +141,22 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
 
 
 def _print_plan(loaded: Loaded, as_json: bool) -> None:
-    from bamboo_cli.options.plan import faults_as_plain
+    from bamboo_cli.options.plan import NOT_CALLED, faults_as_plain
+    from engine.core.faults.scenario import Every
 
-    faults = faults_as_plain(loaded.faults, loaded.scenario.job)
+    job = loaded.scenario.job
+    faults = faults_as_plain(loaded.faults, job)
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
-        echo(json.dumps(found))
+        echo(json.dumps(found if job.has_program else found | {"not_called": job.schedule}))
         return
     echo(f"job: {loaded.job_from}")
     for each in faults:
         echo(each["text"])
+    if not job.has_program:
+        drawn = [each.id for each in loaded.scenario.faults if isinstance(each.trigger, Every)]
+        unknown = f"its actions and the moments of {' and '.join(drawn)}" if drawn else "its actions"
+        echo(f"{NOT_CALLED} ({job.schedule}): {unknown} are not known")
 
 
 def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:

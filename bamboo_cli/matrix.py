@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
+from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
-from engine.core.texts import flags
+from engine.core.texts import flags, trust_words
 from engine.files.jobs.job_layers import masked_setting, masked_words
 
 if TYPE_CHECKING:
@@ -54,22 +55,25 @@ def matrix(
     keep: options.Keep = False,
     as_json: options.AsJson = False,
     results: options.Results = options.DEFAULT_RESULTS,
+    trust_code: TrustCode = False,
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
     from engine.files.matrix_results import usual_seconds
     from engine.files.scenarios.matrix_file import read_matrix
-    from engine.harness.job_checks import offered
+    from engine.harness.job_checks import offered, readable
     from engine.runtime.faults.registry import kinds
 
     if shard and form == "github":
         raise UserError(
             [Problem("--shard", "no part beside --format github, which lists every part", shard, "--shards N")]
         )
-    found = read_matrix(file, kinds(), settings or (), offered)
+    acting = (offered if form == "text" else readable).trusting(trust_code)
+    found = read_matrix(file, kinds(), settings or (), acting)
     seconds = usual_seconds(_existing(times or ()))
     chosen = _chosen(found, shard, cell, seconds)
     if form != "text":
         names = [each.cell.name for each in chosen]
+        tell_untrusted(found.foreign, acting)
         _print_cells(file, names, num_shards if form == "github" else 0, seconds, as_json)
         return
     from engine.harness.matrix_runner import MatrixRun, usual_jobs
@@ -139,7 +143,7 @@ def _run(
     from engine.core.checks.cell_result import key_of
     from engine.core.faults.ci_shards import estimated
     from engine.files.matrix_results import read_results
-    from engine.harness.matrix_runner import LANE
+    from engine.harness.matrix_runner import LANE, shrunk_command
     from engine.runtime.process.interrupts import RunInterruptedError
     from engine.runtime.process.lanes import Lanes
 
@@ -167,7 +171,7 @@ def _run(
             path, search = run.shrink(
                 lanes, first.loaded.scenario, done[first.cell.name], budget, partial(echo, err=True)
             )
-            facts = {"tries": search.num_tries, "minimal": search.is_minimal}
+            facts = {"tries": search.num_tries, "minimal": search.is_minimal, "command": shrunk_command(path, search)}
             shrunk = {"cell": first.cell.name, "file": str(path)} | facts
     return [done[each.cell.name] for each in chosen if each.cell.name in done], shrunk
 
@@ -221,7 +225,7 @@ def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Pat
     host = host_record(started_at(run.folder.name))
     # A page is read on other machines: it has no path of this one.
     near = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else Path(found.path.name)
-    replay = partial(_replay, found.path.stem if is_shipped(found.path) else str(near), run)
+    replay = partial(_replay, found, found.path.stem if is_shipped(found.path) else str(near), run)
     lines = (jobs_line(each.loaded.scenario.job for each in found.cells), host_line(host))
     facts = MatrixRunFacts(when_text(host), lines, replay, _run_pages(done, run, folder), num_missing)
     cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
@@ -243,9 +247,10 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
     return written
 
 
-def _replay(file: str, run: MatrixRun, cell: str) -> str:
+def _replay(found: Matrix, file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
-    return shlex.join(["bamboo", "matrix", file, "--cell", cell, *flags("--set", map(masked_setting, run.settings))])
+    words = ["bamboo", "matrix", file, "--cell", cell, *flags("--set", map(masked_setting, run.settings))]
+    return shlex.join([*words, *trust_words(found.foreign)])
 
 
 def _write_file(path: Path, text: str) -> None:
@@ -280,9 +285,9 @@ def _print(
     for each in done:
         if each.result != "passed":
             echo(f"{each.verdict}: {each.cell}: {each.text}")
-            echo(f"  again: {_replay(str(found.path), run, each.cell)}")
+            echo(f"  again: {_replay(found, str(found.path), run, each.cell)}")
     if shrunk is not None:
-        echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: bamboo matrix {shrunk['file']}")
+        echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: {shrunk['command']}")
     told = f"{counts_text(done)}; {sum(each.seconds for each in done):.1f} s of cases"
     if code in BY_SIGNAL:
         told = f"interrupted after {len(done)} of {len(chosen)} cells: {told}"

@@ -1,7 +1,9 @@
 """A pytest plugin: the fixture `bamboo_scenario` runs a scenario as a test.
 
-Rule: every pytest start imports this module, so it imports pytest only. Torch is imported by the process that runs the
+Rules: every pytest start imports this module, so it imports pytest only. Torch is imported by the process that runs the
 scenario; it starts with the first test that uses the fixture. A failure shows the user's test and no code of bamboo.
+The test names the file, and its process runs the user's code anyway, so the scenario may name code as with
+``--trust-code``.
 
     def test_we_survive(bamboo_scenario):
         bamboo_scenario("scenarios/first.yaml", "stages=4")
@@ -72,7 +74,7 @@ def _read(scenario: str | Path, folder: Path, settings: Sequence[str]) -> Matrix
         if not path.is_file():
             problem = f"no file {os.path.relpath(path)}: a path is relative to the folder of the test file"
         else:
-            return read_matrix(os.path.relpath(path), kinds(), settings, offered)
+            return read_matrix(os.path.relpath(path), kinds(), settings, offered.trusting(True))
     except BambooError as error:
         problem = str(error)
     _fail(problem)
@@ -88,7 +90,7 @@ def _fail(text: str) -> NoReturn:
 
 def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:
     """Yields the lines about a cell that did not pass: the reason, the run folder, the command that runs it again."""
-    from engine.core.texts import flags
+    from engine.core.texts import flags, trust_words
     from engine.files.jobs.job_layers import masked_setting
     from engine.files.scenarios.library import is_shipped
 
@@ -98,4 +100,5 @@ def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: P
     name = found.path.stem if is_shipped(found.path) else os.path.relpath(found.path)
     is_scenario = [each.cell.name for each in found.cells] == [found.name]
     words = ["bamboo", "inject", name] if is_scenario else ["bamboo", "matrix", name, "--cell", result.cell]
-    yield f"again: {shlex.join([*words, *flags('--set', map(masked_setting, settings))])}"
+    words += [*flags("--set", map(masked_setting, settings)), *trust_words(found.foreign)]
+    yield f"again: {shlex.join(words)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -83,10 +84,9 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         found = read_matrix(str(path), kinds(), offered=readable)
         cells = [each.cell.name for each in found.cells]
         text = f"a matrix of {len(cells)} cells; job: {found.job_from}"
-        return text + _not_imported(*(each.loaded.scenario.job for each in found.cells)), {
-            "cells": cells,
-            "job_from": found.job_from,
-        }
+        jobs = [each.loaded.scenario.job for each in found.cells]
+        facts = {"cells": cells, "job_from": found.job_from, "needs_trust": bool(found.foreign)}
+        return text + _not_imported(*jobs) + _needs_trust(found.foreign), facts
     if kind in ("job", "run"):
         job = merge([file_layer(path)], readable).job
         text = f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps"
@@ -95,7 +95,13 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program
     faults = [str(each) for each in loaded.faults]
     text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
-    return text + _not_imported(loaded.scenario.job), {"faults": faults, "job_from": loaded.job_from}
+    text += _not_imported(loaded.scenario.job) + _needs_trust(loaded.foreign)
+    return text, {"faults": faults, "job_from": loaded.job_from, "needs_trust": bool(loaded.foreign)}
+
+
+def _needs_trust(foreign: Collection[Problem]) -> str:
+    """Returns the fields that a run takes from the file with ``--trust-code`` only."""
+    return f"; a run needs --trust-code: {', '.join(dict.fromkeys(each.field for each in foreign))}" if foreign else ""
 
 
 def _not_imported(*jobs: Job) -> str:

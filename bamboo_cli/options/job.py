@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from bamboo_cli.options import completion
+from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
@@ -24,6 +25,7 @@ from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
+_ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
 _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -42,7 +44,8 @@ def takes_job(
     @functools.wraps(command)
     def with_job(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
-        command(resolve_options(values | dict(instead), program_only), **own_values)
+        is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
+        command(resolve_options(values | dict(instead), program_only, is_plan), **own_values)
 
     # Typer reads the signature of a function, then its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -50,16 +53,21 @@ def takes_job(
     return with_job
 
 
-def resolve_options(values: Mapping[str, Any], program_only: bool) -> Resolved:
-    """Returns the job of a command's values, its file and the environment; raises UserError with every problem."""
+def resolve_options(values: Mapping[str, Any], program_only: bool, is_plan: bool) -> Resolved:
+    """Returns the job of a command's values, its file and the environment; raises UserError with every problem.
+
+    For a plan no code of the user's is imported.
+    """
     # The YAML reader takes 20 ms to import: too slow for --help.
     from engine.files.jobs.job_file import resolve_job
-    from engine.harness.job_checks import named, offered
+    from engine.harness.job_checks import named, offered, readable
 
     flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
-    check = named if program_only else offered
+    check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
-    return resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
+    resolved = resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
+    tell_untrusted(resolved.foreign if is_plan else (), check)
+    return resolved
 
 
 def _refuse_a_library_name(path: Path | None) -> None:
@@ -86,11 +94,12 @@ def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
     setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
     parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]
-    return [*parameters, _parameter("set", Annotated[list[str] | None, setting])]
+    parameters += [_parameter("set", Annotated[list[str] | None, setting])]
+    return [*parameters, _parameter("trust_code", TrustCode, default=False)]
 
 
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _flag(name: str, default: object) -> Any:

@@ -13,15 +13,24 @@ from engine.core.analysis.schedule_comparison import over_none
 from engine.core.analysis.utilization import bubbles
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
+from engine.core.config.job_wants import known_ownership
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.ownership import Ownership
 from engine.core.program.dry_run import dry_run
 from engine.core.schedules.csv_text import name_of
 
+NOT_CALLED = "the schedule's generator is not called in a dry run"
+
 
 def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
-    """Prints the grid with a forward of 1 unit and a backward of 2, the bubble, the peak stash and the faults."""
+    """Prints the grid with a forward of 1 unit and a backward of 2, the bubble, the peak stash and the faults.
+
+    Without a program, as its generator is not called in a dry run, it prints the rest.
+    """
+    if not job.has_program:
+        _print_without_program(job, as_json, faults)
+        return
     program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     longer = over_none(run, job.schedule, ownership) if job.redundancy == "eager" else 0.0
@@ -35,12 +44,11 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
             "peak_stash": run.peak_stash,
             "redundancy": job.redundancy,
             "over_none": longer,
-            "shadows": {f"{slot[1]}@{slot[0]}": ownership.shadows_of(*slot) for slot in ownership.grid.slots()},
+            "shadows": _shadows(ownership),
         }
         echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
         return
-    sizes = f"P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
-    echo(f"{name_of(job.schedule)}: {sizes}")
+    echo(f"{name_of(job.schedule)}: {_sizes(job)}")
     for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns, ownership):
         echo(line)
     echo(_redundancy_line(job, ownership))
@@ -49,6 +57,33 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
     echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
     echo(f"peak stashed activations, in microbatches: {stash}")
+    _print_faults(faults, job)
+
+
+def _print_without_program(job: Job, as_json: bool, faults: Sequence[Fault]) -> None:
+    ownership = known_ownership(job)
+    if as_json:
+        unknown = dict.fromkeys(("actions", "makespan", "bubble", "bubbles", "peak_stash", "over_none"))
+        plan = {"schedule": job.schedule, "not_called": job.schedule, **unknown, "redundancy": job.redundancy}
+        plan |= {"shadows": None if ownership is None else _shadows(ownership)}
+        echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
+        return
+    echo(f"{job.schedule}: {_sizes(job)}")
+    echo(f"{NOT_CALLED}: its actions, the bubble and the stash are not known")
+    if ownership is not None:
+        echo(_redundancy_line(job, ownership))
+    _print_faults(faults, job)
+
+
+def _sizes(job: Job) -> str:
+    return f"P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
+
+
+def _shadows(ownership: Ownership) -> dict[str, Any]:
+    return {f"{slot[1]}@{slot[0]}": ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
+
+
+def _print_faults(faults: Sequence[Fault], job: Job) -> None:
     for line in describe(faults, job):
         echo(line)
     echo("the model itself is not built here: a run checks its number of layers")

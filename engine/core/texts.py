@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 _SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
 _DOUBTFUL = re.compile(r"[^ -~\n\t]")
 _FIRST_SPACE, _ENDS = "\xa0", "\u2028\u2029"  # spaces of Unicode, but not its ends of lines and paragraphs
+TRUST_FLAG = "--trust-code"  # the user's word that files may name code
 
 
 def counted(number: float, noun: str, nouns: str = "") -> str:
@@ -32,6 +33,11 @@ def sentence(text: str) -> str:
 def flags(name: str, values: Iterable[str]) -> list[str]:
     """Returns the words of a command that give an option once for each value."""
     return [word for each in values for word in (name, each)]
+
+
+def trust_words(needs_trust: object) -> list[str]:
+    """Returns the words of a command for files that name code of the user's, if the command needs them."""
+    return [TRUST_FLAG] if needs_trust else []
 
 
 def printable(text: str) -> str:

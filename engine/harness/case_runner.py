@@ -267,6 +267,7 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
         text=copy.read_text(encoding="utf-8"),
         seed=loaded.seed,
         settings=loaded.settings_but_results,
+        needs_trust=bool(loaded.foreign),
     )
 
 
@@ -285,6 +286,7 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
             "job": case.file.job_from,
             "seed": case.file.seed,
             "settings": case.file.settings_but_results,
+            "needs_trust": bool(case.file.foreign),
             "faults": [to_plain(fault) for fault in case.faults],
         }
     elif case.faults:

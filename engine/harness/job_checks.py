@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from engine.core.config.job import Job
+from engine.core.config.job import CODE_FIELDS, Job
 from engine.core.config.offered import Offered
 from engine.core.errors import Problem, nearest
 from engine.models.arguments import argument_problems, builtin_arguments
@@ -26,7 +26,7 @@ def _argument_names(job: Job) -> list[str]:
 
 
 def missing_modules(job: Job) -> list[Problem]:
-    """Returns the problems with the modules of a user's model and data that no file has; imports none of them.
+    """Returns the problems with the modules of a user's code that no file has; imports none of them.
 
     Only the top-level name is looked for: a package decides while it is imported where its modules are.
     """
@@ -34,7 +34,7 @@ def missing_modules(job: Job) -> list[Problem]:
         Problem(
             field, "a module that Python finds", repr(name), _nearest_module(module) or "in this folder or PYTHONPATH"
         )
-        for field, name in (("model", job.model), ("data", job.data))
+        for field, name in ((each, getattr(job, each)) for each in CODE_FIELDS)
         if is_own(name) and not _is_found(module := name.partition(":")[0].partition(".")[0])
     ]
 
@@ -54,8 +54,10 @@ def _nearest_module(module: str) -> str:
 
 
 # Enough for commands that only make the program.
-named = Offered(_named_problems, _argument_names)
+named = Offered(_named_problems, _argument_names, acts_on=("schedule",))
 # Also the cut of the model into stages, and the modules of a user's own model and data.
 offered = Offered(lambda job: [*_named_problems(job), *layer_problems(job), *missing_modules(job)], _argument_names)
-# For a check of files, which runs no code of the user's.
-readable = replace(offered, calls_code=False)
+# For dry runs and checks of files, which run no code of the user's.
+readable = replace(offered, acts_on=())
+# For faults in a running job: only the folder of its run is looked up.
+findable = replace(offered, acts_on=("results",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.cell_result import CellResult, key_of
+from engine.core.config.job import Job
+from engine.core.texts import trust_words
 
 if TYPE_CHECKING:
     from engine.core.faults.scenario import Scenario
@@ -114,12 +117,13 @@ class MatrixRun:
 
         ending = {kind.name for kind in kinds().values() if kind.ends}
         shrunk = shrink(scenario, fails, ending, budget)
+        scenario = replace(shrunk.scenario, job=replace(shrunk.scenario.job, results=Job().results))  # of this search
+        shrunk = replace(shrunk, scenario=scenario)
         path = self.folder / f"shrunk-{_file_name(failed.cell)}.yaml"
         head = f"# The smallest scenario found that fails as {failed.cell} does: {failed.failure}.\n"
-        head += f"# Run it: bamboo matrix {path}\n"
-        write_atomically(
-            path, head + scenario_text(scenario_plain(replace(shrunk.scenario, job=shrunk.scenario.job.masked)))
-        )
+        head += f"# Run it: {shrunk_command(path, shrunk)}\n"
+        shown = replace(scenario, job=scenario.job.masked)
+        write_atomically(path, head + scenario_text(scenario_plain(shown)))
         return path, shrunk
 
 
@@ -130,6 +134,11 @@ def _file_name(cell: str) -> str:
     if len(whole) <= _MOST_OF_FILE_NAME:
         return name
     return f"{whole[:100].decode('utf-8', 'ignore')}-{hashlib.sha256(whole).hexdigest()[:16]}"
+
+
+def shrunk_command(path: Path, shrunk: Shrunk) -> str:
+    """Returns the command that runs the scenario of a search, whose file has the whole job."""
+    return shlex.join(["bamboo", "matrix", str(path), *trust_words(shrunk.scenario.job.names_code)])
 
 
 def usual_jobs() -> int:

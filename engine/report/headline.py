@@ -12,7 +12,7 @@ import pandas as pd
 from engine.core.checks.stall import quantile
 from engine.core.config.job import Job
 from engine.core.history.verdict_records import CheckRecord
-from engine.core.texts import flags, numbered, sentence
+from engine.core.texts import flags, numbered, sentence, trust_words
 from engine.report.load import RunTables
 from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
 
@@ -115,6 +115,7 @@ def command(run: RunTables) -> str:
         name, text = run.scenario.scenario, run.scenario.text
         words = ["bamboo", "inject", "--scenario", name, "--seed", str(run.scenario.seed)]
         words += flags("--set", run.scenario.settings)
+        words += trust_words(run.scenario.needs_trust)
         return f"{shlex.join(words)}\n\n# {name}{'' if name.endswith('.yaml') else '.yaml'}\n{text}"
     words = ["bamboo", "run"]
     for each in fields(Job):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.config.job import Job
+from engine.core.config.offered import ANYTHING
 from engine.core.errors import UserError
 from engine.files.scenarios.library import scenario_names
 from engine.files.scenarios.matrix_file import read_matrix
@@ -119,7 +120,9 @@ def test_mistakes_are_told_in_the_file_that_has_them(job: str, problem: str) -> 
 def test_a_run_keeps_the_scenario_with_its_job() -> None:
     """A replay must not depend on a job file, which changes."""
     Path("bamboo.yaml").write_text(JOB + "results: elsewhere\n")
-    loaded = scenario()
+    Path("scenarios/s.yaml").write_text(HEAD + FAULTS)
+    loaded = load_scenario("scenarios/s.yaml", kinds(), offered=ANYTHING.trusting(True))
+    assert [each.field for each in loaded.foreign] == ["results"]
     Path("kept.yaml").write_text(whole_text(loaded))
     record = scenario_record(loaded, Path("kept.yaml"))
     Path("bamboo.yaml").write_text("stages: 7\n")

@@ -340,6 +340,8 @@ def test_a_scenario_is_run_again_as_it_was_run() -> None:
     first, _, *text = command(run).splitlines()
     assert first == "bamboo inject --scenario scenario.yaml --seed 3 --set steps=9"
     assert text == ["# scenario.yaml", "version: 1"]
+    run = load([*MadeUpRun().events(), {"event": "scenario"} | said | {"needs_trust": True}])
+    assert command(run).startswith(f"{first} --trust-code\n")
 
 
 def test_faults_that_came_from_elsewhere_are_named_and_not_taken_for_kills() -> None:

@@ -138,9 +138,12 @@ def test_settings_of_a_command_are_masked() -> None:
     assert masked_words(words) == masked
 
 
+TRUSTING = ANYTHING.trusting(True)
+
+
 def loaded(folder: Path, text: str = SCENARIO, *settings: str) -> Loaded:
     (folder / "gated.yaml").write_text(text)
-    return load_scenario(str(folder / "gated.yaml"), kinds(), settings=settings)
+    return load_scenario(str(folder / "gated.yaml"), kinds(), settings=settings, offered=TRUSTING)
 
 
 def test_the_copy_and_the_record_of_a_scenario_have_no_secret(tmp_path: Path) -> None:
@@ -152,9 +155,9 @@ def test_the_copy_and_the_record_of_a_scenario_have_no_secret(tmp_path: Path) ->
     assert TOKEN not in copy.read_text() + encoded(record)
     assert "--set 'model_args.api_key=***'" in shlex.join(["--set", *record.settings])
     with pytest.raises(UserError) as refusal:
-        load_scenario(str(copy), kinds())
+        load_scenario(str(copy), kinds(), offered=TRUSTING)
     assert "data_args.token: expected its value, which is secret and was not recorded" in str(refusal.value)
-    again = load_scenario(str(copy), kinds(), settings=[SET, f"model_args.api_key={TOKEN}"])
+    again = load_scenario(str(copy), kinds(), settings=[SET, f"model_args.api_key={TOKEN}"], offered=TRUSTING)
     assert again.scenario.job == found.scenario.job
 
 
@@ -165,13 +168,14 @@ def test_a_scenario_without_secrets_is_copied_as_it_is(tmp_path: Path) -> None:
 
 def test_replay_commands_have_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = MatrixRun(tmp_path, (SET, "steps=9"), 1.0)
-    assert _replay("m.yaml", run, "c") == "bamboo matrix m.yaml --cell c --set 'data_args.token=***' --set steps=9"
     failed = CellResult("c", "failed", "mismatch", "t")
 
     class Found:
-        name, path, cells = "m", tmp_path / "m.yaml", ()
+        name, path, cells, foreign = "m", tmp_path / "m.yaml", (), ()
 
     found: Any = Found
+    told = _replay(found, "m.yaml", run, "c")
+    assert told == "bamboo matrix m.yaml --cell c --set 'data_args.token=***' --set steps=9"
     assert "'data_args.token=***'" in "\n".join(_failure(failed, found, run.settings, tmp_path))
     _print(found, [], [failed], run, None, 1, as_json=False)
     events = MadeUpRun().events()

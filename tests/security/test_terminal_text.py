@@ -213,7 +213,7 @@ def test_the_results_of_a_matrix(
         name, labels = EVIL, failed.labels
 
     class Found:
-        name, path = EVIL, Path(EVIL)
+        name, path, foreign = EVIL, Path(EVIL), ()
 
     class Run:
         folder, settings = tmp_path, (f"name={EVIL}",)

@@ -20,6 +20,8 @@ Dtype = Literal["float32", "bfloat16"]
 OptimizerName = Literal["sgd", "adamw"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
+CODE_FIELDS = ("model", "data", "schedule")  # each can name code of the user's: package.module:attribute
+ACTING = (*CODE_FIELDS, "results")  # fields that reach beyond the job: to other code, to another folder
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
 
 
@@ -95,6 +97,11 @@ class Job:
             data_args=_masked(self.data_args),
             optimizer_args=_masked(self.optimizer_args),
         )
+
+    @property
+    def names_code(self) -> bool:
+        """Whether a field names code of the user's."""
+        return any(FACTORY.fullmatch(getattr(self, name)) for name in CODE_FIELDS)
 
     @property
     def has_program(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
@@ -14,6 +15,15 @@ def fresh_ownership(job: Job) -> Ownership:
     placement = placement_of(job.schedule, job.placement)
     ownership = fresh(Grid(job.stages, job.microbatches, job.pipelines), job.stages_per_worker, placement)
     return shadowed(job, ownership, ownership.workers())
+
+
+def known_ownership(job: Job) -> Ownership | None:
+    """Returns the ownership of a job before any failure; None if the placement is that of a generator not called."""
+    if job.has_program:
+        return fresh_ownership(job)
+    if job.stages_per_worker > 1 and job.placement == "auto":
+        return None
+    return fresh_ownership(replace(job, schedule=Job().schedule))  # any schedule has this placement
 
 
 def shadowed(job: Job, ownership: Ownership, members: Collection[int], leaving: Collection[int] = ()) -> Ownership:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.core.config.job import Job
+from engine.core.config.job import ACTING, Job
 from engine.core.errors import Problem
 
 
@@ -14,13 +14,25 @@ class Offered:
     """The models, data and arguments that a job can name.
 
     `problems` returns the problems with those that a job names, `arguments` returns the arguments that its parts take,
-    such as ``model_args.width``. Unless `calls_code`, a generator of a schedule, which is the user's code, is not
-    called: `Job.schedule` keeps its name, and no rule about the program is checked.
+    such as ``model_args.width``. `acts_on` has the fields of `ACTING` that the command acts on: it imports the code
+    that they name, or writes to the folder. Unless it acts on the schedule, a generator is not called: `Job.schedule`
+    keeps its name, and no rule about the program is checked. A value of these fields from a file that the command line
+    does not name as a job is refused, unless the user `trusts_files`.
     """
 
     problems: Callable[[Job], Iterable[Problem]]
     arguments: Callable[[Job], Iterable[str]]
-    calls_code: bool = True
+    acts_on: tuple[str, ...] = ACTING
+    trusts_files: bool = False
+
+    @property
+    def calls_code(self) -> bool:
+        """Whether a generator of a schedule, which is the user's code, is called."""
+        return "schedule" in self.acts_on
+
+    def trusting(self, is_trusted: bool) -> Offered:
+        """Returns the same, with the user's word on whether files are trusted."""
+        return replace(self, trusts_files=is_trusted)
 
 
 ANYTHING = Offered(lambda job: (), lambda job: ())

@@ -21,16 +21,18 @@ def check_schedule(
     schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
 ) -> list[Problem]:
     """Returns a problem for each rule about schedules that these fields of a job break."""
+    unknown = []
     if not is_text(schedule) and schedule not in SCHEDULES:
         expected = f"one of {', '.join(sorted(SCHEDULES))}"
-        return [Problem("schedule", expected, repr(schedule), nearest(schedule, SCHEDULES))]
+        unknown = [Problem("schedule", expected, repr(schedule), nearest(schedule, SCHEDULES))]
     if stages_per_worker < 1 or stages < 1 or microbatches < 1:
-        return []  # `check_job` reports these counts
+        return unknown  # `check_job` reports these counts
     if stages % stages_per_worker:
-        fitting = [str(each) for each in range(1, stages + 1) if stages % each == 0]
-        return [
-            Problem("stages_per_worker", f"a divisor of {stages} stages: {', '.join(fitting)}", str(stages_per_worker))
-        ]
+        fitting = ", ".join(str(each) for each in range(1, stages + 1) if stages % each == 0)
+        expected = f"a divisor of {stages} stages: {fitting}"
+        return [*unknown, Problem("stages_per_worker", expected, str(stages_per_worker))]
+    if unknown:
+        return unknown
     num_workers = stages // stages_per_worker
     if is_text(schedule):
         return _check_text(schedule, num_workers, stages_per_worker, microbatches, choice)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from engine.core.action import ops_at
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
+from engine.core.config.job_wants import known_ownership
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker
 from engine.core.faults.scenario import Every, FaultSpec, Scenario, Target
@@ -27,6 +28,9 @@ _ALWAYS = ops_at(Stands.FORWARD, Stands.BACKWARD, Stands.REPLICA)
 def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     """Returns the concrete faults of a scenario that breaks no rule (`scenario_rules.py`), in its order.
 
+    Without a program, as its generator was not called, it leaves out the faults of ``every``: they strike at its
+    actions.
+
     Raises:
         UserError: with each fault that has too few slots for its victims, or no moment within the job.
     """
@@ -35,6 +39,8 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     taken = {each.trigger for each in scenario.faults if isinstance(each.trigger, At)}
     for number, wanted in enumerate(scenario.faults):
         dice = _Dice(seed, wanted.id)
+        if isinstance(wanted.trigger, Every) and not scenario.job.has_program:
+            continue
         try:
             faults += _expanded(wanted, scenario.job, dice, taken, f"faults.{number}")
         except UserError as error:
@@ -157,14 +163,17 @@ class _Dice:
 
 
 def describe(faults: Sequence[Fault], job: Job) -> list[str]:
-    """Returns one line per fault: its kind, victims and moment, and the workers that own these slots at the start."""
+    """Returns one line per fault: its kind, victims and moment, and the workers that own these slots at the start.
+
+    The workers are left out if the placement is not known.
+    """
     lines = []
-    _, ownership = initial_program(job)
+    ownership = known_ownership(job)
     for fault in faults:
         lines.append(f"{fault.id}: {fault}")
         slots = [each for each in fault.victims if isinstance(each, Owner)]
-        named = [f"worker {ownership.owner(each.pipeline, each.stage)}" for each in slots]
-        if named:
+        if slots and ownership is not None:
+            named = [f"worker {ownership.owner(each.pipeline, each.stage)}" for each in slots]
             lines[-1] += (
                 f"; {' and '.join(named)}, unless the {'stage has' if len(named) == 1 else 'stages have'} moved"
             )

@@ -107,7 +107,8 @@ def _action(job: Job, slot: Slot, ops: Sequence[Op], microbatch: int | None) -> 
     pipeline, stage = slot
     if ops[0] in STAGE_OPS:
         return Action(stage, ops[0], WHOLE_STAGE, pipeline)
-    numbers = {each.microbatch: each for each in own_actions(*initial_program(job), slot) if each.op in ops}
+    own = own_actions(*initial_program(job), slot) if job.has_program else ()
+    numbers = {each.microbatch: each for each in own if each.op in ops}
     middle = sorted(numbers)[len(numbers) // 2] if numbers else job.microbatches // 2
     microbatch = middle if microbatch is None else microbatch
     return numbers.get(microbatch, Action(stage, ops[0], microbatch, pipeline))

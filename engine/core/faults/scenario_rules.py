@@ -44,7 +44,7 @@ def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]
 class PlannedFaults:
     """The valid parts of a scenario: its job or None, and its faults by number; `whole` if all parts are valid.
 
-    If it is not whole, a missing fault may be one that could not be read.
+    If it is not whole, a missing fault may be one that could not be read. The program of the job may be unknown.
     """
 
     job: Job | None
@@ -63,20 +63,26 @@ def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) 
     for number, wanted in found.faults.items():
         impossible = never_striking(found, found.job, wanted, ending)
         problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
-    whole = found.whole and not problems
+    whole = found.whole and found.job.has_program and not problems
     problems += impossible_expectations(expect, found.job, found.faults if whole else None, ending)
     return problems
 
 
 def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Collection[str]) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    program, ownership = initial_program(job)
-    problems = list(_target("target", wanted, job, len(ownership.workers())))
+    problems = list(_target("target", wanted, job, job.stages // job.stages_per_worker * job.pipelines))
     if not isinstance(wanted.trigger, At):
         return problems
-    at, failures = wanted.trigger, _Failures(wanted.trigger, found, ending)
-    own = own_actions(program, ownership, (at.action.pipeline, at.action.stage))
-    return (_limits("at", at, job) or _action("at", at.action, own, job, failures)) + problems
+    at = wanted.trigger
+    return (_limits("at", at, job) or _never_coming(at, found, job, ending)) + problems
+
+
+def _never_coming(at: At, found: PlannedFaults, job: Job, ending: Collection[str]) -> list[Problem]:
+    """Returns the problem of a moment whose action can never come; without a program none is known."""
+    if not job.has_program:
+        return []
+    own = own_actions(*initial_program(job), (at.action.pipeline, at.action.stage))
+    return _action("at", at.action, own, job, _Failures(at, found, ending))
 
 
 def _ids(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:

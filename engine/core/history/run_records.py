@@ -249,9 +249,13 @@ class StaysRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioRecord(StampedRecord):
-    """The scenario of the run: its name or file, its text, its seed, and the settings of the command."""
+    """The scenario of the run: its name or file, its text, its seed, and the settings of the command.
+
+    `needs_trust`: it names code of the user's, so that it runs with ``--trust-code`` only.
+    """
 
     scenario: str
     text: str
     seed: int
     settings: tuple[str, ...]
+    needs_trust: bool = False

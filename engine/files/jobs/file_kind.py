@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.core.errors import Problem
-from engine.core.texts import flags
+from engine.core.texts import flags, trust_words
 from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.strict_yaml import Document
 
@@ -56,6 +56,7 @@ def with_its_faults(record: Document) -> str:
     if isinstance(scenario := value.get("scenario"), dict):
         words = ["inject", "--scenario", str(folder / "scenario.yaml"), "--seed", str(scenario.get("seed", 0))]
         words += flags("--set", map(str, scenario.get("settings", ())))
+        words += trust_words(scenario.get("needs_trust") is True)
     elif kills := value.get("kill"):
         words = ["run", str(folder / Path(record.source).name), *flags("--kill", map(str, kills))]
     else:

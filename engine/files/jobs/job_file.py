@@ -23,6 +23,7 @@ from engine.files.jobs.job_layers import PROJECT_FILE, Layer, environment_layer,
 from engine.files.jobs.job_value import A_FIELD, ARGS_FIELDS, FIELD_TYPES, Given
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
+from engine.files.jobs.trust import LYING_THERE, foreign_values
 
 
 def resolve_job(
@@ -45,8 +46,9 @@ def resolve_job(
     if record := next((each.record for each in layers), None):
         resolved = merge([*layers, set_layer(settings), flag_layer(flags or {})], offered)
         return replace(resolved, with_faults=with_its_faults(record))
-    files = [path for path in (_user_file(environment), project / PROJECT_FILE) if path and os.path.exists(path)]
-    layers = [*(file_layer(path) for path in files), *layers, environment_layer(environment), set_layer(settings)]
+    files = ((_user_file(environment), ""), (project / PROJECT_FILE, LYING_THERE))
+    lower = [file_layer(path, foreign) for path, foreign in files if path and os.path.exists(path)]
+    layers = [*lower, *layers, environment_layer(environment), set_layer(settings)]
     return merge([*layers, flag_layer(flags or {})], offered)
 
 
@@ -60,7 +62,10 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     job = _job(given.values())
     problems = [problem for layer in layers for problem in layer.problems]
     problems += [_masked(each) for each in given.values() if each.value == MASK and is_secret(each.path[-1])]
-    own = own_schedule(job) if offered.calls_code or job.has_program else job.schedule
+    foreign = foreign_values(given.values())
+    refused = [] if offered.trusts_files else [each for each in foreign if each.field in offered.acts_on]
+    may_call = offered.calls_code and not any(each.field == "schedule" for each in refused)
+    own = own_schedule(job) if may_call or job.has_program else job.schedule
     if isinstance(own, Problem):
         problems += [_at_its_place(own, given)]
     else:
@@ -72,11 +77,12 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     ]
     # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.
     if not {"model", "data", "optimizer"} & {problem.field for problem in problems}:
-        known = {problem.field for problem in problems}  # one problem is enough for a value
+        known = {problem.field for problem in (*problems, *refused)}  # one problem is enough for a value
         problems += [_at_its_place(each, given) for each in offered.problems(job) if each.field not in known]
+    problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
-    return Resolved(job, _origins(job, given))
+    return Resolved(job, _origins(job, given), foreign=foreign)
 
 
 def _masked(given: Given) -> Problem:

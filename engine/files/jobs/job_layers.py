@@ -14,12 +14,13 @@ from typing import Any
 from engine.core.errors import MASK, Problem, UserError, is_secret, nearest
 from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
+from engine.files.jobs.trust import TRUST_VARIABLE
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 from engine.files.yaml_scalar import plain_value
 
 VERSION = 1
 PROJECT_FILE = "bamboo.yaml"  # the job of the current folder
-RESERVED_PREFIX = "BAMBOO_ETCD"  # of the variables that set up etcd and no job
+RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE)  # of the variables that set no field of a job
 
 
 @dataclass(slots=True)
@@ -52,8 +53,11 @@ class Layer:
             self.add(Given(given.path, document.value, given.origin, given.source))
 
 
-def file_layer(path: Path) -> Layer:
-    """Returns the layer of a job file, or of the record of a run; an unreadable file is a problem of the layer."""
+def file_layer(path: Path, foreign: str = "") -> Layer:
+    """Returns the layer of a job file, or of the record of a run; an unreadable file is a problem of the layer.
+
+    `foreign` is the advice about a foreign file, see `Given`.
+    """
     try:
         document = read_yaml(path)
     except UserError as error:
@@ -61,27 +65,27 @@ def file_layer(path: Path) -> Layer:
     if (problem := other_kind(document, "job", "run")) is not None:
         return Layer(problems=[problem])
     if kind_of(document) == "run":
-        return replace(document_layer(document.part("job")), record=document)
-    return document_layer(document)
+        return replace(document_layer(document.part("job"), foreign), record=document)
+    return document_layer(document, foreign)
 
 
-def document_layer(document: Document) -> Layer:
-    """Returns the layer of a document that holds the fields of a job."""
+def document_layer(document: Document, foreign: str = "") -> Layer:
+    """Returns the layer of a document that holds the fields of a job; `foreign` as for `file_layer`."""
     layer = Layer(problems=list(document.problems))
     if isinstance(document.value, dict):
         for name, value in document.value.items():
-            _add_from_file(layer, document, name, value)
+            _add_from_file(layer, document, name, value, foreign)
     elif document.value is not None:
         found = shown(document.value)
         layer.problems.append(Problem("", "a mapping of fields", found, "", document.source, *document.places[()]))
     return layer
 
 
-def _add_from_file(layer: Layer, document: Document, name: str, value: Any) -> None:
+def _add_from_file(layer: Layer, document: Document, name: str, value: Any, foreign: str) -> None:
     def given(*path: str, value: Any) -> Given:
         # The place of an unknown field is its key: the mistake is there and not in the value.
         place = document.places[path] if is_known(path) or name == "version" else document.key_places[path]
-        return Given(path, value, f"{document.source}:{place[0]}:{place[1]}", document.source, *place)
+        return Given(path, value, f"{document.source}:{place[0]}:{place[1]}", document.source, *place, foreign)
 
     if name == "version":
         if type(value) is not int or value != VERSION:
@@ -99,7 +103,7 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
     """Returns the layer of the variables ``BAMBOO_STAGES``, ``BAMBOO_MODEL_ARGS__WIDTH`` and so on."""
     layer = Layer()
     for variable in sorted(environment):
-        if not variable.startswith("BAMBOO_") or variable.startswith(RESERVED_PREFIX):
+        if not variable.startswith("BAMBOO_") or variable.startswith(RESERVED_PREFIXES):
             continue
         path = tuple(variable.removeprefix("BAMBOO_").lower().split("__", 1))
         if is_known(path):

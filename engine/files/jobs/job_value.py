@@ -34,6 +34,7 @@ class Given:
     """A value for `path`: a field, or a field of arguments and the name of an argument.
 
     `origin` is its place as the list of all values shows it; messages show `source`, with line and column in a file.
+    `foreign` is the advice how to trust its file if that is a foreign one (`engine/files/jobs/trust.py`), else empty.
     """
 
     path: OptionPath
@@ -42,6 +43,7 @@ class Given:
     source: str
     line: int = 0
     column: int = 0
+    foreign: str = ""
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from engine.core.config.job import Job
-from engine.core.errors import MASK
+from engine.core.errors import MASK, Problem
 from engine.files.jobs.job_value import ARGS_FIELDS
 
 
@@ -13,12 +13,14 @@ from engine.files.jobs.job_value import ARGS_FIELDS
 class Resolved:
     """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``.
 
-    `with_faults` is the command that repeats the faults too, if the job is that of a run with faults.
+    `with_faults` is the command that repeats the faults too, if the job is that of a run with faults. `foreign` has the
+    values that a run takes with ``--trust-code`` only.
     """
 
     job: Job
     origins: dict[str, str]
     with_faults: str = ""
+    foreign: tuple[Problem, ...] = ()
 
 
 def secret_arguments(job: Job) -> list[str]:

@@ -82,6 +82,11 @@ class Matrix:
     absent: tuple[Cell, ...]
 
     @property
+    def foreign(self) -> tuple[Problem, ...]:
+        """The values of all cells that a run takes with ``--trust-code`` only."""
+        return tuple(dict.fromkeys(value for each in self.cells for value in each.loaded.foreign))
+
+    @property
     def job_from(self) -> str:
         """The sources of the jobs of the cells, in words, each with the fields that its cells change."""
         changed: dict[str, dict[str, None]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.config.job import Job
 from engine.core.config.offered import ANYTHING, Offered
-from engine.core.errors import UserError, nearest
+from engine.core.errors import Problem, UserError, nearest
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import After, At, Fault
 from engine.core.faults.fault_kind import FaultKind
@@ -36,7 +36,8 @@ from engine.files.strict_yaml import Document, KeyPath, read_yaml
 class Loaded:
     """A scenario with its file, the faults that its seed draws, and the source of its job.
 
-    `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job.
+    `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job, and
+    `foreign` has the values that a run takes with ``--trust-code`` only.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class Loaded:
     source: JobSource
     origins: Mapping[str, str]
     settings: tuple[str, ...] = ()
+    foreign: tuple[Problem, ...] = ()
 
     @property
     def settings_but_results(self) -> tuple[str, ...]:
@@ -102,8 +104,8 @@ def load_document(
         raise in_order(reading.problems)
     seed = scenario.job.seed if seed is None else seed
     try:
-        faults = expand(scenario, seed) if scenario.job.has_program else ()
-        return Loaded(path, scenario, seed, faults, source, resolved.origins, settings)
+        faults = expand(scenario, seed)
+        return Loaded(path, scenario, seed, faults, source, resolved.origins, settings, resolved.foreign)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
 
@@ -119,7 +121,7 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None)
     faults = {number: each for number, each in enumerate(listed) if each is not None}
     expect = _expect(values.get("expect", {}))
     whole = len(faults) == len(listed) and all(each.do for each in faults.values())
-    found = PlannedFaults(job if job and job.has_program else None, faults, whole)
+    found = PlannedFaults(job, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
     reading.problems += [reading.located(each) for each in check_faults(found, expect, ending)]
     if reading.problems or job is None:
@@ -129,12 +131,17 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None)
 
 def _job(reading: Reading, source: JobSource, layers: Sequence[Layer], offered: Offered) -> Resolved | None:
     """Returns the job of a scenario; None, with its problems reported, if it is not valid."""
+
+    def at_its_place(problem: Problem) -> Problem:
+        is_of_file = source.file and problem.source == str(source.file)
+        name = problem.field if is_of_file else f"job.{problem.field}".rstrip(".")
+        return replace(problem, field=name, source=problem.source or reading.document.source)
+
     try:
-        return merge(layers, offered)
+        resolved = merge(layers, offered)
+        return replace(resolved, foreign=tuple(map(at_its_place, resolved.foreign)))
     except UserError as error:
-        for each in error.problems:
-            name = each.field if source.file and each.source == str(source.file) else f"job.{each.field}".rstrip(".")
-            reading.problems.append(replace(each, field=name, source=each.source or reading.document.source))
+        reading.problems += map(at_its_place, error.problems)
     return None
 
 

@@ -17,6 +17,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem
 from engine.files.jobs.job_layers import PROJECT_FILE, Layer, document_layer, file_layer, set_layer
 from engine.files.jobs.job_value import shown
+from engine.files.jobs.trust import FOREIGN
 from engine.files.strict_yaml import Document
 
 FROM = "from"
@@ -105,7 +106,7 @@ class ScenarioJobs:
         if source.file is None:
             return []
         if source.file not in self._read:
-            self._read[source.file] = file_layer(source.file)
+            self._read[source.file] = file_layer(source.file, FOREIGN)
         return [self._read[source.file]]
 
     def _changes(self) -> Layer:
@@ -123,7 +124,7 @@ def _own_fields(part: Document) -> Layer:
     if not isinstance(part.value, dict):
         return Layer()
     own = {name: value for name, value in part.value.items() if name != FROM}
-    layer = document_layer(replace(part, value=own))
+    layer = document_layer(replace(part, value=own), FOREIGN)
     if FROM in part.value and not isinstance(part.value[FROM], str):
         found = shown(part.value[FROM])
         layer.problems.append(Problem(FROM, "the path of a job file", found, "", part.source, *part.places[FROM,]))

@@ -1,0 +1,28 @@
+"""The option ``--trust-code``, and the note about values of a file that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from bamboo_cli.terminal.echo import echo
+from engine.core.config.offered import Offered
+from engine.core.errors import Problem
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        envvar="BAMBOO_TRUST_CODE",
+        help="Let a scenario, a matrix, a job file that one of them names, and a bamboo.yaml that lies here name code "
+        "(package.module:attribute) and the folder of results.",
+    ),
+]
+
+
+def tell_untrusted(foreign: Iterable[Problem], offered: Offered) -> None:
+    """Prints one line to stderr for each value that a run would refuse, unless the user trusts files."""
+    for each in () if offered.trusts_files else foreign:
+        echo(f"a run needs --trust-code: {each}", err=True)
