@@ -1,13 +1,15 @@
 """A user's models and data, named ``package.module:factory``: trusted code that is imported and called.
 
-Rules: the module is imported from `sys.path` as it is. An exception in the import, the factory or the data names its
-place (`engine.models.user_code`). A process builds the layers of a model once, from one key, and copies them: the
-weights are the same in every worker and every pipeline.
+Rules: the module is imported from the current folder, else from the rest of `sys.path`. An exception in the import, the
+factory or the data names its place (`engine.models.user_code`). A process builds the layers of a model once, from one
+key, and copies them: the weights are the same in every worker and every pipeline.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -146,6 +148,7 @@ def _wrong(field: str, name: str, expected: str, hint: str = "") -> UserError:
 
 def _import_factory(field: str, name: str) -> Factory:
     module_name, _, attribute = name.partition(":")
+    _look_in_this_folder()
     try:
         with running(f"the import of {module_name}"):
             module = importlib.import_module(module_name)
@@ -159,6 +162,13 @@ def _import_factory(field: str, name: str) -> Factory:
     if not callable(factory):
         raise _wrong(field, name, "a factory that can be called", f"it is a {type(factory).__name__}")
     return factory
+
+
+def _look_in_this_folder() -> None:
+    """Puts the current folder first in `sys.path`, as Python does; a worker begins without it (``python -P``)."""
+    folder = os.getcwd()
+    if sys.flags.safe_path and not os.environ.get("PYTHONSAFEPATH") and folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _call(name: str, factory: Factory, args: Args) -> Any:

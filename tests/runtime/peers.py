@@ -85,7 +85,8 @@ def peer_server(logs: Path) -> Iterator[PeerServer]:
     """Runs a fork server that knows peers."""
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return original([*command[:2], THIS_MODULE, *command[3:]], **(options | {"cwd": ROOT}))
+        python, _, m, _, *arguments = command  # -P, which keeps this folder from the path: tests are no part of bamboo
+        return original([python, m, THIS_MODULE, *arguments], **(options | {"cwd": ROOT}))
 
     original = subprocess.Popen
     with pytest.MonkeyPatch.context() as patch:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from engine.core.message_codec import Plain
 from engine.core.process_messages import CaseMessage, DoneMessage
@@ -17,6 +18,12 @@ from engine.runtime.ipc.link import Link
 from engine.runtime.process.lanes import Lanes
 
 THIS_MODULE = "tests.runtime.test_lanes"
+
+
+@pytest.fixture(autouse=True)
+def findable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane finds its module on Python's path only, not in the current folder."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 def answered(tmp_path: Path, tasks: list[dict[str, Any]], count: int, limit_s: float = 30.0) -> dict[int, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 
 from engine.core.errors import EnvironmentLacksError, required
@@ -82,7 +81,7 @@ class ForkServer:
     def _start(self) -> None:
         self._link, far = Link.pair()
         self._has_served = self._has_begun = False
-        command = [sys.executable, "-m", "engine.runtime.process.forkserver", str(far.fileno()), str(os.getpid())]
+        command = subprocesses.module("engine.runtime.process.forkserver", str(far.fileno()), str(os.getpid()))
         self._process = subprocesses.start(command, fd=far.fileno(), environment=self._environment)
         far.close()
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,8 +36,8 @@ class Lane:
     def __init__(self, module: str, log: Path):
         self.link, far = Link.pair()
         self._grace_s = _GRACE_S
-        command = [sys.executable, "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
-        command += [sys.executable, "-m", module, str(far.fileno())]
+        command = subprocesses.module("engine.runtime.process.exec_with_parent", str(os.getpid()))
+        command += subprocesses.module(module, str(far.fileno()))
         with log.open("ab") as file:
             self._process = subprocesses.start(command, fd=far.fileno(), log=file)
         far.close()

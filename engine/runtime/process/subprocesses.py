@@ -6,11 +6,17 @@ import contextlib
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from engine.runtime.process.interrupts import ctrl_c_held
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """Returns the command that runs one of bamboo's modules; a file of the current folder replaces no module of it."""
+    return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def start(
