@@ -20,7 +20,8 @@ MATRIX = "scenarios/matrix.yaml"
 WORKFLOW = ".github/workflows/bamboo.yml"
 
 _JOB = """\
-# The job: what is trained, and how. `bamboo run` reads it; `bamboo run --help` lists every field.
+# The job: what is trained, and how. Train it: bamboo run bamboo.yaml. `bamboo run --help` lists every field.
+# With code of your own, the commands that only find this file take --trust-code: bamboo inject, bamboo matrix.
 version: 1
 model: mlp # a built-in model, or your own as module:factory
 stages: 3
@@ -69,6 +70,8 @@ permissions:
   contents: read
 
 env:
+  # The files of this project may name its own code, such as model: module:factory; this job runs that code anyway.
+  BAMBOO_TRUST_CODE: "1"
   # Where pip finds bamboo, such as git+https://HOST/OWNER/REPOSITORY@COMMIT. A wheel in wheels/ goes first.
   BAMBOO: $REFERENCE
   # The runner has no GPU: torch's CPU build is two gigabytes smaller.
