@@ -83,7 +83,7 @@ def matrix(
     with holding() as interrupts:
         run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
         done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
-        _write(found, chosen, done, run, junit, page or run.folder / "report.html")
+        _write(found, chosen, done, run, junit, page)
         code = _code(done) if interrupts.first is None else 128 + interrupts.first
         _print(found, chosen, done, run, shrunk, code, as_json)
     raise typer.Exit(code)
@@ -189,18 +189,23 @@ def _write(
     done: Sequence[CellResult],
     run: MatrixRun,
     junit: Path | None,
-    page: Path,
+    page: Path | None,
 ) -> None:
-    """Writes the page; JUnit if a file is given; the summary and errors of GitHub in its workflows."""
+    """Writes the page, JUnit if a file is given, and the summary and errors of GitHub in its workflows."""
+    from engine.files.atomic_write import open_to_append, storage_errors, write_atomically, write_named
     from engine.report.github_text import error_commands, step_summary
     from engine.report.junit import junit_xml
 
     missing = _not_run(chosen, done)
+    for named in filter(None, (junit, page)):
+        with storage_errors("make", named.parent):
+            named.parent.mkdir(parents=True, exist_ok=True)
     if junit is not None:
-        _write_file(junit, junit_xml(found.name, done, missing))
-    _write_file(page, _page(found, done, run, page.parent, len(missing)))
+        write_named(junit, junit_xml(found.name, done, missing))
+    place = page or run.folder / "report.html"
+    (write_named if page else write_atomically)(place, _page(found, done, run, place.parent, len(missing)))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with Path(summary).open("a", encoding="utf-8") as stream:
+        with open(open_to_append(Path(summary)), "a", encoding="utf-8") as stream:
             stream.write(step_summary(found.name, done))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in error_commands(str(found.path), done):
@@ -235,6 +240,7 @@ def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Pat
 def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict[str, str]:
     """Writes the pages of the first runs that did not pass; returns their addresses from `folder`, by cell."""
     from bamboo_cli.report import load_run
+    from engine.files.atomic_write import write_atomically
     from engine.files.run_folder import RunFolder
     from engine.report.pages.page import page
 
@@ -242,7 +248,7 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
     kept = [(each.cell, RunFolder(run.folder / "runs" / each.run)) for each in done if each.run]
     for cell, of_run in [each for each in kept if each[1].events.is_file()][:_MOST_RUN_PAGES]:
         path = of_run.path / "report.html"
-        _write_file(path, page(load_run(of_run)))
+        write_atomically(path, page(load_run(of_run)))
         written[cell] = os.path.relpath(path, folder)
     return written
 
@@ -251,14 +257,6 @@ def _replay(found: Matrix, file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
     words = ["bamboo", "matrix", file, "--cell", cell, *flags("--set", map(masked_setting, run.settings))]
     return shlex.join([*words, *trust_words(found.foreign)])
-
-
-def _write_file(path: Path, text: str) -> None:
-    from engine.files.atomic_write import storage_errors, write_atomically
-
-    with storage_errors("make", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
 
 
 def _print(

@@ -14,7 +14,7 @@ import typer
 from bamboo_cli.options import completion
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError, required
-from engine.files.atomic_write import storage_errors
+from engine.files.atomic_write import write_atomically, write_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,11 +105,11 @@ def report(
     _write_table(loaded, table, form, output)
     if page is not None or is_opened or form is Format.TERMINAL:
         for folder, run in zip(folders, loaded, strict=True):
-            _write_page(page or folder.path / "report.html", run, is_opened=is_opened)
+            _write_page(folder, run, page, is_opened=is_opened)
     if trace is not None:
         from engine.report.trace import trace as traced
 
-        write(trace, json.dumps(traced(loaded[0]), separators=(",", ":")))
+        write_named(trace, json.dumps(traced(loaded[0]), separators=(",", ":")))
     if code:
         raise typer.Exit(code)
 
@@ -144,12 +144,6 @@ def load_run(folder: RunFolder) -> RunTables:
     return load(read_events(folder.events), folder.path.name)
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Writes a file; raises StorageError if that fails."""
-    with storage_errors("write", path):
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
 def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
     """Prints the outcome of each run, and the checks of a failed one unless they are the table that follows.
 
@@ -182,20 +176,26 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
 
     frame = joined(runs, table)
     if form is Format.PARQUET:
-        write(required(output, "parquet goes to a file"), as_parquet(frame))
+        write_named(required(output, "parquet goes to a file"), as_parquet(frame))
     elif form is Format.TERMINAL and output is None:
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))
     elif output is None:
         echo(as_text(frame, form), nl=False)
     else:
-        write(output, as_text(frame, Format.CSV if form is Format.TERMINAL else form))
+        write_named(output, as_text(frame, Format.CSV if form is Format.TERMINAL else form))
 
 
-def _write_page(path: Path, run: RunTables, *, is_opened: bool) -> None:
+def _write_page(folder: RunFolder, run: RunTables, named: Path | None, *, is_opened: bool) -> None:
+    """Writes the page of a run to the file that the user named, else into the run's folder if it is the user's own."""
     from engine.report.pages.page import page
 
-    write(path, page(run))
+    path = named or folder.path / "report.html"
+    if named is None and not folder.is_own:
+        text = f"no page: {str(folder.path)!r} belongs to another user (write it elsewhere: --page FILE)"
+        echo(text, err=True)
+        return
+    (write_named if named else write_atomically)(path, page(run))
     echo(str(path), err=True)
     if is_opened:
         _open(path)

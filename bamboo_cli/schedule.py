@@ -49,10 +49,10 @@ def show(
 ) -> None:
     """Show the program of a job as a grid, with the predicted bubble and peak of stashed activations."""
     if page is not None:  # first: the reader of the output may go away
-        from bamboo_cli.report import write
+        from engine.files.atomic_write import write_named
         from engine.report.pages.schedule_page import schedule_page
 
-        write(page, schedule_page(resolved.job))
+        write_named(page, schedule_page(resolved.job))
         echo(str(page), err=True)
     print_plan(resolved.job, as_json)
 

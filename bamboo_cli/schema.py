@@ -32,7 +32,7 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON schema of scenario, matrix or job files."""
-    from engine.files.atomic_write import write_atomically
+    from engine.files.atomic_write import write_named
     from engine.files.scenarios.matrix_file import matrix_schema
     from engine.files.scenarios.scenario_schema import job_file_schema, json_schema
     from engine.runtime.faults.registry import kinds
@@ -42,4 +42,4 @@ def schema(
     if output is None:
         echo(text)
     else:
-        write_atomically(output, text + "\n")
+        write_named(output, text + "\n")

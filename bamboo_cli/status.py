@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options import completion
+from bamboo_cli.options.etcd import EndpointsOfRun, PlainHttp, settings_of_run
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 from bamboo_cli.terminal.echo import echo
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
     from engine.core.membership.run_status import RunStatus
     from engine.files.growing_events import GrowingEvents
+    from engine.runtime.store.etcd_settings import EtcdSettings
 
 EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
 _EVERY_S = 1.0
@@ -40,9 +41,8 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it anew every second until the run ends; a pipe gets what changed.")
     ] = False,
-    plain_http: Annotated[
-        bool, typer.Option("--etcd-plain-http", help="Allow clear text to an etcd that is not on this host.")
-    ] = False,
+    etcd: EndpointsOfRun = "",
+    plain_http: PlainHttp = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object (with --watch, one per line).")
     ] = False,
@@ -56,7 +56,7 @@ def status(
     from engine.core.history.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:
-        reader = Reader(results, run, plain_http)
+        reader = Reader(results, run, etcd, plain_http)
         while True:
             found, live, has_launcher = reader.look()
             phase, found = found.phase, found if has_launcher else without_word(found)
@@ -81,10 +81,12 @@ def status(
 class Reader:
     """Looks for the status of a run again and again; reads each line of its events once."""
 
-    def __init__(self, results: Path, run: str | None, plain_http: bool):
+    def __init__(self, results: Path, run: str | None, etcd: str, plain_http: bool):
         self._results = results
         self._run = run
+        self._etcd = etcd
         self._plain_http = plain_http
+        self._is_told = False
         self._events: GrowingEvents | None = None
 
     def look(self) -> tuple[RunStatus, bool, bool]:
@@ -100,7 +102,7 @@ class Reader:
             self._events = GrowingEvents(folder.events)
         history = self._events.read_on()
         store, name = history.first(StoreRecord), folder.path.name
-        told = _from_store(store, self._plain_http) if store and not history.training_ended else None
+        told = self._from_store(store) if store and not history.training_ended else None
         runs = launcher_runs(history, folder.path)
         history = self._events.read_on()  # a launcher records the end of training before its store stops, then its own
         if told is not None and not history.training_ended:
@@ -109,21 +111,31 @@ class Reader:
         is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
         return found, False, is_new or history.ended is not None or bool(runs and history.training_ended)
 
+    def _from_store(self, store: StoreRecord) -> RunStatus | None:
+        """Returns the status in the store of a run; None, once with a reason, if it is not a store that the user named.
 
-def _from_store(store: StoreRecord, plain_http: bool) -> RunStatus | None:
-    """Returns the status in the store of a run; None if the store is gone, or the run has no coordinator any more."""
-    from bamboo_cli.options.etcd import etcd_settings
-    from engine.core.errors import CoordinatorUnavailableError, required
+        Also None if the store is gone, or the run has no coordinator any more.
+        """
+        settings = settings_of_run(store, self._etcd, self._plain_http)
+        if settings is not None:
+            return _status_in(store.run_id, settings)
+        if not self._is_told:
+            hint = "is not on this host" if store.private else "is none that --etcd or BAMBOO_ETCD names"
+            echo(f"its store is not asked: {', '.join(store.endpoints)!r} {hint}", err=True)
+        self._is_told = True
+        return None
+
+
+def _status_in(run_id: str, settings: EtcdSettings) -> RunStatus | None:
+    from engine.core.errors import CoordinatorUnavailableError
     from engine.core.membership.run_status import status_of_keys
     from engine.runtime.agent.coordinator import ROLE
     from engine.runtime.store.etcd_kv import EtcdKV
 
-    # The environment describes a kept cluster, not a run's private etcd.
-    settings = etcd_settings(",".join(store.endpoints), plain_http, {} if store.private else os.environ)
-    kv = EtcdKV(required(settings, "a recorded store has an endpoint"), f"/bamboo/{store.run_id}/", deadline_s=2.0)
+    kv = EtcdKV(settings, f"/bamboo/{run_id}/", deadline_s=2.0)
     try:
         keys = {item.key: item.value for item in kv.read_prefix("").items}
-        return status_of_keys(store.run_id, keys, time.monotonic_ns()) if ROLE in keys else None
+        return status_of_keys(run_id, keys, time.monotonic_ns()) if ROLE in keys else None
     except CoordinatorUnavailableError:
         return None
     finally:

@@ -43,6 +43,7 @@ PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybod
 MAX_PRONOUNS = 3  # per 1,000 words of docstrings and comments
 # Rooms that decide by data: a pattern would read sentences that are made for people.
 WITHOUT_PATTERNS = ("engine.core.checks.", "engine.core.membership.")
+WRITER = "engine.files.atomic_write"  # opens every file that is written
 TABLES_OF_OPS = ("engine/core/action.py", "engine/runtime/worker/executor.py")  # rules, and the methods that run them
 MAX_OPS = 10
 FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})
@@ -190,6 +191,28 @@ def assertions(modules: Iterable[Module]) -> list[str]:
         for each in ast.walk(module.tree)
         if isinstance(each, ast.Assert)
     ]
+
+
+def other_writes(modules: Iterable[Module]) -> list[tuple[str, str]]:
+    """Returns (path, line) of each file that is opened for writing outside of the one module that follows no link."""
+    return [
+        (module.path, f"{each.lineno}: opens a file for writing")
+        for module in modules
+        if module.name != WRITER
+        for each in ast.walk(module.tree)
+        if isinstance(each, ast.Call) and _opens_to_write(each)
+    ]
+
+
+def _opens_to_write(call: ast.Call) -> bool:
+    arguments = [*call.args, *(each.value for each in call.keywords)]
+    verb, given = ast.unparse(call.func), [ast.unparse(each) for each in arguments]
+    if verb == "os.open":
+        return "os.devnull" not in given and any(flag in "".join(given) for flag in ("O_CREAT", "O_WRONLY", "O_RDWR"))
+    modes = [each.value for each in arguments if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    is_written = any(re.fullmatch("[rwaxbt+]*[wax+][bt+]*", mode) for mode in modes)
+    is_open = verb.split(".")[-1] == "open" and is_written and not given[0].startswith("open_to_append(")
+    return is_open or verb.endswith((".write_text", ".write_bytes", ".touch"))
 
 
 def patterns(modules: Iterable[Module]) -> list[str]:

@@ -15,7 +15,7 @@ MOST_STOREYS = 16
 
 _GROUND = frozenset({"engine.core"})
 _PLANS = _GROUND | {"engine.core.schedules", "engine.core.program", "engine.core.config"}
-_HOST = _GROUND | {"engine.core.history", "engine.runtime.ipc", "engine.runtime.process"}
+_HOST = _GROUND | {"engine.core.history", "engine.files", "engine.runtime.ipc", "engine.runtime.process"}
 _ARRAYS = frozenset({"engine.runtime.transport", "engine.runtime.stage", "engine.runtime.replica"})  # where torch is
 
 # room -> rooms that it may import, beside itself
@@ -43,8 +43,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
     "engine.runtime": frozenset(),
-    "engine.runtime.ipc": _GROUND | {"engine.core.history"},
-    "engine.runtime.process": _GROUND | {"engine.runtime.ipc"},
+    "engine.runtime.ipc": _GROUND | {"engine.core.history", "engine.files"},
+    "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},

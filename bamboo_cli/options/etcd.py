@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.core.errors import UserError
+
 if TYPE_CHECKING:
+    from engine.core.history.process_records import StoreRecord
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 Endpoints = Annotated[
@@ -22,6 +26,17 @@ Endpoints = Annotated[
         rich_help_panel="Coordination",
     ),
 ]
+EndpointsOfRun = Annotated[
+    str,
+    typer.Option(
+        "--etcd",
+        envvar="BAMBOO_ETCD",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="The kept etcd cluster of the run. A run folder may name any address, so bamboo asks only the addresses "
+        "named here, and the private etcd of a run on this host.",
+        rich_help_panel="Coordination",
+    ),
+]
 PlainHttp = Annotated[
     bool,
     typer.Option(
@@ -30,6 +45,23 @@ PlainHttp = Annotated[
         rich_help_panel="Coordination",
     ),
 ]
+
+
+def settings_of_run(store: StoreRecord, named: str, plain_http: bool) -> EtcdSettings | None:
+    """Returns the settings for the store that a run folder names; None if the user did not name that store.
+
+    Another user may have written the record. So the user's endpoints and credentials are taken, never the record's, and
+    a private store gets no credentials and lies on this host. Raises UserError for a mistake in the user's settings.
+    """
+    from engine.runtime.store.etcd_settings import read_settings
+
+    if store.private:
+        with contextlib.suppress(UserError):
+            return read_settings(",".join(store.endpoints), {})
+        return None
+    settings = etcd_settings(named, plain_http)
+    is_named = settings is not None and not set(store.endpoints).isdisjoint(map(str, settings.endpoints))
+    return settings if is_named else None
 
 
 def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, str] = os.environ) -> EtcdSettings | None:

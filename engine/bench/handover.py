@@ -29,6 +29,7 @@ from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRecord
+from engine.files.atomic_write import write_atomically
 
 CASE = "timed P=4 M=8"
 _WARM = 2  # the first step after the warm-up
@@ -102,7 +103,7 @@ def _noticed(job: Job, at: Mapping[str, Any], folder: Path) -> RunHistory:
     }
     with tempfile.TemporaryDirectory(dir=folder) as name:
         file = Path(name) / "notice.yaml"
-        file.write_text(json.dumps(scenario))
+        write_atomically(file, json.dumps(scenario))
         return run_scenario(folder, file)
 
 

@@ -29,6 +29,7 @@ from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError, required
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.files.atomic_write import write_atomically
 
 _POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step
 STEP = 6  # in which the victim dies
@@ -101,7 +102,7 @@ def _kill(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -
     num_back = round(point * case.job.microbatches)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         file = Path(name) / "job.yaml"
-        file.write_text(json.dumps(_fields(case.job) | dict(mode)))
+        write_atomically(file, json.dumps(_fields(case.job) | dict(mode)))
         kill = f"{STEP}:{case.stage}:B:{num_back - 1}:after"
         history = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").history
     found = only(recoveries(history.records))

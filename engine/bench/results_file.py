@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 from engine.bench.figures.rows import COLUMNS, BenchRow
-from engine.files.atomic_write import storage_errors, write_atomically
+from engine.files.atomic_write import make_folder, write_atomically
 
 
 def bench_folder(results: Path) -> Path:
@@ -19,8 +19,7 @@ def bench_folder(results: Path) -> Path:
         StorageError: it cannot be made.
     """
     folder = results.absolute() / "bench"
-    with storage_errors("make", folder, "try --results"):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, results.absolute(), "try --results")
     return folder
 
 

@@ -1,13 +1,25 @@
-"""Replaces a file in one step: after a crash, and for every reader, it holds the old text or the new one, no part."""
+"""Opens files for writing, never through a link: every file and folder that bamboo makes is made here.
+
+Rules: a whole file is written under a name that cannot be guessed, and takes its own name in one step. After a crash,
+and for every reader, it holds the old text or the new one. A link of that name is replaced; its target is untouched.
+The folder of bamboo's own file is no link, and only its user can read the file. A path that the user gave may lead
+through links to its folder, and may name a device or a pipe, which is written into.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from engine.core.errors import StorageError
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader would block for ever
+_PRIVATE = 0o600
 
 
 @contextmanager
@@ -20,20 +32,162 @@ def storage_errors(verb: str, path: Path, hint: str = "") -> Iterator[None]:
         raise StorageError(f"cannot {verb} {str(path)!r}: {reason}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file at `path` once the whole text is on disk.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces bamboo's own file at `path` once the whole content is on disk; only this user can read it.
 
     Raises:
-        StorageError: the text could not be stored; the file at `path` is unchanged.
+        StorageError: the content could not be stored, or the folder is a link; the file at `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
+        _replace(folder, path.name, content, _PRIVATE)
+
+
+def write_named(path: Path, content: str | bytes) -> None:
+    """Writes a file that the user named: replaces a file or a link, writes into a device or a pipe.
+
+    A file keeps its mode, a new one has the mode of the umask.
+
+    Raises:
+        StorageError: the content could not be stored; a file at `path` is unchanged.
+    """
     with storage_errors("write", path):
+        there = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+        if _is_of_the_system(path):
+            _write_into(path, content, os.O_APPEND)
+        elif stat.S_ISREG(there) or stat.S_ISLNK(there):
+            with _opened_folder(path.parent) as folder:
+                _replace(folder, path.name, content, stat.S_IMODE(there) if stat.S_ISREG(there) else 0)
+        else:
+            _write_into(path, content, os.O_NOFOLLOW)
+
+
+def create_file(path: Path, below: Path, text: str) -> None:
+    """Writes a new file for the user, and makes its folders; no part of the path after `below` may be a link.
+
+    Raises:
+        StorageError: it could not be written, or there is an entry of that name.
+    """
+    make_folder(path.parent, below)
+    with storage_errors("write", path), open_below(path.parent, below) as folder:
+        fd = os.open(path.name, _NEW, 0o666, dir_fd=folder)
         try:
-            with temporary.open("w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+            _write_all(fd, text)
+        finally:
+            os.close(fd)
+
+
+def open_to_append(path: Path, *, is_read: bool = False) -> int:
+    """Returns a descriptor that appends to bamboo's own file at `path`; makes the file if it does not exist.
+
+    Raises:
+        StorageError: it could not be opened, or it is a link or no regular file, or its folder is a link.
+    """
+    access = os.O_RDWR if is_read else os.O_WRONLY
+    with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
+        return _opened(path.name, access | os.O_APPEND | os.O_CREAT, folder)
+
+
+def open_to_read(path: Path) -> int:
+    """Returns a descriptor that reads a regular file; raises OSError for a link, a pipe and a device."""
+    return _opened(path, os.O_RDONLY)
+
+
+def make_folder(folder: Path, below: Path, hint: str = "") -> None:
+    """Makes a folder and its parents, if they do not exist; no part of the path after `below` may be a link.
+
+    Raises:
+        StorageError: it could not be made; the message ends with the hint.
+    """
+    with storage_errors("make", folder, hint):
+        with suppress(FileExistsError):
+            below.mkdir(parents=True)
+        with open_below(folder, below, is_made=True):
+            pass
+
+
+@contextmanager
+def open_below(folder: Path, below: Path, *, is_made: bool = False) -> Iterator[int]:
+    """Yields a descriptor of a folder; no part of its path after `below` may be a link. Raises OSError.
+
+    The descriptor stands for the same folder for as long as it is open, also after another process has renamed it.
+    """
+    with ExitStack() as outer:
+        fd = outer.enter_context(_opened_folder(below))
+        for part in folder.relative_to(below).parts:
+            if is_made:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=fd)
+            fd = outer.enter_context(_opened_folder(part, fd, os.O_NOFOLLOW))
+        yield fd
+
+
+@contextmanager
+def _opened_folder(name: str | Path, outer: int | None = None, flags: int = 0) -> Iterator[int]:
+    try:
+        fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | flags, dir_fd=outer)
+    except NotADirectoryError:
+        _refuse_link(name, outer)
+        raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _opened(name: str | Path, flags: int, folder: int | None = None) -> int:
+    try:
+        fd = os.open(name, flags | _OLD, _PRIVATE, dir_fd=folder)
+    except OSError:
+        _refuse_link(name, folder)
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return fd
+
+
+def _refuse_link(name: str | Path, folder: int | None) -> None:
+    """Raises OSError with these words if the entry is a link, for which the kernel has several errors."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, f"{Path(name).name!r} is a link, and bamboo follows none here")
+
+
+def _replace(folder: int, name: str, content: str | bytes, mode: int) -> None:
+    """Replaces an entry of a folder by a file of this mode; 0 stands for the mode of the umask."""
+    temporary = f".bamboo-{os.urandom(8).hex()}.tmp"
+    fd = os.open(temporary, _NEW, mode or 0o666, dir_fd=folder)
+    try:
+        try:
+            if mode:
+                with suppress(PermissionError):  # of a file system without modes
+                    os.fchmod(fd, mode)
+            _write_all(fd, content)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def _is_of_the_system(path: Path) -> bool:
+    """Whether a path such as ``/dev/stdout`` is an entry of the system, which is not to be replaced."""
+    folder = os.path.realpath(path.parent)
+    return folder == "/dev" or folder.startswith("/proc/")
+
+
+def _write_into(path: Path, content: str | bytes, flags: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags)
+    try:
+        _write_all(fd, content)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, content: str | bytes) -> None:
+    left = memoryview(content.encode() if isinstance(content, str) else content)
+    while left:
+        left = left[os.write(fd, left) :]

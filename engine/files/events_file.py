@@ -17,7 +17,7 @@ from engine.core.errors import InvariantError, StorageError
 from engine.core.history.record import AGENT, Record, StampedRecord, UnreadLine
 from engine.core.history.record_lines import TornLineError, decoded, encoded, refuse_other_version, whole_end
 from engine.core.history.run_history import RunHistory, history_of
-from engine.files.atomic_write import storage_errors
+from engine.files.atomic_write import open_to_append, storage_errors
 
 
 def read_history(path: Path) -> RunHistory:
@@ -87,5 +87,5 @@ def add_records(path: Path, *records: StampedRecord) -> None:
     """
     stamp = {"worker": AGENT, "pid": os.getpid(), "at_ns": time.monotonic_ns()}
     lines = "".join(f"{encoded(replace(each, **stamp))}\n" for each in records)
-    with storage_errors("write", path), path.open("a", encoding="utf-8") as file:
+    with open(open_to_append(path), "a", encoding="utf-8") as file, storage_errors("write", path):
         file.write(lines)

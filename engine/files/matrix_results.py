@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,8 @@ from statistics import median
 
 from engine.core.checks.cell_result import CellResult, from_plain
 from engine.core.errors import NothingMatchedError
-from engine.files.atomic_write import storage_errors
+from engine.files.atomic_write import make_folder, open_to_append, storage_errors
+from engine.files.run_folder import RUN_NAME, run_names
 
 RESULTS = "results.jsonl"
 MATRICES = "matrices"
@@ -28,8 +30,9 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
         StorageError: it could not be made in `results`.
     """
     folder = results / MATRICES / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
+    make_folder(folder.parent, results, "try --results")
     with storage_errors("make", folder, "try --results"):
-        folder.mkdir(mode=0o700, parents=True)
+        folder.mkdir(mode=0o700)
     return folder
 
 
@@ -39,11 +42,11 @@ def newest_folder(results: Path, name: str) -> Path:
     Raises:
         NothingMatchedError: there is none.
     """
-    pattern = f"[0-9]*-[0-9]*-{name}-" + "[0-9a-f]" * 4
-    found = sorted((results / MATRICES).glob(pattern))
+    pattern = rf".{{15}}-{re.escape(name)}-.{{4}}"
+    found = [each for each in run_names(results / MATRICES) if re.fullmatch(pattern, each)]
     if not found:
         raise NothingMatchedError(f"no run of the matrix {name!r} in {str(results)!r} to resume")
-    return found[-1]
+    return results / MATRICES / found[-1]
 
 
 def append_result(folder: Path, result: CellResult) -> None:
@@ -53,14 +56,14 @@ def append_result(folder: Path, result: CellResult) -> None:
         StorageError: it could not be written.
     """
     line = (json.dumps(result.to_plain(), separators=(",", ":")) + "\n").encode()
-    with storage_errors("write", folder / RESULTS):
-        fd = os.open(folder / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+    fd = open_to_append(folder / RESULTS, is_read=True)
+    try:
+        with storage_errors("write", folder / RESULTS):
             size = os.fstat(fd).st_size
             # An unfinished line is ended first, so that it damages no other.
             os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
-        finally:
-            os.close(fd)
+    finally:
+        os.close(fd)
 
 
 def read_results(path: Path) -> dict[str, CellResult]:
@@ -76,9 +79,10 @@ def read_results(path: Path) -> dict[str, CellResult]:
     for line in lines:
         try:
             result = from_plain(json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             continue
-        found[result.cell] = result
+        if not result.run or re.fullmatch(RUN_NAME, result.run):  # the run is a folder, whose page may be written
+            found[result.cell] = result
     return found
 
 

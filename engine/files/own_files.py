@@ -1,23 +1,30 @@
 """The files that bamboo writes into a folder of results, by name; every other file belongs to the user.
 
-Rules: links are not followed. A file counts by its name and kind, so a user's file of another name is never listed.
+Rules: links are not followed, also where one takes the place of a folder meanwhile. A file counts by its name and
+kind, so a user's file of another name is never listed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Union
 
+from engine.files.atomic_write import open_below
 from engine.files.run_folder import LATEST, RUN_NAME
 
 # The name of an entry, as a pattern -> the entries of the folder, or one of the kinds below.
 OwnNames = Mapping[str, Union[str, "OwnNames"]]
 FILE, LINK, TREE = "file", "link", "tree"  # a tree: all that is in the folder
 
-TEMPORARY: OwnNames = {r"\..+\.[0-9]+\.tmp|request-[0-9a-f]+\.json": FILE}
+_TEMPORARY_NAME = r"\.bamboo-[0-9a-f]{16}\.tmp"
+TEMPORARY: OwnNames = {rf"{_TEMPORARY_NAME}|\..+\.[0-9]+\.tmp|request-[0-9a-f]+\.json": FILE}
+TEMPORARY_LINK: OwnNames = {_TEMPORARY_NAME: LINK}
 _LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd)\.log": FILE, "etcd": TREE}
 _SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS}
 RUN: OwnNames = {
@@ -27,7 +34,7 @@ RUN: OwnNames = {
     **TEMPORARY,
 }
 TWINS: OwnNames = {r"[0-9a-f]{32}\.csv": FILE, **TEMPORARY}
-_CELLS: OwnNames = {RUN_NAME: RUN, "twins": TWINS, rf"{LATEST}|\.{LATEST}-{RUN_NAME}": LINK, r".+\.yaml": FILE}
+_CELLS: OwnNames = {RUN_NAME: RUN, "twins": TWINS, rf"{LATEST}|{_TEMPORARY_NAME}": LINK, r".+\.yaml": FILE}
 MATRIX: OwnNames = {
     r"(results\.jsonl|report\.html|shrunk-.+\.yaml|lane-[0-9]+\.log)": FILE,
     "runs": _CELLS,
@@ -48,6 +55,19 @@ def own_files(folder: Path, form: OwnNames) -> Iterator[Path]:
                 yield path
         elif (kind == LINK and entry.is_symlink()) or (kind == FILE and entry.is_file(follow_symlinks=False)):
             yield path
+
+
+def delete_entry(path: Path, below: Path) -> None:
+    """Deletes a file, a link or an empty folder; raises OSError if a part of its path after `below` is a link."""
+    with open_below(path.parent, below) as folder:
+        is_folder = stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode)
+        (os.rmdir if is_folder else os.unlink)(path.name, dir_fd=folder)
+
+
+def delete_tree(path: Path, below: Path) -> None:
+    """Deletes a folder and all that is in it, as far as possible; nothing if a part of its path is a link."""
+    with contextlib.suppress(OSError), open_below(path.parent, below) as folder:
+        shutil.rmtree(path.name, ignore_errors=True, dir_fd=folder)
 
 
 def disk_bytes(path: Path) -> int:

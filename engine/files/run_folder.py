@@ -1,7 +1,8 @@
 """The folder of one run, ``results/<time>-<name>-<hex>/``, and the link ``results/latest`` to the newest.
 
 Rules: only its user can open a run folder (mode 0700). The link and run.json are replaced in one step, so that a reader
-never finds the link missing or the file half written.
+never finds the link missing or the file half written. Only bamboo's own link is replaced: one whose target is the plain
+name of a run. A link in a folder of results is no run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.core.errors import NothingMatchedError, Problem, StorageError, UserE
 from engine.files.atomic_write import storage_errors, write_atomically
 
 LATEST = "latest"
-RUN_NAME = r"\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
+RUN_NAME = r"[0-9]{8}-[0-9]{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
 _TIME = "%Y%m%d-%H%M%S"
 _TWIN = "twin"
 
@@ -59,6 +60,11 @@ class RunFolder:
         """Whether it is the folder of a twin."""
         return self.path.name == _TWIN
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it belongs to the user of this process."""
+        return self.path.stat().st_uid == os.geteuid()
+
     def write_run_json(self, mapping: Mapping[str, object]) -> None:
         """Replaces run.json; `mapping` holds finite numbers only, because JSON has no others.
 
@@ -68,8 +74,12 @@ class RunFolder:
         write_atomically(self.run_json, json.dumps(mapping, indent=2, allow_nan=False) + "\n")
 
 
-def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> RunFolder:
+def create_run_folder(
+    results: Path, name: str, now: datetime, hex4: str, say: Callable[[str], object] = str
+) -> RunFolder:
     """Makes and returns the folder of a new run, with its logs folder, and points ``latest`` at it.
+
+    If ``latest`` cannot be changed, or is not bamboo's, it stays as it is, and `say` gets a line about it.
 
     Raises:
         StorageError: it could not be made in `results`.
@@ -82,21 +92,38 @@ def create_run_folder(results: Path, name: str, now: datetime, hex4: str) -> Run
         results.mkdir(parents=True, exist_ok=True)
         folder.path.mkdir(mode=0o700)
         folder.logs.mkdir(mode=0o700)
-        _point_latest(results, folder.path.name)
     except OSError as error:
         reason = f"{error.strerror}: {error.filename!r}"
         raise StorageError(f"results folder {str(results)!r} cannot be used: {reason} (try --results)") from error
+    try:
+        _point_latest(results, folder.path.name)
+    except StorageError as error:
+        say(f"{error}; this run is {folder.path.name}")
     return folder
 
 
 def _point_latest(results: Path, target: str) -> None:
-    temporary = results / f".{LATEST}-{target}"
-    temporary.symlink_to(target)
+    link = results / LATEST
+    if os.path.lexists(link) and not latest_name(results):
+        hint = "rename it, or choose another folder with --results"
+        raise StorageError(f"{str(link)!r} is no link of bamboo's to a run, and stays as it is ({hint})")
+    temporary = results / f".bamboo-{os.urandom(8).hex()}.tmp"
+    with storage_errors("change", link):
+        temporary.symlink_to(target)
+        try:
+            temporary.replace(link)
+        except OSError:
+            temporary.unlink()
+            raise
+
+
+def latest_name(results: Path) -> str:
+    """Returns the name of the run that ``latest`` points to; empty without the link, or if it is not bamboo's own."""
     try:
-        temporary.replace(results / LATEST)
+        target = os.readlink(results / LATEST)
     except OSError:
-        temporary.unlink()
-        raise
+        return ""
+    return target if re.fullmatch(RUN_NAME, target) else ""
 
 
 def point_latest_to_newest(results: Path) -> None:
@@ -105,30 +132,30 @@ def point_latest_to_newest(results: Path) -> None:
     Raises:
         StorageError: the link could not be changed.
     """
-    link = results / LATEST
-    if not link.is_symlink() or link.exists():
+    name, names = latest_name(results), run_names(results)
+    if not name or name in names:
         return
-    names = run_names(results)
-    with storage_errors("change", link):
-        if names:
-            _point_latest(results, names[-1])
-        else:
-            link.unlink()
+    if names:
+        _point_latest(results, names[-1])
+    else:
+        with storage_errors("change", results / LATEST):
+            (results / LATEST).unlink()
 
 
 def find_run(results: Path, run: str | None = None) -> RunFolder:
     """Returns the run whose folder's name is `run` or begins with it; None and ``latest`` stand for the newest run.
 
+    The newest run is that of the link, or the last one by name if the link is not bamboo's own.
+
     Raises:
         NothingMatchedError: there is no such run.
         UserError: several names begin with `run`.
     """
-    if run is None or run == LATEST:
-        try:
-            run = (results / LATEST).readlink().name
-        except OSError as error:
-            raise NothingMatchedError(f"no run in {str(results)!r} yet") from error
     names = run_names(results)
+    if run is None or run == LATEST:
+        run = latest_name(results) or next(reversed(names), "")
+        if not run:
+            raise NothingMatchedError(f"no run in {str(results)!r} yet")
     matches = [run] if run in names else [name for name in names if name.startswith(run)]
     if not matches:
         raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", nearest(run, names))
@@ -144,8 +171,9 @@ def started_at(name: str) -> datetime:
 
 
 def run_names(results: Path) -> list[str]:
-    """Returns the names of all run folders, the oldest first; an absent `results` has none."""
+    """Returns the names of all run folders, the oldest first; an absent `results` has none, and a link is none."""
     if not results.is_dir():
         return []
     with os.scandir(results) as entries:
-        return sorted(each.name for each in entries if re.fullmatch(RUN_NAME, each.name) and each.is_dir())
+        found = [each for each in entries if re.fullmatch(RUN_NAME, each.name)]
+        return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))

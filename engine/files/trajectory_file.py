@@ -16,8 +16,7 @@ def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
     Raises:
         StorageError: the file could not be written.
     """
-    lines = [COLUMNS, *(row.texts() for row in rows)]
-    write_atomically(path, "".join(",".join(line) + "\n" for line in lines))
+    write_atomically(path, trajectory_text(rows))
 
 
 def read_trajectory(path: Path) -> list[TrajectoryRow]:
@@ -27,9 +26,24 @@ def read_trajectory(path: Path) -> list[TrajectoryRow]:
         StorageError: the file cannot be read, or a line, which the message names, is damaged.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {str(path)!r}: {error}") from error
+    return trajectory_rows(text, path)
+
+
+def trajectory_text(rows: Iterable[TrajectoryRow]) -> str:
+    """Returns the rows as the text of a file."""
+    return "".join(",".join(line) + "\n" for line in (COLUMNS, *(row.texts() for row in rows)))
+
+
+def trajectory_rows(text: str, path: Path) -> list[TrajectoryRow]:
+    """Returns the rows in the text of the file at `path`.
+
+    Raises:
+        StorageError: a line, which the message names, is damaged.
+    """
+    lines = text.splitlines()
     if not lines or lines[0] != ",".join(COLUMNS):
         raise StorageError(f"{path}:1: expected the columns {','.join(COLUMNS)}")
     return [_row(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]

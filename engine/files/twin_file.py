@@ -1,14 +1,21 @@
-"""Trajectories of fault-free twins, kept for the next run of the same job: ``<results>/twins/<fingerprint>.csv``."""
+"""Trajectories of fault-free twins, kept for the next run of the same job: ``<results>/twins/<fingerprint>.csv``.
+
+Rule: a kept twin decides whether a later run is correct. It counts only if it is this user's own file with mode 0600,
+and its last line is the SHA-256 of its fingerprint and its rows.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.files.atomic_write import storage_errors
-from engine.files.trajectory_file import read_trajectory, write_trajectory
+from engine.core.errors import StorageError
+from engine.files.atomic_write import make_folder, open_to_read, write_atomically
+from engine.files.trajectory_file import trajectory_rows, trajectory_text
 
 TWINS_FOLDER = "twins"
 
@@ -17,10 +24,23 @@ def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
     """Returns the rows of a twin that ran before; None if its file does not exist.
 
     Raises:
-        StorageError: the file cannot be read or is damaged.
+        StorageError: the file cannot be read, may be another user's, or is damaged.
     """
     path = _path(results, fingerprint)
-    return read_trajectory(path) if path.exists() else None
+    try:
+        with open(open_to_read(path), "rb") as file:
+            facts = os.fstat(file.fileno())
+            data = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        raise StorageError(f"{path}: expected a file of this user with mode 0600")
+    text, _, told = data.decode("utf-8", "replace").removesuffix("\n").rpartition("\n")
+    if told != _hash(fingerprint, f"{text}\n"):
+        raise StorageError(f"{path}: the hash in its last line is not that of its rows")
+    return trajectory_rows(text, path)
 
 
 def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) -> None:
@@ -29,10 +49,9 @@ def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) ->
     Raises:
         StorageError: the file could not be written.
     """
-    path = _path(results, fingerprint)
-    with storage_errors("make", path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_trajectory(path, rows)
+    path, text = _path(results, fingerprint), trajectory_text(rows)
+    make_folder(path.parent, results)
+    write_atomically(path, f"{text}{_hash(fingerprint, text)}\n")
 
 
 def source_hash(package: Path) -> str:
@@ -41,6 +60,10 @@ def source_hash(package: Path) -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _hash(fingerprint: str, text: str) -> str:
+    return "sha256 " + hashlib.sha256(f"{fingerprint}\n{text}".encode()).hexdigest()
 
 
 def _path(results: Path, fingerprint: str) -> Path:

@@ -8,7 +8,6 @@ yet: expectations on them are left out, and the user is told.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +23,7 @@ from engine.core.faults.fault import After, At, Fault, to_plain
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, RefusedRecord, RequestRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
+from engine.files.atomic_write import write_atomically
 from engine.files.events_file import add_records
 from engine.files.growing_events import GrowingEvents
 from engine.harness.case_result import CaseResult, judged
@@ -124,11 +124,8 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
 
 def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
     path = folder.path / f"request-{secrets.token_hex(8)}.json"
-    partial = path.with_suffix(".partial")
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        json.dump([to_plain(fault) for fault in faults], file)
-    return partial.replace(path)  # whole, or not there
+    write_atomically(path, json.dumps([to_plain(fault) for fault in faults]))
+    return path
 
 
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:

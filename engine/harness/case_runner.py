@@ -89,7 +89,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     job = case.scenario.job
     if problems := unreadable_data(job):
         raise UserError(problems)
-    folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2))
+    folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
     with (
         holding() as interrupts,
         folder_used(folder.path),
@@ -204,7 +204,7 @@ def _compared(
 
     add_records(folder.events, ComparingRecord())
     try:
-        found = compare(rows, twin_rows(job, folder, run), history)
+        found = compare(rows, twin_rows(job, folder, run, screen.say), history)
     except BambooError as error:
         add_records(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error

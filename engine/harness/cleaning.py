@@ -7,14 +7,15 @@ that bamboo writes are deleted; links are not followed. A folder with a file of 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.files.matrix_results import MATRICES, RESULTS
-from engine.files.own_files import MATRIX, RUN, TEMPORARY, TWINS, disk_bytes, own_files
-from engine.files.run_folder import LATEST, RunFolder, run_names
+from engine.files.own_files import MATRIX, RUN, TEMPORARY, TEMPORARY_LINK, TWINS, delete_entry, disk_bytes, own_files
+from engine.files.run_folder import RunFolder, run_names
 from engine.files.twin_file import TWINS_FOLDER
 from engine.harness.dead_runs import dead_run, stores
 from engine.harness.twin_run import reusable_twins
@@ -24,8 +25,12 @@ _MOMENT_S = 60.0  # a younger temporary file may still be written
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Entries to delete, each folder behind its own entries. `user` is the run or matrix that may still use them."""
+    """Entries to delete in a folder of results, each folder behind its own entries.
 
+    `user` is the run or matrix that may still use them.
+    """
+
+    results: Path
     what: str
     path: Path
     entries: tuple[Path, ...]
@@ -49,17 +54,20 @@ def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[
     """Returns the leftovers in a folder of results, and the names of the runs and matrices that go on."""
     found: list[Leftover] = []
     busy: list[str] = []
-    for folder, form, what in ((results, RUN, "run"), (results / MATRICES, MATRIX, "matrix")):
-        names = run_names(folder)
+    matrices = results / MATRICES
+    for folder, names, form, what in (
+        (results, run_names(results), RUN, "run"),
+        (matrices, _inner_names(matrices), MATRIX, "matrix"),
+    ):
         for number, name in enumerate(reversed(names)):
             path = folder / name
             with dead_run(path) as is_dead:
                 if not is_dead:
                     busy.append(name)
                 elif old and number >= old.keep and _age_of_run_s(path) > old.older_than_s:
-                    found.append(Leftover(what, path, (*own_files(path, form), path), path))
+                    found.append(Leftover(results, what, path, (*own_files(path, form), path), path))
                 else:
-                    found += _unfinished(path, path)
+                    found += _unfinished(results, path, path)
     gone = {each.path for each in found}
     remaining = [RunFolder(results / name) for name in run_names(results) if results / name not in gone]
     return [*found, *_unusable_twins(results, remaining), *_old_links(results)], busy
@@ -68,31 +76,33 @@ def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[
 def delete(leftover: Leftover) -> list[Path]:
     """Deletes a leftover and returns its entries that are still there: in use again, or not bamboo's alone."""
     if leftover.user is None:
-        return _delete(leftover.entries)
+        return _delete(leftover)
     with dead_run(leftover.user) as is_dead:
-        return _delete(leftover.entries) if is_dead else list(leftover.entries)
+        return _delete(leftover) if is_dead else list(leftover.entries)
 
 
-def _delete(entries: tuple[Path, ...]) -> list[Path]:
-    for path in entries:
+def _delete(leftover: Leftover) -> list[Path]:
+    for path in leftover.entries:
         with contextlib.suppress(OSError):  # gone already, or a folder with a file of the user
-            if path.is_dir() and not path.is_symlink():
-                path.rmdir()
-            else:
-                path.unlink()
-    return [path for path in entries if path.is_symlink() or path.exists()]
+            delete_entry(path, leftover.results)
+    return [path for path in leftover.entries if os.path.lexists(path)]
 
 
-def _unfinished(run: Path, user: Path) -> Iterator[Leftover]:
+def _inner_names(folder: Path) -> list[str]:
+    """Returns the names of the runs or matrices in a folder; a link to another folder of results has none."""
+    return [] if folder.is_symlink() else run_names(folder)
+
+
+def _unfinished(results: Path, run: Path, user: Path) -> Iterator[Leftover]:
     """Yields the leftovers of killed processes in the folder of a dead run or matrix."""
     for store in stores(run):
         inside = [path for path in own_files(run, RUN) if path == store or store in path.parents]
-        yield Leftover("store of a killed run", store, tuple(inside), user)
+        yield Leftover(results, "store of a killed run", store, tuple(inside), user)
     for path in own_files(run, TEMPORARY):
-        yield Leftover("temporary file", path, (path,), user)
+        yield Leftover(results, "temporary file", path, (path,), user)
     if run == user:
-        for name in run_names(run / "runs"):  # of a matrix
-            yield from _unfinished(run / "runs" / name, user)
+        for name in _inner_names(run / "runs"):  # of a matrix
+            yield from _unfinished(results, run / "runs" / name, user)
 
 
 def _unusable_twins(results: Path, runs: list[RunFolder]) -> Iterator[Leftover]:
@@ -102,14 +112,13 @@ def _unusable_twins(results: Path, runs: list[RunFolder]) -> Iterator[Leftover]:
     usable = reusable_twins(runs)
     for path in own_files(folder, TWINS):
         if path.stem not in usable and _age_s(path) > _MOMENT_S:
-            yield Leftover("twin that no run here can use again", path, (path,))
+            yield Leftover(results, "twin that no run here can use again", path, (path,))
 
 
 def _old_links(results: Path) -> Iterator[Leftover]:
-    for name in run_names(results):
-        path = results / f".{LATEST}-{name}"
-        if path.is_symlink() and _age_s(path) > _MOMENT_S:
-            yield Leftover("temporary file", path, (path,))
+    for path in own_files(results, TEMPORARY_LINK) if results.is_dir() else ():
+        if _age_s(path) > _MOMENT_S:
+            yield Leftover(results, "temporary file", path, (path,))
 
 
 def _age_of_run_s(folder: Path) -> float:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import JobRecord
+from engine.files.atomic_write import open_to_read
 from engine.files.matrix_results import RESULTS
+from engine.files.own_files import delete_tree
 from engine.files.run_folder import RunFolder, run_names
 from engine.runtime.process.folder_lock import unused_folder
 from engine.runtime.process.process_state import is_alive
@@ -56,21 +57,21 @@ def delete_dead_stores(results: Path) -> None:
         if left := stores(run):
             with dead_run(run) as is_dead:
                 for each in left if is_dead else ():
-                    shutil.rmtree(each, ignore_errors=True)
+                    delete_tree(each, results)
 
 
 def _has_launcher(run: RunFolder) -> bool:
     import psutil
 
     try:
-        with run.events.open("rb") as file:
+        with open(open_to_read(run.events), "rb") as file:
             first = json.loads(file.readline())
-        written_s = run.events.stat().st_mtime
+            written_s = os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         if (run.path / RESULTS).exists():  # a matrix that has begun
             return False
         return time.time() - run.path.stat().st_mtime < _START_S
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     try:  # a pid that was given to another process since then is not the launcher's
         return psutil.Process(int(first["pid"])).create_time() < written_s + _CLOCK_ERROR_S

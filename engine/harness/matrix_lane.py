@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 def run_cell(task: Plain, server: ForkServer) -> CellResult:
     """Runs the cell of a task (see `MatrixRun.task`); returns its result, which is invalid if it could not be run."""
+    from engine.files.atomic_write import make_folder
     from engine.files.scenarios.scenario_file import load_document
     from engine.files.scenarios.scenario_text import scenario_text
     from engine.files.strict_yaml import read_text
@@ -34,7 +35,7 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
 
     started_s = time.monotonic()
     results = Path(task["results"])
-    results.mkdir(parents=True, exist_ok=True)
+    make_folder(results, results.parent)
     path = results / f"{task['file']}.yaml"
     document = read_text(scenario_text(task["scenario"]), str(path))  # not on disk: it may have secret values
     do, seed = "", 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory, history_of
 from engine.core.history.verdict_records import ComparisonRecord, NotComparedRecord
+from engine.files.atomic_write import open_to_read
 from engine.files.events_file import events_of
 from engine.files.run_folder import RunFolder, run_names, started_at
 from engine.harness.dead_runs import dead_run
@@ -37,7 +39,10 @@ def run_rows(results: Path) -> list[RunRow]:
 
 
 def _row(run: Path) -> RunRow:
-    started = started_at(run.name).isoformat(" ")
+    try:
+        started = started_at(run.name).isoformat(" ")
+    except ValueError:
+        started = ""  # such as month 13: a folder of the user
     try:
         history = _ends(RunFolder(run).events)
     except StorageError:
@@ -74,9 +79,9 @@ def _ends(events: Path) -> RunHistory:
         StorageError: the events cannot be read, or are of another version.
     """
     try:
-        with events.open("rb") as file:
+        with open(open_to_read(events), "rb") as file:
             first = file.readline()
-            begin = max(len(first), events.stat().st_size - _END_BYTES)
+            begin = max(len(first), os.fstat(file.fileno()).st_size - _END_BYTES)
             file.seek(begin)
             if begin > len(first):
                 file.readline()  # the rest of a line

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.errors import BambooError
+from engine.core.errors import BambooError, StorageError
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
@@ -16,11 +16,17 @@ if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
     from engine.runtime.agent.run_view import Ending
 
+# Errors of a run.json of another version, of one that is half written, and of a file that only has its name.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
-def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:
+
+def twin_rows(
+    job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending], say: Callable[[str], None]
+) -> list[TrajectoryRow]:
     """Returns the rows of the twin of a run; `run` makes a new twin, whose files go to ``twin/`` in `folder`.
 
-    The losses of the twin are added to the events of the run, because reports read only these.
+    The losses of the twin are added to the events of the run, because reports read only these. `say` gets a line about
+    a kept twin that does not count, and about a new one that cannot be kept.
 
     Raises:
         BambooError: the twin did not finish.
@@ -33,11 +39,19 @@ def twin_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
 
     sources = source_hash(Path(__file__).parents[1])
     name = fingerprint(job, host_facts(Path.cwd()), sources)
-    twin = kept_twin(Path(job.results), name) if name else None
+    twin = None
+    if name:
+        try:
+            twin = kept_twin(Path(job.results), name)
+        except StorageError as error:
+            say(f"the kept twin does not count: {error}")
     if twin is None:
         twin = _new_rows(job, folder, run)
         if name:
-            keep_twin(Path(job.results), name, twin)
+            try:
+                keep_twin(Path(job.results), name, twin)
+            except StorageError as error:
+                say(f"the twin is not kept for later runs: {error}")
     losses = {row.step: row.loss for row in twin if row.loss is not None}
     add_records(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
     return twin
@@ -47,24 +61,28 @@ def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
     """Returns the names of the twins that a new run of the job of one of these runs would use again."""
     from engine.core.checks.twin import fingerprint
     from engine.core.config.job import Job
+    from engine.files.atomic_write import open_to_read
     from engine.files.host_facts import host_facts
     from engine.files.twin_file import source_hash
 
     facts, sources = host_facts(Path.cwd()), source_hash(Path(__file__).parents[1])
     names = set()
     for run in runs:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of another version, or half written
-            names.add(fingerprint(Job(**json.loads(run.run_json.read_text())["job"]), facts, sources))
+        with contextlib.suppress(*_UNREADABLE), open(open_to_read(run.run_json), "rb") as file:
+            names.add(fingerprint(Job(**json.load(file)["job"]), facts, sources))
     return {name for name in names if name}
 
 
 def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:
     from engine.core.checks.twin import twin_of
     from engine.core.history.process_records import EndedRecord
+    from engine.files.atomic_write import storage_errors
     from engine.files.events_file import add_records
 
     own = folder.twin
-    own.logs.mkdir(mode=0o700, parents=True)
+    with storage_errors("make", own.logs):
+        own.path.mkdir(mode=0o700)
+        own.logs.mkdir(mode=0o700)
     ending = run(twin_of(job), own)
     add_records(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
     if ending.exit_code:

@@ -175,6 +175,7 @@ def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeyp
     )  # one object, no refusal beside it
     assert "the launcher is gone" in done.stderr
     make_run(tmp_path, "mlp", [STARTED[0], STORE | {"private": False}, *STARTED[1:]], hour=2)
+    monkeypatch.setenv("BAMBOO_ETCD", "127.0.0.1:1")
     with pytest.raises(UserError, match="BAMBOO_ETCD_CA"):
         say("--results", tmp_path)
 

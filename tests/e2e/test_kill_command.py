@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.files.twin_file import keep_twin, kept_twin
 from tests.e2e.launcher import Launcher, on_a_terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -48,9 +50,10 @@ def test_a_twin_is_run_once_and_a_difference_to_it_fails_the_run(launch: Launch,
     second = launch(*SMALL, *results, "--kill", "3:2:F:0", "--redundancy", "eager").wait()
     assert (second.code, "running the fault-free twin" in second.stderr) == (0, False)
     (kept,) = (tmp_path / "shared" / "twins").iterdir()
-    lines = kept.read_text().splitlines(keepends=True)
-    step, layer, state, rest = lines[-1].split(",", 3)
-    kept.write_text("".join(lines[:-1]) + f"{step},{layer},{state[::-1]},{rest}")
+    rows = kept_twin(tmp_path / "shared", kept.stem)
+    assert rows is not None
+    step, layer = rows[-1].step, rows[-1].layer
+    keep_twin(tmp_path / "shared", kept.stem, [*rows[:-1], replace(rows[-1], state=rows[-1].state[::-1])])
     third = launch(*SMALL, *results, "--kill", "2:1", "--json").wait()
     said = json.loads(third.stdout)
     assert (third.code, said["exit_code"], said["outcome"]) == (1, 1, "failed")

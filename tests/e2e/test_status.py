@@ -66,7 +66,7 @@ def kill_and_look(launcher: Launcher) -> None:
 
     Before, its stage had no owner for up to a second, and the dead worker was shown only after the run.
     """
-    reader = Reader(launcher.folder / "results", None, plain_http=False)
+    reader = Reader(launcher.folder / "results", None, "", plain_http=False)
     reader.look()
     os.kill(launcher.events("started")[1]["child"], signal.SIGKILL)
     seen: list[RunStatus] = []

@@ -14,7 +14,7 @@ from engine.files.matrix_results import RESULTS, append_result, new_folder, newe
 
 
 def cell(name: str, result: Result = "passed", seconds: float = 1.0) -> CellResult:
-    return CellResult(name, result, "", "", "kill", seconds, 0, "run", {"stage": "first"})
+    return CellResult(name, result, "", "", "kill", seconds, 0, "20260102-030405-a-0a1f", {"stage": "first"})
 
 
 def test_the_last_result_of_a_cell_counts(tmp_path: Path) -> None:

@@ -61,11 +61,18 @@ def test_a_taken_name_is_a_storage_error_and_touches_nothing(tmp_path: Path) -> 
     assert run.events.read_text() == "precious"
 
 
-def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    with pytest.raises(StorageError, match="latest"):
-        create_run_folder(tmp_path, "gpt", NOON, "0a1f")
-    assert (tmp_path / "latest").is_dir()
+def test_a_latest_that_cannot_be_changed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of a shared folder could not run there: another user's link may not be replaced."""
+    create_run_folder(tmp_path, "gpt", NOON, "0a1f")
+
+    def is_not_ours(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "replace", is_not_ours)
+    told: list[str] = []
+    run = create_run_folder(tmp_path, "gpt", NOON, "0a20", told.append)
+    about = f"cannot change {str(tmp_path / 'latest')!r}: Operation not permitted"
+    assert told == [f"{about}; this run is {run.path.name}"]
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 

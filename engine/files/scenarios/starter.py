@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.files.atomic_write import storage_errors
+from engine.files.atomic_write import create_file
 
 JOB = "bamboo.yaml"
 SCENARIO = "scenarios/first.yaml"
@@ -146,16 +146,13 @@ def write_new(folder: Path, files: Mapping[str, str]) -> list[Path]:
     """Writes those files that do not exist yet below `folder`, and returns their paths.
 
     Raises:
-        StorageError: a file could not be written.
+        StorageError: a file could not be written, or its folder is a link.
     """
     written = []
     for name, text in files.items():
         path = folder / name
         if path.exists() or path.is_symlink():
             continue
-        with storage_errors("write", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+        create_file(path, folder, text)
         written.append(path)
     return written

@@ -14,6 +14,7 @@ from engine.core.errors import InvariantError
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
 from engine.core.process_messages import PingMessage
+from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import LOOPBACK, Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child, ForkServer
@@ -65,8 +66,8 @@ def start_workers(
 
 def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
     """Forks a process that writes to `log` and gets a link to this process before `fds`; returns it and the link."""
+    log_fd = open_to_append(log)
     link, far = Link.pair(blocking=False)
-    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     child = server.fork(role, name, log_fd, [far.fileno(), *fds])
     os.close(log_fd)
     far.close()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from engine.core.history.record import StampedRecord
 from engine.core.history.record_lines import encoded
+from engine.files.atomic_write import open_to_append
 
 now_ns = time.monotonic_ns  # one clock for all processes of a host
 
@@ -49,5 +51,5 @@ def append(fd: int, line: bytes) -> None:
 
 
 def open_events(path: os.PathLike[str] | str) -> int:
-    """Opens the events file for appending and returns its descriptor."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Opens the events file for appending and returns its descriptor; raises StorageError if it cannot be opened."""
+    return open_to_append(Path(path))

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from engine.core.message_codec import Plain
 from engine.core.process_messages import CaseMessage, DoneMessage
+from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import subprocesses
 from engine.runtime.process.folder_lock import folder_used
@@ -34,11 +35,11 @@ class Lane:
     """One process of the pool; it runs `module` with the number of its link's descriptor as the only argument."""
 
     def __init__(self, module: str, log: Path):
-        self.link, far = Link.pair()
         self._grace_s = _GRACE_S
         command = subprocesses.module("engine.runtime.process.exec_with_parent", str(os.getpid()))
-        command += subprocesses.module(module, str(far.fileno()))
-        with log.open("ab") as file:
+        with open(open_to_append(log), "ab") as file:
+            self.link, far = Link.pair()
+            command += subprocesses.module(module, str(far.fileno()))
             self._process = subprocesses.start(command, fd=far.fileno(), log=file)
         far.close()
 

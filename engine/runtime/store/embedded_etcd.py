@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from engine.core.errors import EnvironmentLacksError, InvariantError, ensure
+from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import LOOPBACK
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
@@ -85,7 +86,7 @@ class EmbeddedEtcd:
         command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
         command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", *self._flags]
-        with self.log.open("ab") as log:
+        with open(open_to_append(self.log), "ab") as log:
             if self._remover is None:
                 self._start_remover(log, environment)
             self._process = subprocesses.start(
