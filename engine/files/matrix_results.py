@@ -17,7 +17,7 @@ from statistics import median
 from engine.core.checks.cell_result import CellResult, from_plain
 from engine.core.errors import NothingMatchedError
 from engine.files.atomic_write import make_folder, open_to_append, storage_errors
-from engine.files.run_folder import RUN_NAME, run_names
+from engine.files.run_folder import RUN_NAME, RunFolder, run_names
 
 RESULTS = "results.jsonl"
 MATRICES = "matrices"
@@ -37,16 +37,17 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
 
 
 def newest_folder(results: Path, name: str) -> Path:
-    """Returns the folder of the newest run of a matrix.
+    """Returns the folder of the newest run of a matrix by this user: its results count as passed cells.
 
     Raises:
         NothingMatchedError: there is none.
     """
     pattern = rf".{{15}}-{re.escape(name)}-.{{4}}"
-    found = [each for each in run_names(results / MATRICES) if re.fullmatch(pattern, each)]
-    if not found:
+    named = [results / MATRICES / each for each in run_names(results / MATRICES) if re.fullmatch(pattern, each)]
+    found = next((each for each in reversed(named) if RunFolder(each).is_own), None)
+    if found is None:
         raise NothingMatchedError(f"no run of the matrix {name!r} in {str(results)!r} to resume")
-    return results / MATRICES / found[-1]
+    return found
 
 
 def append_result(folder: Path, result: CellResult) -> None:

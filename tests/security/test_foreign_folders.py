@@ -93,6 +93,14 @@ def test_no_page_goes_into_a_run_folder_of_another_user(run: Path, tmp_path: Pat
     assert "<h1" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_no_matrix_of_another_user_is_resumed(tmp_path: Path) -> None:
+    """Before, the newest folder of any user was resumed, and its cells counted as passed."""
+    own = new_folder(tmp_path, "smoke", NOON, "0a1f")
+    os.chown(new_folder(tmp_path, "smoke", NOON.replace(year=2030), "0a20"), NOBODY, NOBODY)
+    assert newest_folder(tmp_path, "smoke") == own
+
+
 Write = Callable[[Path], object]
 # The file that is written, from the folder that bamboo uses -> the function that writes it.
 WRITERS: dict[str, Write] = {
