@@ -22,12 +22,18 @@ from typer.testing import CliRunner
 
 from bamboo_cli import pytest_plugin
 from bamboo_cli.app import app
+from bamboo_cli.matrix import _replay
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
+from engine.core.faults.shrink import Shrunk
 from engine.core.history.run_records import ScenarioRecord
 from engine.files.events_file import read_history
+from engine.files.scenarios.matrix_file import read_matrix
 from engine.harness import case_runner, matrix_runner
+from engine.harness.job_checks import offered
+from engine.runtime.faults.registry import kinds
 from engine.runtime.process import fork_client
+from engine.runtime.process.lanes import Lane
 from tests.e2e.launcher import ROOT
 
 FAULTS = "faults: [{at: {step: 1, stage: 1}, do: kill}]\n"
@@ -51,7 +57,7 @@ def lists(num_workers, stages_per_worker, num_microbatches):
 """
 CODE = {"model": "stranger.inner:net", "data": "stranger.inner:rows", "schedule": "stranger.inner:lists"}
 BUILT_IN = ("os:dup2", "signal:setitimer")
-ELSEWHERE = ("/srv/app/releases", "../elsewhere", "runs")
+ELSEWHERE = ("/srv/app/releases", "runs")  # a relative folder can be a link of the stranger
 
 
 @pytest.fixture(autouse=True)
@@ -337,11 +343,33 @@ def test_a_test_of_the_user_names_its_scenario_itself(folder: Path, tmp_path: Pa
     assert list(lines)[-1] == "again: bamboo inject s.yaml --set seed=3 --trust-code"
 
 
+def test_commands_that_repeat_a_cell_have_the_word_if_they_need_it(tmp_path: Path) -> None:
+    run = matrix_runner.MatrixRun(tmp_path, ("steps=9",), 1.0)
+    for job, end in ((CODE, " --trust-code"), ({"model": "mlp"}, "")):
+        matrix(job)
+        found = read_matrix("s.yaml", kinds(), (), offered.trusting(True))
+        assert _replay(found, "s.yaml", run, "a/4") == f"bamboo matrix s.yaml --cell a/4 --set steps=9{end}"
+        smallest = Shrunk(found.cells[0].loaded.scenario, 1, True)
+        assert matrix_runner.shrunk_command(Path("x.yaml"), smallest) == f"bamboo matrix x.yaml{end}"
+
+
 def bamboo(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs the program as its script does: the current folder is not on Python's path."""
     command = [sys.executable, "-P", "-m", "bamboo_cli", *words]
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
+
+
+def test_a_process_of_bamboo_takes_no_module_from_the_folder(folder: Path) -> None:
+    """Before, `./engine.py` or `./torch.py` of a stranger ran in lanes and fork servers, with built-in names too."""
+    shadow(folder)
+    lane = Lane(matrix_runner.LANE, folder / "log")
+    assert (lane.close(), marks()) == (0, set()), (folder / "log").read_text()
+
+
+def shadow(folder: Path) -> None:
+    for name in ("torch", "numpy", "engine"):
+        (folder / f"{name}.py").write_text(f"open('{folder}/imported-{name}', 'w')\nraise SystemExit(3)\n")
 
 
 OWN = """\
@@ -354,9 +382,8 @@ def net():
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 def test_a_real_run_with_the_flag_and_its_replays(folder: Path, opened: list[Job]) -> None:
-    """Before, `./torch.py` of a stranger's folder was imported in place of torch, also without any name of code."""
-    for name in ("torch", "numpy", "engine"):
-        (folder / f"{name}.py").write_text(f"open('{folder}/imported-{name}', 'w')\nraise SystemExit(3)\n")
+    """Before, the job of a scenario ran the code of a file that lay in the folder."""
+    shadow(folder)
     (folder / "own.py").write_text(OWN)
     sizes: dict[str, Any] = {"stages": 3, "microbatches": 2, "steps": 3, "validate_every": 0}
     lying(sizes | {"model": "own:net", "data_args": "{features: 8, outputs: 8}"})
