@@ -29,7 +29,7 @@ from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.session import first_state, join_store
-from engine.runtime.agent.worker_handles import RendezvousStore, close_workers, start_workers
+from engine.runtime.agent.worker_handles import close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.fork_client import ForkServer
@@ -101,7 +101,7 @@ def _etcd_start_s(folder: Path) -> float:
 
 @contextlib.contextmanager
 def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterator[Events]]:
-    """Yields an iterator that runs the rounds and gives the events of each; they share fork server, store and etcd."""
+    """Yields an iterator that runs the rounds and gives the events of each; they share fork server and etcd."""
     with contextlib.ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         interrupts = stack.enter_context(holding())
@@ -111,12 +111,10 @@ def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterato
 
         kv = EtcdKV(etcd.settings(), "/bamboo/bench/")
         stack.callback(kv.close)
-        store = RendezvousStore(server, own)
-        stack.callback(store.close)
 
         def rounds() -> Iterator[Events]:
             for number in range(num_rounds):
-                agent = _round(number, num_workers, own, server, kv, store, interrupts)
+                agent = _round(number, num_workers, own, server, kv, interrupts)
                 if agent.interrupted is not None:
                     sys.exit(128 + agent.interrupted)
                 yield [decoded(line) for line in (own / f"{number}.jsonl").read_text().splitlines()]
@@ -130,7 +128,6 @@ def _round(
     folder: Path,
     server: ForkServer,
     kv: Any,
-    store: RendezvousStore,
     interrupts: Interrupts,
 ) -> Agent:
     """Starts workers, of which one kills itself; serves them until all have ended."""
@@ -147,11 +144,11 @@ def _round(
         node = Node(kv, first_state(job, ownership), now_ns())
         stack.callback(node.leave)
         node.enrol(members.values())
-        agent = Agent(job, members, recorder, node, store, lambda agent: None)
+        agent = Agent(job, members, recorder, node, lambda agent: None)
         recorder.write(MarkRecord(phase="welcomed", epoch=0))
         for member in members.values():
             victim = number % num_workers
-            member.link.send(Round(member.worker, ownership.workers(), store.port, f"round-{number}", victim))
+            member.link.send(Round(member.worker, ownership.workers(), victim))
         supervise(agent, dispatch, server, interrupts)
     return agent
 

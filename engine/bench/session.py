@@ -20,7 +20,7 @@ from engine.core.messages import BorderMessage, CutMessage, FinishedMessage, Par
 from engine.core.process_messages import ByeMessage
 from engine.core.scalar import Args
 from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, close_workers, start_workers, tell_all
+from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events
 from engine.runtime.process.fork_client import ForkServer
@@ -73,8 +73,6 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
         server = stack.enter_context(ForkServer())
         board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
-        store = RendezvousStore(server, folder)
-        stack.callback(store.close)
         members = start_workers(server, ownership, events_fd, board, folder, role="bench-pipeline")
         stack.callback(close_workers, list(members.values()))
         for worker, member in members.items():
@@ -86,7 +84,6 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
                 shadows=ownership.shadows,
                 ranks=ownership.workers(),
                 num_lines=num_workers,
-                store_port=store.port,
                 faults=(),
             )
             member.link.send(welcome)

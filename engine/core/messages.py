@@ -29,7 +29,6 @@ class WelcomeMessage(ToWorker):
     shadows: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]  # the workers in the order of the process group
     num_lines: int  # of the progress board
-    store_port: int
     faults: tuple[Plain, ...]
 
 
@@ -71,8 +70,7 @@ class EpochMessage(ToWorker):
     epoch: int
     members: tuple[int, ...]
     gather: bool  # the members answer with their inventories, and wait for the plan
-    regroup: bool  # they form a new group at the store, too
-    store_port: int
+    regroup: bool  # they form a new group, too
     commit: CommitMessage | None  # the last one
     digest: str | None  # of the plan that they have prepared
     go: GoMessage | None  # when no message is left to wait for

@@ -1,4 +1,4 @@
-"""The control messages about processes: between the launcher and its fork server, lanes, store; signs of life, ends.
+"""The control messages about processes: between the launcher and its fork server, lanes; signs of life, ends.
 
 `messages.py` has those of training.
 """
@@ -61,13 +61,8 @@ class DoneMessage(Message):
 
 
 @message
-class ServingMessage(Message):
-    """The rendezvous store serves: said at its start, and in answer to every ping."""
-
-
-@message
 class PingMessage(ToWorker):
-    """The agent asks for a sign of life, of each worker and of the rendezvous store, with every tick."""
+    """The agent asks for a sign of life, of each worker, with every tick."""
 
 
 @message

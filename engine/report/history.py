@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from engine.core.history.process_records import ExitRecord, RendezvousRecord
+from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import StampedRecord, kind_of
 from engine.core.history.record_lines import RECORDS
 from engine.core.history.run_history import RunHistory
@@ -20,9 +20,8 @@ COLUMNS = ["at_ms", "what", "epoch", "worker", "text"]
 def history_table(history: RunHistory) -> pd.DataFrame:
     """Returns one row per observation or decision; times in milliseconds since training began."""
     rows: list[tuple[Any, ...]] = []
-    first_store = history.first(RendezvousRecord)  # every run begins with one
     for epoch, record in history.in_epochs(*(RECORDS[kind] for kind in _TELLING)):
-        if record is not first_store and isinstance(record, StampedRecord):
+        if isinstance(record, StampedRecord):
             at_ns = record.seen_ns if isinstance(record, ExitRecord) else record.at_ns
             kind, worker = kind_of(type(record)), getattr(record, "of", None)
             rows.append(((at_ns - history.begin_ns) / 1e6, kind, epoch, worker, _TELLING[kind](record)))
@@ -45,9 +44,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "epoch": verdict_text,
     "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",
     "interrupt": lambda record: str(record.signal),
-    "rendezvous": lambda record: "the rendezvous store was started again",
     "store_ended": lambda record: "the coordinator's store has ended",
-    "store_silent": lambda record: f"the rendezvous store (pid {record.child}) did not answer and was killed",
     "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
     "cut_short": lambda record: f"after the last commit: {record.reason}",
     "killed": lambda record: str(record.why),

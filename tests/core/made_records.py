@@ -21,11 +21,9 @@ from engine.core.history.process_records import (
     KilledRecord,
     KnownRecord,
     LeftBehindRecord,
-    RendezvousRecord,
     StartedRecord,
     StoreEndedRecord,
     StoreRecord,
-    StoreSilentRecord,
     TrainingEndedRecord,
 )
 from engine.core.history.record import VERSION, Record, kind_of
@@ -113,8 +111,6 @@ SAMPLES: tuple[Record, ...] = (
     StoreRecord(**AGENT, endpoints=("http://127.0.0.1:1",), run_id="x", private=True),
     StoreEndedRecord(**AGENT),
     KeysLeftRecord(**AGENT, error="x"),
-    RendezvousRecord(**AGENT, child=9, port=1),
-    StoreSilentRecord(**AGENT, child=9),
     ForkServerRecord(**AGENT, child=9),
     ForkServerEndedRecord(**AGENT, child=9),
     ExitRecord(**AGENT, of=0, code=-9, expected=False, seen_ns=10),

@@ -112,7 +112,7 @@ def test_floats_keep_their_bits() -> None:
 
 
 def test_a_message_inside_another_comes_back_as_its_class() -> None:
-    told = EpochMessage(2, (0, 1), False, True, 80, CommitMessage(1, 0.5, "epoch"), "digest", GoMessage(False, True))
+    told = EpochMessage(2, (0, 1), False, True, CommitMessage(1, 0.5, "epoch"), "digest", GoMessage(False, True))
     assert decode(encode(told)) == told
 
 

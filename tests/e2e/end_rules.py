@@ -33,7 +33,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
 
 SILENT_S = 4.0  # a shorter stop does not get a worker excluded
 _ETCD_AWAY_S = 5.0  # after a shorter absence its calls are only late
-OTHERS = ("bamboo-fork", "bamboo-store", "etcd")
+OTHERS = ("bamboo-fork", "etcd")
 NUMBERS = (signal.SIGSTOP, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
 
 
@@ -133,8 +133,6 @@ def right_codes(
         return frozenset(codes | ({ExitCode.STATE_LOST} if is_lost else set()))
     if any(whom.removeprefix("bamboo-").isdigit() for whom in fatal):
         codes.add(ExitCode.NOT_RECOVERED)
-    if "bamboo-store" in fatal | left:
-        codes.add(ExitCode.ENVIRONMENT)
     if etcd:
         codes |= {ExitCode.ENVIRONMENT, ExitCode.COORDINATOR_UNAVAILABLE}
     return frozenset(codes)

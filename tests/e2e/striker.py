@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 Moment = Callable[[Event], bool]
 
-STORE = -2  # the rendezvous store that serves at that moment
-SERVER = -3  # the fork server
-_OTHERS = {"rendezvous": STORE, "fork_server": SERVER}
+SERVER = -2  # the fork server
 
 _POLL_S = 0.001
 
 
 class Strike(NamedTuple):
-    """One signal to a worker, STORE or SERVER, when `moment` holds for an event after the previous strike's."""
+    """One signal to a worker or SERVER, when `moment` holds for an event after the previous strike's."""
 
     moment: Moment
     worker: int
@@ -78,8 +76,8 @@ class Striker:
 
     def _strike(self) -> None:
         for event in self._follow():
-            if event["event"] in ("started", *_OTHERS):
-                who = event.get("of", _OTHERS.get(event["event"], -1))
+            if event["event"] in ("started", "fork_server"):
+                who = event.get("of", SERVER)
                 if who in self._pidfds:
                     os.close(self._pidfds[who])
                 self._pidfds[who] = os.pidfd_open(event["child"])

@@ -18,7 +18,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import Launcher
-from tests.e2e.striker import STORE, Strike, Striker, committed, computed, healing, marked, told
+from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -202,56 +202,6 @@ def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Fau
     check(recovered, faultless(), [1])
     assert "has been silent for" in recovered.run_state.epochs[-1].reason
     assert recovered.exits[1] == -signal.SIGKILL
-
-
-def test_a_run_outlives_its_rendezvous_store(recover: Recover, faultless: Faultless) -> None:
-    recovered = recover(Strike(committed(2), STORE))
-    check(recovered, faultless())
-    assert num_stores(recovered) == 2
-
-
-def test_after_the_death_of_the_store_a_group_forms_at_another(recover: Recover, faultless: Faultless) -> None:
-    recovered = recover(Strike(committed(2), STORE), Strike(lambda event: event["event"] == "rendezvous", 1))
-    check(recovered, faultless(), [1])
-    assert num_stores(recovered) == 2
-
-
-def test_a_worker_and_the_store_may_die_at_once(recover: Recover, faultless: Faultless) -> None:
-    recovered = recover(Strike(committed(2), 1), Strike(committed(2), STORE))
-    # The epoch may still have the dead worker as a member: then its group fails to form, which excludes no worker.
-    check(recovered, faultless(), [1], *recovered.verdicts[1:2])
-    assert recovered.verdicts[1:] in ([], [[]])
-    assert num_stores(recovered) == 2
-
-
-def test_a_store_that_dies_while_a_group_forms_there_delays_it(recover: Recover, faultless: Faultless) -> None:
-    stopped = Strike(committed(1), STORE, signal.SIGSTOP)  # so that all workers wait for it
-    recovered = recover(stopped, Strike(committed(2), 1), Strike(told("go", 2), STORE))
-    check(recovered, faultless(), [1], [])
-    assert recovered.run_state.epochs[-1].reason.endswith("but no worker has died")
-
-
-@pytest.mark.timeout(45)  # without our limit, a wait for a stopped store lasts a minute
-def test_a_group_does_not_wait_long_for_a_store_that_was_stopped(recover: Recover, faultless: Faultless) -> None:
-    recovered = recover(Strike(committed(1), STORE, signal.SIGSTOP), Strike(committed(2), 1))
-    check(recovered, faultless(), [1], [])
-    assert num_stores(recovered) == 2
-    (killed,) = (event for event in recovered.events if event["event"] == "store_silent")
-    stores = [event["child"] for event in recovered.events if event["event"] == "rendezvous"]
-    assert killed["child"] == stores[0]
-
-
-@pytest.mark.timeout(45)
-def test_a_second_group_does_not_wait_long_either(recover: Recover, faultless: Faultless) -> None:
-    """Workers keep their connection to the first store, and wait on it; none has one to the second."""
-    second = Strike(lambda event: event["event"] == "rendezvous", STORE, signal.SIGSTOP)
-    recovered = recover(Strike(committed(1), STORE), second, Strike(lambda event: event["event"] == "commit", 1))
-    check(recovered, faultless(), [1], [])
-    assert num_stores(recovered) == 3
-
-
-def num_stores(recovered: Recovered) -> int:
-    return sum(event["event"] == "rendezvous" for event in recovered.events)
 
 
 def test_everybody_else_knows_of_a_death_before_the_verdict(recover: Recover, faultless: Faultless) -> None:

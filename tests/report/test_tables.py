@@ -387,15 +387,6 @@ def test_times_in_the_history_are_those_of_the_events(run: RunTables) -> None:
     assert list(told["text"])[2] == "worker 2 was ended by SIGKILL (an exit was seen)"
 
 
-def test_a_rendezvous_store_that_took_the_place_of_another_is_told() -> None:
-    events = MadeUpRun(dead=((5, 2),)).events()
-    stores = [agent("rendezvous", at_ms, child=7, port=port) for at_ms, port in ((1, 4000), (900, 4001), (950, 4002))]
-    assert "rendezvous" not in set(load([*stores[:1], *events]).history["what"])  # every run begins with one
-    told = load([*stores, *events]).history.query("what == 'rendezvous'")
-    assert list(told["text"]) == ["the rendezvous store was started again"] * 2
-    assert list(told["at_ms"].diff())[1] == pytest.approx(50)
-
-
 def test_what_became_of_whoever_did_not_come_to_the_end_is_told() -> None:
     ends = [
         agent("fork_server_ended", 900, child=7),

@@ -11,7 +11,6 @@ from typing import NoReturn
 import pytest
 
 from engine.core.errors import ExitCode
-from engine.runtime.agent.worker_handles import RendezvousStore
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
@@ -38,14 +37,6 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdSettings]:
     """Returns how to reach an etcd that all tests share; each has a root of its own there."""
     with EmbeddedEtcd(tmp_path_factory.mktemp("etcd")) as server:
         yield server.settings()
-
-
-@pytest.fixture(scope="package")
-def port(started: PeerServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Returns the port of a rendezvous store; each test has its own prefix there."""
-    store = RendezvousStore(started.server, tmp_path_factory.mktemp("store"))
-    yield store.port
-    store.close()
 
 
 @pytest.fixture(params=["double", "etcd"])

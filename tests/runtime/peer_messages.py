@@ -52,4 +52,4 @@ class Report(ToAgent):
 
 def an_epoch(number: int, members: tuple[int, ...] = (0,), *, regroup: bool = False) -> EpochMessage:
     """Returns the message of an epoch in which every member has to answer."""
-    return EpochMessage(number, members, True, regroup, 0, None, None, None)
+    return EpochMessage(number, members, True, regroup, None, None, None)

@@ -1,7 +1,7 @@
 """Peers: functions of test modules, each called in a process of its own that a fork server has forked.
 
 The server is the engine's, run by this module with one more role. A peer gets descriptors and plain values, and
-answers with a plain value.
+answers with a plain value. All peers of a server have the same rendezvous.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
+from engine.runtime.agent.worker_handles import meeting_place
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import forkserver
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from tests.runtime.peer_messages import Call, Result
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -52,6 +54,8 @@ class PeerServer:
         self.logs = logs
         self.peers: list[Peer] = []
         self._numbers = itertools.count()
+        self._open = contextlib.ExitStack()
+        self.place = MeetingPlace(*self._open.enter_context(meeting_place()))
 
     def start(self, function: Callable[..., Any], *arguments: Any, fds: Sequence[int] = ()) -> Peer:
         """Has a new process call ``function(*fds, *arguments)``; the function stands at the top of its module."""
@@ -59,7 +63,7 @@ class PeerServer:
         name = f"peer-{next(self._numbers)}"
         log = self.logs / f"{name}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT)
-        child = self.server.fork("peer", name, log_fd, [far.fileno(), *fds])
+        child = self.server.fork("peer", name, log_fd, [far.fileno(), *self.place, *fds])
         os.close(log_fd)
         far.close()
         near.send(Call(function.__module__, function.__name__, arguments))
@@ -77,6 +81,7 @@ class PeerServer:
     def close(self) -> None:
         """Ends every peer, and the server."""
         self.let_go()
+        self._open.close()
         self.server.close()
 
 
@@ -96,8 +101,17 @@ def peer_server(logs: Path) -> Iterator[PeerServer]:
         yield peers
 
 
-def be_peer(link_fd: int, *fds: int) -> int:
+def connect(group: str) -> Rendezvous:
+    """Returns the keys of a group of peers, in a peer."""
+    return Rendezvous(_places[0], group)
+
+
+_places: list[MeetingPlace] = []  # the only one, in a peer
+
+
+def be_peer(link_fd: int, memory_fd: int, bell_fd: int, *fds: int) -> int:
     """What a peer does with its life."""
+    _places.append(MeetingPlace(memory_fd, bell_fd))
     link = Link.from_fd(link_fd)
     call = link.receive()
     assert isinstance(call, Call)

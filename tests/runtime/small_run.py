@@ -36,13 +36,12 @@ from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.worker_context import WorkerContext
 from tests.runtime.peer_messages import Report, SmallPlan, an_epoch
-from tests.runtime.peers import PeerServer
+from tests.runtime.peers import PeerServer, connect
 
 WIDTH = 32  # of the synthetic vectors
 _TIMEOUT_S = 30.0
@@ -142,7 +141,7 @@ class Forwards(Control):
         self._at = at
 
 
-def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str, Any], kill: list[Any]) -> None:
+def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kill: list[Any]) -> None:
     """Is a worker: enters each epoch that it is told of, and runs until it is told to report."""
     control = Forwards(Link.from_fd(control_fd))
     torch.set_num_threads(1)
@@ -165,7 +164,7 @@ def works(control_fd: int, port: int, prefix: str, worker: int, values: dict[str
         if epoch.regroup:
             if plane is not None:
                 plane.close()
-            plane = DataPlane(control, connect(port, f"{prefix}/{epoch.epoch}"), worker, epoch.members, 60.0)
+            plane = DataPlane(control, connect(f"{prefix}/{epoch.epoch}"), worker, epoch.members, 60.0)
         if replicas is None or executor is None:
             replicas = Replicas(job, model, starts, ownership.held_by(worker))
             borders = borders_of(job, model, data)
@@ -212,7 +211,7 @@ class SmallRun:
 
     num_runs = 0
 
-    def __init__(self, peers: PeerServer, port: int, job: Job, ownership: Ownership, kills: Mapping[int, Any] = {}):
+    def __init__(self, peers: PeerServer, job: Job, ownership: Ownership, kills: Mapping[int, Any] = {}):
         SmallRun.num_runs += 1
         model = build_model(job, open_data(job).facts)
         grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts_of(job, model)))
@@ -225,7 +224,7 @@ class SmallRun:
         self.links: dict[int, Link] = {}
         for worker in self.ownership.workers():
             self.links[worker], far = Link.pair()
-            arguments = (port, f"small-{SmallRun.num_runs}", worker, asdict(job), list(kills.get(worker, ())))
+            arguments = (f"small-{SmallRun.num_runs}", worker, asdict(job), list(kills.get(worker, ())))
             peers.start(works, *arguments, fds=[far.fileno()])
             far.close()
         self._tell_epoch(regroup=True)

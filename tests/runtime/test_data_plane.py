@@ -19,9 +19,8 @@ from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.tensor_spec import TensorSpec
-from tests.runtime.peers import PeerServer
+from tests.runtime.peers import PeerServer, connect
 
 ROUNDS = 9
 TIMEOUT_S = 10.0
@@ -35,16 +34,14 @@ def new_control() -> Control:
     return Control(near)
 
 
-def plane_of(
-    port: int, prefix: str, worker: int, workers: tuple[int, ...] = (0, 1), timeout_s: float = TIMEOUT_S
-) -> DataPlane:
-    return DataPlane(new_control(), connect(port, prefix), worker, workers, timeout_s)
+def plane_of(prefix: str, worker: int, workers: tuple[int, ...] = (0, 1), timeout_s: float = TIMEOUT_S) -> DataPlane:
+    return DataPlane(new_control(), connect(prefix), worker, workers, timeout_s)
 
 
-def run_peers(peers: PeerServer, port: int, *functions: Any) -> list[Any]:
+def run_peers(peers: PeerServer, *functions: Any) -> list[Any]:
     """Runs one peer per function, worker 0 first, and returns their answers."""
     prefix = "/".join(each.__name__ for each in functions)
-    started = [peers.start(each, port, prefix) for each in functions]
+    started = [peers.start(each, prefix) for each in functions]
     return [peer.result() for peer in started]
 
 
@@ -52,8 +49,8 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
     return TensorSpec(shape, dtype, False)
 
 
-def sends_out_of_step(port: int, prefix: str) -> None:
-    plane = plane_of(port, prefix, 0)
+def sends_out_of_step(prefix: str) -> None:
+    plane = plane_of(prefix, 0)
     for key in range(40):
         plane.send(1, key, (torch.full((8, 3), float(key)), torch.full((2,), key, dtype=torch.int64)))
     plane.post(1, 100, (spec(0),))
@@ -62,8 +59,8 @@ def sends_out_of_step(port: int, prefix: str) -> None:
     plane.close()
 
 
-def takes_all(port: int, prefix: str) -> list[list[Any]]:
-    plane = plane_of(port, prefix, 1)
+def takes_all(prefix: str) -> list[list[Any]]:
+    plane = plane_of(prefix, 1)
     for key in range(40):
         plane.post(0, key, (spec(8, 3), spec(2, dtype=torch.int64)))
     # Taken in another order than posted, which is the order of sending.
@@ -74,8 +71,8 @@ def takes_all(port: int, prefix: str) -> list[list[Any]]:
     return [[key, *(sorted(set(tensor.flatten().tolist())) for tensor in taken[key])] for key in sorted(taken)]
 
 
-def test_tuples_arrive_under_their_keys(peers: PeerServer, port: int) -> None:
-    _, taken = run_peers(peers, port, sends_out_of_step, takes_all)
+def test_tuples_arrive_under_their_keys(peers: PeerServer) -> None:
+    _, taken = run_peers(peers, sends_out_of_step, takes_all)
     assert taken == [[key, [float(key)], [key]] for key in range(40)]
 
 
@@ -89,8 +86,8 @@ def samples() -> list[Tensor]:
     return [*made, torch.tensor([float("nan"), -0.0, float("inf")])]
 
 
-def sends_aside(port: int, prefix: str) -> bool:
-    plane = plane_of(port, prefix, 0)
+def sends_aside(prefix: str) -> bool:
+    plane = plane_of(prefix, 0)
     plane.send(1, 1, (torch.ones(4),))
     plane.post(1, 2, (spec(1),))
     plane.take(1, 2)
@@ -107,8 +104,8 @@ def sends_aside(port: int, prefix: str) -> bool:
     return released() is None
 
 
-def posts_aside_first(port: int, prefix: str) -> list[Any]:
-    plane = plane_of(port, prefix, 1)
+def posts_aside_first(prefix: str) -> list[Any]:
+    plane = plane_of(prefix, 1)
     plane.post(0, 7, (spec(1 << 20),), channel="streams")
     plane.post(0, 1, (spec(4),))
     (first,) = plane.take(0, 1)
@@ -121,15 +118,15 @@ def posts_aside_first(port: int, prefix: str) -> list[Any]:
     return [first.tolist(), too_early, stream.unique().tolist()]
 
 
-def test_what_is_sent_aside_is_let_go_and_holds_nobody_up(peers: PeerServer, port: int) -> None:
+def test_what_is_sent_aside_is_let_go_and_holds_nobody_up(peers: PeerServer) -> None:
     """It is posted first and sent last."""
-    let_go, taken = run_peers(peers, port, sends_aside, posts_aside_first)
+    let_go, taken = run_peers(peers, sends_aside, posts_aside_first)
     assert let_go
     assert taken == [[1.0] * 4, None, [7.0]]
 
 
-def sends_samples(port: int, prefix: str) -> None:
-    plane = plane_of(port, prefix, 0)
+def sends_samples(prefix: str) -> None:
+    plane = plane_of(prefix, 0)
     plane.send(1, 0, tuple(samples()))
     plane.post(1, 1, (spec(1),))
     plane.take(1, 1)
@@ -137,8 +134,8 @@ def sends_samples(port: int, prefix: str) -> None:
     plane.close()
 
 
-def compares_samples(port: int, prefix: str) -> list[bool]:
-    plane = plane_of(port, prefix, 1)
+def compares_samples(prefix: str) -> list[bool]:
+    plane = plane_of(prefix, 1)
     plane.post(0, 0, tuple(TensorSpec.of(tensor) for tensor in samples()))
     taken = plane.take(0, 0)
     plane.send(0, 1, (torch.ones(1),))
@@ -152,13 +149,13 @@ def compares_samples(port: int, prefix: str) -> list[bool]:
     ]
 
 
-def test_every_kind_of_tensor_arrives_as_it_was(peers: PeerServer, port: int) -> None:
-    _, same = run_peers(peers, port, sends_samples, compares_samples)
+def test_every_kind_of_tensor_arrives_as_it_was(peers: PeerServer) -> None:
+    _, same = run_peers(peers, sends_samples, compares_samples)
     assert same == [True] * len(samples())
 
 
-def sends_one(port: int, prefix: str) -> None:
-    plane = plane_of(port, prefix, 0)
+def sends_one(prefix: str) -> None:
+    plane = plane_of(prefix, 0)
     plane.send(1, 0, (torch.ones(1 << 20),))
     plane.post(1, 1, (spec(1),))
     plane.take(1, 1)
@@ -166,8 +163,8 @@ def sends_one(port: int, prefix: str) -> None:
     plane.close()
 
 
-def computes_meanwhile(port: int, prefix: str) -> bool:
-    plane = plane_of(port, prefix, 1)
+def computes_meanwhile(prefix: str) -> bool:
+    plane = plane_of(prefix, 1)
     plane.post(0, 0, (spec(1 << 20),))
     deadline_s = time.monotonic() + 10
     # Nothing here asks for the transfer; it must come on its own.
@@ -181,24 +178,24 @@ def computes_meanwhile(port: int, prefix: str) -> bool:
     return came
 
 
-def test_transfers_overlap_with_whatever_the_main_thread_does(peers: PeerServer, port: int) -> None:
-    _, found = run_peers(peers, port, sends_one, computes_meanwhile)
+def test_transfers_overlap_with_whatever_the_main_thread_does(peers: PeerServer) -> None:
+    _, found = run_peers(peers, sends_one, computes_meanwhile)
     assert found
 
 
-def sends_large(port: int, prefix: str) -> None:
-    plane = plane_of(port, prefix, 0)
+def sends_large(prefix: str) -> None:
+    plane = plane_of(prefix, 0)
     plane.send(1, 0, (torch.ones(1 << 22),))  # far more than sockets hold
-    connect(port, prefix).set("sent", "yes")
+    connect(prefix).set("sent", b"yes")
     plane.post(1, 1, (spec(1),))
     plane.take(1, 1)
     plane.reap()
     plane.close()
 
 
-def posts_when_it_was_sent(port: int, prefix: str) -> float:
-    plane = plane_of(port, prefix, 1)
-    connect(port, prefix).wait(["sent"], timedelta(seconds=TIMEOUT_S))
+def posts_when_it_was_sent(prefix: str) -> float:
+    plane = plane_of(prefix, 1)
+    connect(prefix).wait(["sent"], timedelta(seconds=TIMEOUT_S))
     plane.post(0, 0, (spec(1 << 22),))
     (tensor,) = plane.take(0, 0)
     plane.send(0, 1, (torch.ones(1),))
@@ -207,15 +204,15 @@ def posts_when_it_was_sent(port: int, prefix: str) -> float:
     return tensor.sum().item()
 
 
-def test_a_send_does_not_wait_for_its_receive(peers: PeerServer, port: int) -> None:
-    _, total = run_peers(peers, port, sends_large, posts_when_it_was_sent)
+def test_a_send_does_not_wait_for_its_receive(peers: PeerServer) -> None:
+    _, total = run_peers(peers, sends_large, posts_when_it_was_sent)
     assert total == 1 << 22
 
 
-def exchanges(port: int, prefix: str, worker: int) -> list[float]:
+def exchanges(prefix: str, worker: int) -> list[float]:
     """Three workers, ranked against their numbers: each sends to both others and takes from both."""
     workers = (7, 2, 5)
-    plane = plane_of(port, prefix, worker, workers)
+    plane = plane_of(prefix, worker, workers)
     assert plane._group.rank() == workers.index(worker)
     others = [each for each in workers if each != worker]
     for other in others:
@@ -235,8 +232,8 @@ def exchanges(port: int, prefix: str, worker: int) -> list[float]:
     return taken
 
 
-def test_workers_are_addressed_by_number_whatever_their_rank(peers: PeerServer, port: int) -> None:
-    started = [peers.start(exchanges, port, "three", worker) for worker in (7, 2, 5)]
+def test_workers_are_addressed_by_number_whatever_their_rank(peers: PeerServer) -> None:
+    started = [peers.start(exchanges, "three", worker) for worker in (7, 2, 5)]
     assert [peer.result() for peer in started] == [
         [value for other in others for key in (1, 3) for value in (other, worker * 10 + key)]
         for worker, others in ((7, (2, 5)), (2, (7, 5)), (5, (7, 2)))
@@ -249,11 +246,11 @@ def connected_sockets() -> int:
     return sum(each.status in alive for each in psutil.Process().net_connections("tcp4"))
 
 
-def closes_while_blocked(port: int, prefix: str) -> list[Any]:
+def closes_while_blocked(prefix: str) -> list[Any]:
     """Blocks in a receive that nobody serves and leaves, several times over; the other worker stays where it is."""
     took_s, opened, left, outcomes = [], [], [], []
     for number in range(ROUNDS):
-        store = connect(port, f"{prefix}/{number}")
+        store = connect(f"{prefix}/{number}")
         with_store = connected_sockets()
         plane = DataPlane(new_control(), store, 0, (0, 1), TIMEOUT_S)
         opened.append(connected_sockets() - with_store)
@@ -273,26 +270,27 @@ def closes_while_blocked(port: int, prefix: str) -> list[Any]:
     return [took_s, opened, left, outcomes, waiters]
 
 
-def is_left_behind(port: int, prefix: str) -> list[str]:
+def is_left_behind(prefix: str) -> list[str]:
     """Is blocked in a receive from a worker that leaves, several times over."""
     outcomes: list[str] = []
     for number in range(ROUNDS):
-        plane = plane_of(port, f"{prefix}/{number}", 1)
-        plane.post(0, 1, (spec(1000),))
-        _take_and_tell(plane, 0, outcomes)
+        plane = plane_of(f"{prefix}/{number}", 1)
+        _take_and_tell(plane, 0, outcomes, posts=True)
         plane.close()
     return outcomes
 
 
-def _take_and_tell(plane: DataPlane, source: int, outcome: list[str]) -> None:
+def _take_and_tell(plane: DataPlane, source: int, outcome: list[str], *, posts: bool = False) -> None:
     try:
+        if posts:  # the other worker may have left since
+            plane.post(source, 1, (spec(1000),))
         plane.take(source, 1)
     except WorkerFailedError as error:
         outcome.append(str(error).partition(" failed:")[0])
 
 
-def test_close_ends_a_blocked_receive_at_once(peers: PeerServer, port: int) -> None:
-    (took_s, opened, left, outcomes, waiters), others = run_peers(peers, port, closes_while_blocked, is_left_behind)
+def test_close_ends_a_blocked_receive_at_once(peers: PeerServer) -> None:
+    (took_s, opened, left, outcomes, waiters), others = run_peers(peers, closes_while_blocked, is_left_behind)
     assert min(took_s) < 0.1  # which a busy machine only makes longer
     assert min(opened) >= 1
     assert left == [0] * ROUNDS, "a connection of the plane is still alive"
@@ -301,13 +299,13 @@ def test_close_ends_a_blocked_receive_at_once(peers: PeerServer, port: int) -> N
     assert others == ["transfer from worker 0"] * ROUNDS
 
 
-def is_stopped_while_blocked(port: int, prefix: str) -> list[float]:
+def is_stopped_while_blocked(prefix: str) -> list[float]:
     """Blocks in a take until its agent says stop; returns the seconds from the word to the main thread."""
     took_s = []
     for number in range(ROUNDS):
         near, far = Link.pair()
         far_ends.append(far)
-        plane = DataPlane(Control(near), connect(port, f"{prefix}/{number}"), 0, (0, 1), TIMEOUT_S)
+        plane = DataPlane(Control(near), connect(f"{prefix}/{number}"), 0, (0, 1), TIMEOUT_S)
         plane.post(1, 0, (spec(10),))
         said_s: list[float] = []
         threading.Timer(0.02, _say_stop, (far, said_s)).start()
@@ -323,20 +321,20 @@ def _say_stop(link: Link, said_s: list[float]) -> None:
     link.send(StopMessage())
 
 
-def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer, port: int) -> None:
-    took_s, _ = run_peers(peers, port, is_stopped_while_blocked, is_left_behind)
+def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer) -> None:
+    took_s, _ = run_peers(peers, is_stopped_while_blocked, is_left_behind)
     assert min(took_s) < 0.02
 
 
-def dies(port: int, prefix: str) -> None:
-    plane = plane_of(port, prefix, 0)
+def dies(prefix: str) -> None:
+    plane = plane_of(prefix, 0)
     plane.post(1, 200, (spec(1),))
     plane.take(1, 200)  # the other has joined
     os._exit(0)
 
 
-def is_left(port: int, prefix: str) -> list[str]:
-    plane = plane_of(port, prefix, 1)
+def is_left(prefix: str) -> list[str]:
+    plane = plane_of(prefix, 1)
     plane.send(0, 200, (torch.ones(1),))
     plane.post(0, 0, (spec(1),))
     texts = []
@@ -357,27 +355,27 @@ def _send_and_reap(plane: DataPlane) -> None:
         plane.reap()
 
 
-def test_a_dead_worker_is_suspected_by_name(peers: PeerServer, port: int) -> None:
-    peers.start(dies, port, "death")
-    assert peers.start(is_left, port, "death").result() == [
+def test_a_dead_worker_is_suspected_by_name(peers: PeerServer) -> None:
+    peers.start(dies, "death")
+    assert peers.start(is_left, "death").result() == [
         "transfer from worker 0",
         "transfer from worker 0",
         "transfer to worker 0",
     ]
 
 
-def finds_nobody(port: int, prefix: str) -> str:
+def finds_nobody(prefix: str) -> str:
     with pytest.raises(WorkerFailedError) as failed:
-        plane_of(port, prefix, 0, timeout_s=0.2)
+        plane_of(prefix, 0, timeout_s=0.2)
     return str(failed.value).partition(" failed: ")[0]
 
 
-def test_a_worker_that_never_joins_is_a_suspicion(peers: PeerServer, port: int) -> None:
-    assert peers.start(finds_nobody, port, "nobody").result() == "joining the others"
+def test_a_worker_that_never_joins_is_a_suspicion(peers: PeerServer) -> None:
+    assert peers.start(finds_nobody, "nobody").result() == "joining the others"
 
 
-def lists_listeners(port: int, prefix: str, worker: int) -> list[str]:
-    plane = plane_of(port, prefix, worker)
+def lists_listeners(prefix: str, worker: int) -> list[str]:
+    plane = plane_of(prefix, worker)
     listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     plane.post(1 - worker, 0, (spec(0),))
     plane.send(1 - worker, 0, (torch.empty(0),))
@@ -387,6 +385,6 @@ def lists_listeners(port: int, prefix: str, worker: int) -> list[str]:
     return sorted(set(listening))
 
 
-def test_the_plane_listens_on_loopback_only(peers: PeerServer, port: int) -> None:
-    started = [peers.start(lists_listeners, port, "listen", worker) for worker in (0, 1)]
+def test_the_plane_listens_on_loopback_only(peers: PeerServer) -> None:
+    started = [peers.start(lists_listeners, "listen", worker) for worker in (0, 1)]
     assert [peer.result() for peer in started] == [["127.0.0.1"], ["127.0.0.1"]]

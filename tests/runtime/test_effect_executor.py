@@ -34,9 +34,9 @@ class Told:
             worker: SimpleNamespace(slots=(), exit_code=None, link=SimpleNamespace(send_packet=self._ear(worker)))
             for worker in range(3)
         }
-        job, store = Job(model="mlp", stages=3), SimpleNamespace(port=1)
+        job = Job(model="mlp", stages=3)
         recorder = Recorder(open_events(events), -1)
-        self.effects = EffectExecutor(job, self.members, recorder, RunState(job), store)  # type: ignore[arg-type]
+        self.effects = EffectExecutor(job, self.members, recorder, RunState(job))
 
     def _ear(self, worker: int) -> Callable[[bytes], None]:
         def hear(data: bytes) -> None:

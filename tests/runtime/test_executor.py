@@ -38,8 +38,8 @@ def fresh(pipelines: int, stages: int, redundancy: Any = "none", level: int = 1)
     return with_shadows(ownership, redundancy, level, range(pipelines * stages))
 
 
-def ran(peers: PeerServer, port: int, values: dict[str, Any], ownership: Ownership, num_steps: int = 3) -> Rows:
-    with contextlib.closing(SmallRun(peers, port, small_job(**values), ownership)) as small:
+def ran(peers: PeerServer, values: dict[str, Any], ownership: Ownership, num_steps: int = 3) -> Rows:
+    with contextlib.closing(SmallRun(peers, small_job(**values), ownership)) as small:
         rows = small.run(num_steps)
     assert rows is not None
     return rows
@@ -59,26 +59,26 @@ _UNDISTURBED: dict[str, dict[tuple[int, int], list[list[str]]]] = {}
 
 
 def undisturbed(
-    peers: PeerServer, port: int, values: dict[str, Any], pipelines: int, stages: int, num_steps: int = 3
+    peers: PeerServer, values: dict[str, Any], pipelines: int, stages: int, num_steps: int = 3
 ) -> dict[tuple[int, int], list[list[str]]]:
     """Returns what is held of each slot when nobody dies and nobody holds anything twice; each job is run once."""
     alone = {name: value for name, value in values.items() if name not in ("redundancy_level", "log_every")}
     alone["redundancy"] = "none"
     key = repr((sorted(alone.items()), pipelines, stages, num_steps))
     if key not in _UNDISTURBED:
-        _UNDISTURBED[key] = by_slot(ran(peers, port, alone, fresh(pipelines, stages), num_steps))
+        _UNDISTURBED[key] = by_slot(ran(peers, alone, fresh(pipelines, stages), num_steps))
     return _UNDISTURBED[key]
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_replica_has_the_bits_of_a_run_without_any(peers: PeerServer, port: int, name: str) -> None:
+def test_every_replica_has_the_bits_of_a_run_without_any(peers: PeerServer, name: str) -> None:
     values = JOBS[name]
     pipelines, stages = values.get("pipelines", 1), values.get("stages", 3)
-    plain = undisturbed(peers, port, values, pipelines, stages)
+    plain = undisturbed(peers, values, pipelines, stages)
     for redundancy in ("lazy", "eager"):
         level = 2 if redundancy == "eager" else 1
         ownership = fresh(pipelines, stages, redundancy, level)
-        rows = ran(peers, port, values | {"redundancy": redundancy}, ownership)
+        rows = ran(peers, values | {"redundancy": redundancy}, ownership)
         assert sum(len(held) for held in rows.values()) == pipelines * stages * (1 + level)
         found = by_slot(rows)
         assert all(len(states) == 1 for states in found.values()), "a shadow differs from its owner"
@@ -109,13 +109,13 @@ def heal(small: SmallRun, redundancy: Any, level: int) -> bool:
 
 
 def survived(
-    peers: PeerServer, port: int, values: dict[str, Any], kills: dict[int, tuple[int, str, str]], num_steps: int = 4
+    peers: PeerServer, values: dict[str, Any], kills: dict[int, tuple[int, str, str]], num_steps: int = 4
 ) -> Rows:
     """Runs with kills, each at (step, action, when) of a worker, recovering and healing; returns what is held then."""
     job = small_job(**values)
     level = values.get("redundancy_level", 1)
     ownership = fresh(job.pipelines, job.stages, job.redundancy, level)
-    with contextlib.closing(SmallRun(peers, port, job, ownership, kills)) as small:
+    with contextlib.closing(SmallRun(peers, job, ownership, kills)) as small:
         rows = small.run(num_steps)
         while rows is None or small.step < num_steps:
             if rows is None:
@@ -128,10 +128,10 @@ def survived(
 
 
 def check_survival(
-    peers: PeerServer, port: int, values: dict[str, Any], kills: dict[int, tuple[int, str, str]], num_steps: int = 4
+    peers: PeerServer, values: dict[str, Any], kills: dict[int, tuple[int, str, str]], num_steps: int = 4
 ) -> None:
-    plain = undisturbed(peers, port, values, values.get("pipelines", 1), 3, num_steps)
-    found = by_slot(survived(peers, port, values, kills, num_steps))
+    plain = undisturbed(peers, values, values.get("pipelines", 1), 3, num_steps)
+    found = by_slot(survived(peers, values, kills, num_steps))
     assert all(len(states) == 1 for states in found.values()), "a shadow differs from its owner"
     assert {slot: states[0][:2] for slot, states in found.items()} == {
         slot: states[0][:2] for slot, states in plain.items()
@@ -155,31 +155,31 @@ MOMENTS = [
 
 @pytest.mark.parametrize("kills", MOMENTS, ids=str)
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
-def test_a_death_changes_no_bit(peers: PeerServer, port: int, redundancy: str, kills: Any) -> None:
-    check_survival(peers, port, NORMED | {"redundancy": redundancy}, kills)
+def test_a_death_changes_no_bit(peers: PeerServer, redundancy: str, kills: Any) -> None:
+    check_survival(peers, NORMED | {"redundancy": redundancy}, kills)
 
 
 @pytest.mark.parametrize(
     "kills", [{1: (1, "1B1", "after")}, {2: (2, "2LOG", "before")}, {0: (1, "0COMMIT", "after")}], ids=str
 )
 @pytest.mark.parametrize("checkpoint", [0, 2])
-def test_a_death_changes_no_bit_of_tied_layers(peers: PeerServer, port: int, kills: Any, checkpoint: int) -> None:
-    check_survival(peers, port, TIED_GPT | {"activation_checkpoint": checkpoint}, kills)
+def test_a_death_changes_no_bit_of_tied_layers(peers: PeerServer, kills: Any, checkpoint: int) -> None:
+    check_survival(peers, TIED_GPT | {"activation_checkpoint": checkpoint}, kills)
 
 
 @pytest.mark.parametrize(
     "kills", [{4: (1, "1F2@1", "before")}, {2: (1, "2REDUCE_GRAD", "after")}, {3: (1, "0STEP@1", "before")}], ids=str
 )
 @pytest.mark.parametrize("redundancy", ["none", "reroute", "eager"])
-def test_another_pipeline_stands_in(peers: PeerServer, port: int, redundancy: str, kills: Any) -> None:
+def test_another_pipeline_stands_in(peers: PeerServer, redundancy: str, kills: Any) -> None:
     if redundancy == "none":
         kills = {worker: (2, *moment[1:]) for worker, moment in kills.items()}
-    check_survival(peers, port, NORMED | {"pipelines": 2, "redundancy": redundancy}, kills)
+    check_survival(peers, NORMED | {"pipelines": 2, "redundancy": redundancy}, kills)
 
 
-def test_two_deaths_one_after_the_other(peers: PeerServer, port: int) -> None:
+def test_two_deaths_one_after_the_other(peers: PeerServer) -> None:
     kills = {1: (0, "1B1", "after"), 2: (2, "2F1", "after")}
-    check_survival(peers, port, NORMED | {"redundancy": "lazy"}, kills, 5)
+    check_survival(peers, NORMED | {"redundancy": "lazy"}, kills, 5)
 
 
 @pytest.mark.parametrize(
@@ -187,17 +187,17 @@ def test_two_deaths_one_after_the_other(peers: PeerServer, port: int) -> None:
     [{1: (1, "1B1", "after"), 2: (1, "2B3", "after")}, {1: (1, "1STEP", "before"), 2: (1, "2STEP", "after")}],
     ids=str,
 )
-def test_two_deaths_in_one_step(peers: PeerServer, port: int, kills: Any) -> None:
-    check_survival(peers, port, NORMED | {"redundancy": "lazy", "redundancy_level": 2}, kills)
+def test_two_deaths_in_one_step(peers: PeerServer, kills: Any) -> None:
+    check_survival(peers, NORMED | {"redundancy": "lazy", "redundancy_level": 2}, kills)
 
 
 @pytest.mark.parametrize("name", ["normed, two pipelines", "tied gpt, two pipelines"])
-def test_who_owns_what_changes_no_bit(peers: PeerServer, port: int, name: str) -> None:
+def test_who_owns_what_changes_no_bit(peers: PeerServer, name: str) -> None:
     values = JOBS[name] | {"redundancy": "none"}
     stages = values.get("stages", 3)
-    plain = by_slot(ran(peers, port, values, fresh(2, stages)))
+    plain = by_slot(ran(peers, values, fresh(2, stages)))
     for owners in ((0,) * (2 * stages), (0, 1, *(0 for _ in range(2, 2 * stages)))):
-        found = by_slot(ran(peers, port, values, Ownership(Grid(stages, 4, 2), owners)))
+        found = by_slot(ran(peers, values, Ownership(Grid(stages, 4, 2), owners)))
         assert found == plain
 
 
@@ -213,8 +213,8 @@ STREAMED = [
 
 @pytest.mark.parametrize("kills", STREAMED, ids=str)
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
-def test_a_death_changes_no_bit_of_what_is_streamed(peers: PeerServer, port: int, redundancy: str, kills: Any) -> None:
-    check_survival(peers, port, STATEFUL | {"redundancy": redundancy, "log_every": 1}, kills)
+def test_a_death_changes_no_bit_of_what_is_streamed(peers: PeerServer, redundancy: str, kills: Any) -> None:
+    check_survival(peers, STATEFUL | {"redundancy": redundancy, "log_every": 1}, kills)
 
 
 class Nothing:

@@ -13,8 +13,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
-from engine.runtime.transport.rendezvous import connect
-from tests.runtime.peers import PeerServer
+from tests.runtime.peers import PeerServer, connect
 
 STAGE = 1
 # The far end of a control link must outlive its thread: when it closes, the process ends.
@@ -46,13 +45,13 @@ def expected(num_pipelines: int, shapes: list[list[int]], order: list[int] | Non
     return bits(means)
 
 
-def reduces(port: int, prefix: str, worker: int, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> Any:
+def reduces(prefix: str, worker: int, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> Any:
     """Reduces twice over one plane; returns shapes, bits, what was gathered, and whether the local parts are intact."""
     near, far = Link.pair()
     far_ends.append(far)
     num_pipelines = len(owners) // 2
     ownership = Ownership(Grid(2, 1, num_pipelines), tuple(owners))
-    plane = DataPlane(Control(near), connect(port, prefix), worker, ranks, 10.0)
+    plane = DataPlane(Control(near), connect(prefix), worker, ranks, 10.0)
     group = ReduceGroup(plane, ownership, worker, STAGE)
     local = {each: gradients_of(each, shapes) for each in group.pipelines(worker)}
     answers = []
@@ -79,14 +78,12 @@ def reduces(port: int, prefix: str, worker: int, owners: list[int], ranks: list[
     return [*answers[0], intact]
 
 
-def reduced(
-    peers: PeerServer, port: int, owners: list[int], ranks: list[int], shapes: list[list[int]]
-) -> list[list[int]]:
+def reduced(peers: PeerServer, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> list[list[int]]:
     """Reduces over one process for each owner of the stage; they must agree. Returns the bits."""
     num_pipelines = len(owners) // 2
     prefix = f"reduce/{owners}/{ranks}/{shapes}"
     workers = sorted(set(owners[STAGE::2]))
-    started = [peers.start(reduces, port, prefix, each, owners, ranks, shapes) for each in workers]
+    started = [peers.start(reduces, prefix, each, owners, ranks, shapes) for each in workers]
     answers = [peer.result() for peer in started]
     for found_shapes, found_bits, gathered, intact in answers:
         assert found_shapes == shapes
@@ -101,32 +98,28 @@ SHAPES = [[5, 7], [3], [], [2, 3, 4], [1]]
 
 
 @pytest.mark.parametrize("ranks", [[1, 3, 5], [5, 3, 1], [3, 5, 1]])
-def test_three_pipelines_add_in_pipeline_order_whatever_the_ranks(
-    peers: PeerServer, port: int, ranks: list[int]
-) -> None:
+def test_three_pipelines_add_in_pipeline_order_whatever_the_ranks(peers: PeerServer, ranks: list[int]) -> None:
     assert expected(3, SHAPES) != expected(3, SHAPES, order=[2, 1, 0]), "the order of adding does not show"
     assert expected(3, SHAPES) != expected(3, SHAPES, order=[1, 2, 0]), "the order of adding does not show"
-    assert reduced(peers, port, [0, 1, 2, 3, 4, 5], ranks, SHAPES) == expected(3, SHAPES)
+    assert reduced(peers, [0, 1, 2, 3, 4, 5], ranks, SHAPES) == expected(3, SHAPES)
 
 
-def test_it_does_not_matter_which_worker_owns_which_pipeline(peers: PeerServer, port: int) -> None:
-    assert reduced(peers, port, [0, 5, 2, 1, 4, 3], [1, 3, 5], SHAPES) == expected(3, SHAPES)
+def test_it_does_not_matter_which_worker_owns_which_pipeline(peers: PeerServer) -> None:
+    assert reduced(peers, [0, 5, 2, 1, 4, 3], [1, 3, 5], SHAPES) == expected(3, SHAPES)
 
 
 @pytest.mark.parametrize("shapes", [[[1]], [[2]], [[4]], [[3], [0], [2, 0]]])
-def test_gradients_smaller_than_the_number_of_pipelines_or_empty(
-    peers: PeerServer, port: int, shapes: list[list[int]]
-) -> None:
-    assert reduced(peers, port, [0, 1, 2, 3, 4, 5], [1, 3, 5], shapes) == expected(3, shapes)
+def test_gradients_smaller_than_the_number_of_pipelines_or_empty(peers: PeerServer, shapes: list[list[int]]) -> None:
+    assert reduced(peers, [0, 1, 2, 3, 4, 5], [1, 3, 5], shapes) == expected(3, shapes)
 
 
-def test_two_pipelines(peers: PeerServer, port: int) -> None:
-    assert reduced(peers, port, [3, 2, 1, 0], [0, 2], SHAPES) == expected(2, SHAPES)
+def test_two_pipelines(peers: PeerServer) -> None:
+    assert reduced(peers, [3, 2, 1, 0], [0, 2], SHAPES) == expected(2, SHAPES)
 
 
 @pytest.mark.parametrize("owners", [[0, 1, 2, 1, 3, 4], [0, 4, 2, 1, 3, 4], [0, 4, 2, 1, 3, 1], [0, 4, 2, 4, 3, 1]])
-def test_a_worker_that_owns_several_pipelines_changes_no_bit(peers: PeerServer, port: int, owners: list[int]) -> None:
-    assert reduced(peers, port, owners, [4, 1], SHAPES) == expected(3, SHAPES)
+def test_a_worker_that_owns_several_pipelines_changes_no_bit(peers: PeerServer, owners: list[int]) -> None:
+    assert reduced(peers, owners, [4, 1], SHAPES) == expected(3, SHAPES)
 
 
 class NoPlane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tensor_shards import whole_tensor
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.rendezvous import connect
 from tests.runtime.peer_messages import an_epoch
-from tests.runtime.peers import PeerServer
+from tests.runtime.peers import PeerServer, connect
 
 JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)
 # The far end of a control link must outlive its thread: when it closes, the process ends.
@@ -37,15 +37,15 @@ def gradients_of(replicas: Replicas, worker: int) -> list[torch.Tensor]:
     return [torch.randn(each.shape, generator=generator) for each in stage.trained()]
 
 
-def takes_a_step(port: int, prefix: str, worker: int) -> Any:
+def takes_a_step(prefix: str, worker: int) -> Any:
     """Puts the stage together, takes it apart, takes an optimizer step; returns what was held, and hashes."""
     near, far = Link.pair()
     far_ends.append(far)
-    plane = DataPlane(Control(near), connect(port, f"{prefix}-plane"), worker, [0, 1], 10.0)
+    plane = DataPlane(Control(near), connect(f"{prefix}-plane"), worker, [0, 1], 10.0)
     replicas, ownership = replicas_of(worker)
     stage = replicas.stages[worker, 0]
     before = hash_tensors(stage.optimizers[0].state_tensors())
-    shards = ShardedStages(worker, replicas, ownership, connect(port, prefix))
+    shards = ShardedStages(worker, replicas, ownership, connect(prefix))
     shards.enter(plane, ownership)
     sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
     shards.unshard(0)
@@ -65,8 +65,8 @@ def takes_a_step(port: int, prefix: str, worker: int) -> Any:
     return {"sizes": sizes, "kept": before == together, "local": local, "whole": whole, "after": after}
 
 
-def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: PeerServer, port: int) -> None:
-    started = [peers.start(takes_a_step, port, "takes-a-step", worker) for worker in range(2)]
+def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: PeerServer) -> None:
+    started = [peers.start(takes_a_step, "takes-a-step", worker) for worker in range(2)]
     results = [each.result() for each in started]
     replicas, _ = replicas_of(0)
     stage = replicas.stages[0, 0]
@@ -84,12 +84,12 @@ def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: Pe
     assert all(0 < result["local"] < 0.6 * result["whole"] for result in results)
 
 
-def waits_alone(port: int, prefix: str, worker: int) -> Any:
+def waits_alone(prefix: str, worker: int) -> Any:
     """Worker 0 puts its stage together while worker 1 stays away, and an epoch has been told."""
     near, far = Link.pair()
     far_ends.append(far)
-    store = connect(port, prefix)
-    plane = DataPlane(Control(near), connect(port, f"{prefix}-plane"), worker, [0, 1], 10.0)
+    store = connect(prefix)
+    plane = DataPlane(Control(near), connect(f"{prefix}-plane"), worker, [0, 1], 10.0)
     replicas, ownership = replicas_of(worker)
     shards = ShardedStages(worker, replicas, ownership, store)
     shards.enter(plane, ownership)
@@ -100,12 +100,12 @@ def waits_alone(port: int, prefix: str, worker: int) -> Any:
             shards.unshard(0)
         except Fenced:
             outcome = "fenced"
-        store.set("is-out", "yes")
-    store.wait(["is-out"])
+        store.set("is-out", b"yes")
+    store.wait(["is-out"], timedelta(seconds=60))
     plane.close()
     return outcome
 
 
-def test_a_wait_for_the_others_ends_with_the_epoch(peers: PeerServer, port: int) -> None:
-    started = [peers.start(waits_alone, port, "waits-alone", worker) for worker in range(2)]
+def test_a_wait_for_the_others_ends_with_the_epoch(peers: PeerServer) -> None:
+    started = [peers.start(waits_alone, "waits-alone", worker) for worker in range(2)]
     assert [each.result() for each in started] == ["fenced", "stayed away"]

@@ -23,9 +23,8 @@ from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.bulk_transfer import chunks_of
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.rendezvous import connect
 from engine.runtime.transport.tensor_spec import TensorSpec
-from tests.runtime.peers import PeerServer
+from tests.runtime.peers import PeerServer, connect
 from tests.runtime.small_run import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
 
 SLOT = (0, 1)
@@ -44,10 +43,10 @@ JOBS: dict[str, dict[str, Any]] = {
 far_ends: list[Link] = []
 
 
-def plane_of(port: int, prefix: str, worker: int) -> DataPlane:
+def plane_of(prefix: str, worker: int) -> DataPlane:
     near, far = Link.pair()
     far_ends.append(far)
-    return DataPlane(Control(near), connect(port, prefix), worker, (0, 1), 10.0)
+    return DataPlane(Control(near), connect(prefix), worker, (0, 1), 10.0)
 
 
 def replicas_of(job: Job, slots: Sequence[Slot]) -> Replicas:
@@ -87,19 +86,19 @@ def state_bits(replicas: Replicas) -> list[list[Any]]:
     ]
 
 
-def sends(port: int, prefix: str, values: dict[str, Any], num_steps: int) -> Any:
+def sends(prefix: str, values: dict[str, Any], num_steps: int) -> Any:
     replicas = trained(small_job(**values), num_steps)
-    plane = plane_of(port, prefix, 0)
+    plane = plane_of(prefix, 0)
     send_state(plane, (1,), KEY, replicas.stages[SLOT])
     _part(plane, 1)
     return state_bits(replicas)
 
 
-def takes(port: int, prefix: str, values: dict[str, Any]) -> Any:
+def takes(prefix: str, values: dict[str, Any]) -> Any:
     replicas = replicas_of(small_job(**values), [])
     replicas.await_heal(SLOT)
     assert replicas.whole() == ()
-    plane = plane_of(port, prefix, 1)
+    plane = plane_of(prefix, 1)
     take_state(plane, 0, KEY, replicas.stages[SLOT])
     replicas.healed(SLOT)
     assert replicas.whole() == (SLOT,)
@@ -120,10 +119,10 @@ def _part(plane: DataPlane, other: int) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_new_replica_has_the_bits_of_the_boundary(peers: PeerServer, port: int, name: str, num_steps: int) -> None:
+def test_a_new_replica_has_the_bits_of_the_boundary(peers: PeerServer, name: str, num_steps: int) -> None:
     prefix = f"heal/{name}/{num_steps}"
-    owner = peers.start(sends, port, prefix, JOBS[name], num_steps)
-    shadow = peers.start(takes, port, prefix, JOBS[name])
+    owner = peers.start(sends, prefix, JOBS[name], num_steps)
+    shadow = peers.start(takes, prefix, JOBS[name])
     sent, got = owner.result(), shadow.result()
     assert got == sent
     has_optimizer_state = any(line[0] == "optimizer" for line in sent)
@@ -139,9 +138,9 @@ def test_what_is_sent_is_as_of_the_boundary_though_forwards_have_run_since(name:
     assert not any(torch.equal(*pair) for pair in zip(sent, stage.buffers(), strict=False))
 
 
-def sends_and_waits(port: int, prefix: str) -> None:
+def sends_and_waits(prefix: str) -> None:
     """What the other expects first of all it sends last, when it has heard that the replica is whole."""
-    replicas, plane = trained(small_job(**NORMED), 1), plane_of(port, prefix, 0)
+    replicas, plane = trained(small_job(**NORMED), 1), plane_of(prefix, 0)
     send_state(plane, (1,), KEY, replicas.stages[SLOT])
     plane.post(1, KEY + 1, (ONE,))
     plane.take(1, KEY + 1)
@@ -149,8 +148,8 @@ def sends_and_waits(port: int, prefix: str) -> None:
     _part(plane, 1)
 
 
-def takes_while_it_expects_another(port: int, prefix: str) -> Any:
-    replicas, plane = replicas_of(small_job(**NORMED), []), plane_of(port, prefix, 1)
+def takes_while_it_expects_another(prefix: str) -> Any:
+    replicas, plane = replicas_of(small_job(**NORMED), []), plane_of(prefix, 1)
     plane.post(0, KEY + 2, (ONE,))
     replicas.await_heal(SLOT)
     take_state(plane, 0, KEY, replicas.stages[SLOT])
@@ -160,14 +159,14 @@ def takes_while_it_expects_another(port: int, prefix: str) -> Any:
     return True
 
 
-def test_a_state_need_not_wait_for_what_was_posted_before_it(peers: PeerServer, port: int) -> None:
-    peers.start(sends_and_waits, port, "aside")
-    assert peers.start(takes_while_it_expects_another, port, "aside").result()
+def test_a_state_need_not_wait_for_what_was_posted_before_it(peers: PeerServer) -> None:
+    peers.start(sends_and_waits, "aside")
+    assert peers.start(takes_while_it_expects_another, "aside").result()
 
 
-def sends_a_wrong_bit(port: int, prefix: str, what: str) -> None:
+def sends_a_wrong_bit(prefix: str, what: str) -> None:
     replicas = trained(small_job(**NORMED), 1)
-    plane = plane_of(port, prefix, 0)
+    plane = plane_of(prefix, 0)
     stage = replicas.stages[SLOT]
     wrong = next(tensor for place, tensor in state_of(stage) if place[0] == what)
     hash_of = heal._hash_of
@@ -176,10 +175,10 @@ def sends_a_wrong_bit(port: int, prefix: str, what: str) -> None:
     _part(plane, 1)
 
 
-def finds_a_wrong_bit(port: int, prefix: str) -> list[Any]:
+def finds_a_wrong_bit(prefix: str) -> list[Any]:
     replicas = replicas_of(small_job(**NORMED), [])
     replicas.await_heal(SLOT)
-    plane = plane_of(port, prefix, 1)
+    plane = plane_of(prefix, 1)
     with pytest.raises(InvariantError) as refused:
         take_state(plane, 0, KEY, replicas.stages[SLOT])
     _part(plane, 0)
@@ -194,9 +193,9 @@ def finds_a_wrong_bit(port: int, prefix: str) -> list[Any]:
         ("buffer", "pipeline 0, buffer 0"),
     ],
 )
-def test_a_wrong_bit_is_told_by_name(peers: PeerServer, port: int, what: str, where: str) -> None:
-    peers.start(sends_a_wrong_bit, port, f"wrong/{what}", what)
-    text, whole = peers.start(finds_a_wrong_bit, port, f"wrong/{what}").result()
+def test_a_wrong_bit_is_told_by_name(peers: PeerServer, what: str, where: str) -> None:
+    peers.start(sends_a_wrong_bit, f"wrong/{what}", what)
+    text, whole = peers.start(finds_a_wrong_bit, f"wrong/{what}").result()
     expected = "the new replica of layers 1 to 2 of pipeline 0 is not what its owner sent: "
     assert text == expected + where
     assert whole == []

@@ -28,6 +28,4 @@ class Round(ToWorker):
 
     worker: int
     ranks: tuple[int, ...]
-    store_port: int
-    prefix: str
     victim: int

@@ -50,21 +50,6 @@ class KeysLeftRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousRecord(StampedRecord):
-    """The rendezvous store, process `child`, listens on a port of this host."""
-
-    child: int
-    port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSilentRecord(StampedRecord):
-    """The rendezvous store, process `child`, did not answer and was killed."""
-
-    child: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerRecord(StampedRecord):
     """The fork server is process `child`."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
 # the end is recorded after the verdict.
-VERSION = 3
+VERSION = 4
 AGENT = -1  # the number of the agent in records that name a worker
 
 

@@ -29,7 +29,6 @@ from engine.core.config.job import Job
 from engine.core.errors import (
     BambooError,
     CoordinatorUnavailableError,
-    EnvironmentLacksError,
     ExitCode,
     WorkerFailedError,
 )
@@ -42,7 +41,6 @@ from engine.core.history.process_records import (
     InterruptRecord,
     KilledRecord,
     LeftBehindRecord,
-    StoreSilentRecord,
 )
 from engine.core.membership.effects import Effect, Evict, Finish, Halt, PublishEpoch
 from engine.core.membership.events import Event, ExitSeen, Notice, Tick
@@ -55,7 +53,7 @@ from engine.runtime.agent.node import Node
 from engine.runtime.agent.preparation import HandOverPreparation
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_errors import WorkerErrors
-from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle
+from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.agent.worker_verdicts import WorkerVerdicts
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -80,7 +78,6 @@ class Agent:
         members: dict[int, WorkerHandle],
         recorder: Recorder,
         node: Node,
-        store: RendezvousStore,
         tick: Callable[[Agent], None],
         *,
         grace_s: float = 120.0,
@@ -90,10 +87,9 @@ class Agent:
         self.members = members
         self.recorder = recorder
         self.node = node
-        self.store = store
         self.tick = tick
         self.run_state = RunState(job)
-        self.effects = EffectExecutor(job, members, recorder, self.run_state, store)
+        self.effects = EffectExecutor(job, members, recorder, self.run_state)
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
         self.deadline_s = float("inf")
@@ -137,23 +133,6 @@ class Agent:
         self.injector.exit_seen(member.worker, code)
         self.decide(ExitSeen(now_ns(), member.worker, code, self.raised.of(member.worker)))
         self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
-
-    def replaces_store(self) -> bool:
-        """Replaces the rendezvous store, which has ended; returns whether another one was started.
-
-        The next epoch names it. If a group cannot be formed without it, a worker reports a suspicion, and that makes
-        an epoch.
-        """
-        with self.failing():
-            if not self.run_state.going_at_ns:  # the first group may be half formed, and no training can be lost
-                raise EnvironmentLacksError(
-                    f"the rendezvous store (pid {self.store.child.pid}) was ended before training began: start the run "
-                    f"again; if that happens twice, see {self.store.log} and `bamboo doctor`"
-                )
-            if not self.is_stopping:
-                self.store.start_again()
-                return True
-        return False
 
     def decide(self, *events: Event) -> None:
         """Lets the coordinator decide on events as one transaction, and carries out its effects.
@@ -210,8 +189,6 @@ class Agent:
     def look_at_clock(self) -> None:
         """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
         self.tick(self)
-        if self.store.look():
-            self.recorder.write(StoreSilentRecord(child=self.store.child.pid))
         if not self._has_finished:  # then the store is no longer needed
             with self.failing():
                 while self._to_strike_off:

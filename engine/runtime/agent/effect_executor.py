@@ -32,7 +32,7 @@ from engine.core.message_codec import ToWorker
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Commit as Committed
 from engine.runtime.agent.run_state import Epoch, RunState
-from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, tell_all
+from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
 _TRAINING = (Phase.RUNNING, Phase.DRAINING)
@@ -47,9 +47,7 @@ class EffectExecutor:
         members: dict[int, WorkerHandle],
         recorder: Recorder,
         run_state: RunState,
-        store: RendezvousStore,
     ):
-        self.store = store
         self.members = members
         self.recorder = recorder
         self.run_state = run_state
@@ -81,7 +79,6 @@ class EffectExecutor:
             members=effect.members,
             gather=state.phase in GATHERING,
             regroup=state.phase is Phase.FAILING_OVER,
-            store_port=self.store.port,  # of the present rendezvous store
             commit=self._told,  # for a worker whose wait for it ends with the epoch
             digest=None if state.phase in GATHERING else next(iter(state.digests.values()), None),
             go=self._go(state) if state.phase in _TRAINING else None,  # then no answer is awaited

@@ -1,4 +1,4 @@
-"""The event loop of the agent: waits for workers' messages and exits, the store's exit, signals and the clock."""
+"""The event loop of the agent: waits for workers' messages and exits, signals and the clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from engine.core.errors import required
-from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord, RendezvousRecord
+from engine.core.history.process_records import ForkServerEndedRecord, ForkServerRecord
 from engine.core.message_codec import Message
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.worker_handles import WorkerHandle
@@ -26,7 +26,6 @@ def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrup
     server_pid = _look_at(server, agent, 0)
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, partial(_interrupted, agent, interrupts))
-        _watch_store(selector, agent)
         for member in members:
             _watch(selector, agent, hear, member)
         ticked_s = 0.0
@@ -92,14 +91,3 @@ def _look_at(server: ForkServer, agent: Agent, known: int) -> int:
     if now not in (0, known):
         agent.recorder.write(ForkServerRecord(child=now))
     return now
-
-
-def _watch_store(selector: selectors.BaseSelector, agent: Agent) -> None:
-    def ended() -> None:
-        selector.unregister(child.pidfd)
-        if agent.replaces_store():
-            _watch_store(selector, agent)
-
-    child = agent.store.child
-    agent.recorder.write(RendezvousRecord(child=child.pid, port=agent.store.port))
-    selector.register(child.pidfd, selectors.EVENT_READ, ended)

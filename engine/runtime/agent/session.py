@@ -35,7 +35,7 @@ from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
-from engine.runtime.agent.worker_handles import RendezvousStore, WorkerHandle, close_workers, start_workers
+from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.fork_client import ForkServer
@@ -84,12 +84,12 @@ def run_session(
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
-                board, store, members = _fork(stack, server, ownership, recorder, logs)
+                board, members = _fork(stack, server, ownership, recorder, logs)
                 node.enrol(members.values())
                 tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
-                agent = Agent(job, members, recorder, node, store, tick, grace_s=grace_s, faults=faults, board=board)
+                agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
                 for member in members.values():
-                    _welcome(member, recorder, job, ownership, ranks or ownership.workers(), store.port, faults)
+                    _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults)
                 interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
                 supervise(agent, dispatch, server, interrupts)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
@@ -101,16 +101,13 @@ def run_session(
 
 def _fork(
     stack: contextlib.ExitStack, server: ForkServer, ownership: Ownership, recorder: Recorder, logs: Path
-) -> tuple[ProgressBoard, RendezvousStore, dict[int, WorkerHandle]]:
-    """Starts the rendezvous store and the workers; `stack` ends them."""
+) -> tuple[ProgressBoard, dict[int, WorkerHandle]]:
+    """Starts the workers; `stack` ends them."""
     board = ProgressBoard.create(max(ownership.workers()) + 1)
     stack.callback(board.close)
-    with server.forking():
-        store = RendezvousStore(server, logs)
-        stack.callback(store.close)
-        members = start_workers(server, ownership, recorder.fd, board, logs)
+    members = start_workers(server, ownership, recorder.fd, board, logs)
     stack.callback(close_workers, list(members.values()))
-    return board, store, members
+    return board, members
 
 
 def _ended(recorder: Recorder, ending: Ending) -> Ending:
@@ -155,7 +152,6 @@ def _welcome(
     job: Job,
     ownership: Ownership,
     ranks: tuple[int, ...],
-    store_port: int,
     faults: Sequence[Fault],
 ) -> None:
     """Sends a worker its first message."""
@@ -167,7 +163,6 @@ def _welcome(
         shadows=ownership.shadows,
         ranks=ranks,
         num_lines=max(ownership.workers()) + 1,
-        store_port=store_port,
         faults=tuple(to_plain(fault) for fault in faults),
     )
     member.link.send(welcome)

@@ -34,12 +34,11 @@ from engine.runtime.process.prctl import die_with_parent, name_process
 # Roles of a child: role -> (module, function). The function gets the child's descriptors.
 ROLES = {
     "worker": ("engine.runtime.worker.worker", "main"),
-    "store": ("engine.runtime.transport.rendezvous", "main"),
     "bench-pipeline": ("engine.bench.pipeline", "main"),
     "bench-relay": ("engine.bench.peers.relay_worker", "main"),
 }
 TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a notice
-PRELOAD = ("engine.runtime.worker.worker", "engine.runtime.transport.rendezvous")
+PRELOAD = ("engine.runtime.worker.worker",)
 
 
 def serve(launcher: Link, launcher_pid: int) -> None:

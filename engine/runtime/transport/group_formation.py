@@ -1,7 +1,7 @@
 """Forms the data plane of an epoch in a thread, and gives up when a higher epoch comes.
 
-Gloo's constructor returns when all members have joined. If one dies first, the constructor would block for long, and so
-would its connection to the rendezvous store. `give_up` therefore shuts down the sockets of both.
+Gloo's constructor returns when all members have joined. If one dies first, the constructor would block for long.
+`give_up` therefore shuts down its sockets, and ends its wait at the rendezvous.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.rendezvous import Rendezvous
+from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 
 
 class GroupFormation:
-    """One attempt to form the plane of `epoch`; a worker's rank is its position among the members.
-
-    They meet at the rendezvous store on the port in the epoch, because a store may be replaced.
-    """
+    """One attempt to form the plane of `epoch`; a worker's rank is its position among the members."""
 
     def __init__(
         self,
         control: Control,
-        rendezvous: Rendezvous,
+        place: MeetingPlace,
         recorder: Recorder,
         worker: int,
         epoch: EpochMessage,
     ):
         self._control = control
-        self._rendezvous = rendezvous
+        self._store = Rendezvous(place, f"epoch-{epoch.epoch}")
         self._recorder = recorder
         self._before = descriptors_by_inode().keys()
         self._plane: DataPlane | None = None
@@ -43,8 +40,7 @@ class GroupFormation:
     def _form(self, worker: int, epoch: EpochMessage) -> None:
         try:
             self._control.mark("regroup")  # a fault in this phase strikes while the group forms
-            store = self._rendezvous.of_epoch(epoch.epoch, epoch.store_port)
-            self._plane = DataPlane(self._control, store, worker, epoch.members)
+            self._plane = DataPlane(self._control, self._store, worker, epoch.members)
             self._recorder.write(MarkRecord(phase="regroup", epoch=epoch.epoch))
         except WorkerFailedError as error:
             self._failed = error
@@ -64,6 +60,6 @@ class GroupFormation:
         """Closes the plane, or aborts its formation."""
         if self._plane is not None:
             self._plane.close()
-        else:  # after a failure too: a reply to an abandoned request may still arrive on the connection
-            self._rendezvous.hang_up()
+        else:
+            self._store.give_up()
             shut_down(descriptors_by_inode().keys() - self._before)

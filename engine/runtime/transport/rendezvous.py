@@ -1,78 +1,82 @@
-"""The rendezvous store of a run: a process of its own, so that it does not die with a worker.
+"""The rendezvous of a run: memory without a name, to which all its workers append the keys of each epoch.
 
-It listens on a loopback socket that its launcher has bound; torch's store itself would listen on every interface.
+Only a process that was given the descriptors can open it, no process serves it, and nothing of it is left behind.
+
+Rules: a key is set by one write at the end of the memory, so no writer holds a lock. A worker that is stopped or killed
+in the middle of a call therefore delays no other worker; the line that its death has cut is skipped. A bell, which is
+an event descriptor, rings with each key. No worker reads the bell: each ring is an edge for every worker that waits.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Collection
+import contextlib
+import json
+import os
+import select
+import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
-from torch.distributed import PrefixStore, TCPStore
-
-from engine.core.errors import WorkerFailedError
-from engine.core.process_messages import ServingMessage
-from engine.runtime.ipc.link import LOOPBACK, Link
-from engine.runtime.process.sockets import descriptors_by_inode, shut_down
-
-_TIMEOUT = timedelta(seconds=60)  # of a wait for a key
-_CONNECT = timedelta(seconds=5)  # torch's client retries for so long, even if the store is stopped or ends
+from torch.distributed import Store
 
 
-def main(control_fd: int, listener_fd: int) -> int:
-    """Serves until the launcher closes the control link; sends "serving" at the start and after each message."""
-    listener = socket.socket(fileno=listener_fd)
-    port = listener.getsockname()[1]
-    listener.detach()  # torch's store takes the descriptor over
-    control = Link.from_fd(control_fd)
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
-    control.send(ServingMessage())
-    while control.receive() is not None:
-        control.send(ServingMessage())
-    del store
-    return 0
+class MeetingPlace(NamedTuple):
+    """The descriptors of the rendezvous, which all workers of a run have."""
+
+    memory_fd: int  # opened for appending
+    bell_fd: int
 
 
-def connect(port: int, prefix: str) -> PrefixStore:
-    """Connects to the store on `port`; returns a view of the keys under `prefix`."""
-    return PrefixStore(prefix, _connected(port))
+class Rendezvous(Store):
+    """The keys of one epoch, or of another `group` of workers; for gloo, which sets, waits and gets."""
 
+    def __init__(self, place: MeetingPlace, group: str):
+        super().__init__()
+        self._place = place
+        self._begin = f"[{json.dumps(group)}, ".encode()  # of the lines of this group
+        self._num_read = 0  # bytes
+        self._values: dict[str, bytes] = {}
+        self._is_given_up = False
 
-def _connected(port: int) -> TCPStore:
-    client = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
-    client.set_timeout(_TIMEOUT)
-    return client
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's stub has text
+        """Sets a key, for all workers."""
+        line = self._begin + f'{json.dumps(key)}, "{value.hex()}"]'.encode()
+        os.write(self._place.memory_fd, b"\n" + line + b"\n")  # the first newline ends a line that was cut
+        os.eventfd_write(self._place.bell_fd, 1)
 
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key, which must have been waited for."""
+        return self._values[key]
 
-class Rendezvous:
-    """This process's connection to the store, kept across epochs as long as they name the same store.
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:  # type: ignore[override]  # torch's has two forms
+        """Waits until all keys are set; raises RuntimeError after `timeout`, or when another thread gives up."""
+        until_s = time.monotonic() + timeout.total_seconds()
+        with select.epoll() as rings:
+            rings.register(self._place.bell_fd, select.EPOLLIN | select.EPOLLET)
+            while not self._has_all(keys):
+                left_s = until_s - time.monotonic()
+                if self._is_given_up or left_s <= 0:
+                    raise RuntimeError(f"no worker has set {', '.join(keys)} in time")
+                rings.poll(left_s)
 
-    A wait for a key that never comes blocks the connection; `hang_up` ends it, and the next epoch connects again.
-    """
+    def give_up(self) -> None:
+        """Ends the present wait and every later one."""
+        self._is_given_up = True
+        os.eventfd_write(self._place.bell_fd, 1)
 
-    def __init__(self) -> None:
-        self._port = 0
-        self._client: TCPStore | None = None
-        self._sockets: Collection[int] = ()
+    def _has_all(self, keys: Sequence[str]) -> bool:
+        if not self._values.keys() >= set(keys):
+            self._read_on()
+        return self._values.keys() >= set(keys)
 
-    def of_epoch(self, epoch: int, port: int) -> PrefixStore:
-        """Returns the keys of an epoch in the store that listens on `port`.
-
-        Raises WorkerFailedError if the store cannot be reached: it may have just ended.
-        """
-        if self._client is None or port != self._port:
-            before = descriptors_by_inode().keys()
-            try:
-                socket.create_connection((LOOPBACK, port)).close()  # fails at once; torch's client would retry
-                self._client = _connected(port)
-            except (OSError, RuntimeError) as error:
-                raise WorkerFailedError(f"the rendezvous store cannot be reached: {error}") from error
-            self._port = port
-            self._sockets = descriptors_by_inode().keys() - before
-        return PrefixStore(f"epoch-{epoch}", self._client)
-
-    def hang_up(self) -> None:
-        """Shuts down the connection, which ends a wait on it."""
-        shut_down(self._sockets)
-        self._client = None
+    def _read_on(self) -> None:
+        memory_fd = self._place.memory_fd
+        block = os.pread(memory_fd, os.fstat(memory_fd).st_size - self._num_read, self._num_read)
+        lines = block[: block.rfind(b"\n") + 1]
+        self._num_read += len(lines)
+        for line in lines.splitlines():
+            if line.startswith(self._begin):
+                with contextlib.suppress(ValueError):  # it was cut
+                    _, key, value = json.loads(line)
+                    self._values[key] = bytes.fromhex(value)

@@ -34,7 +34,7 @@ from engine.runtime.ipc.control import Fenced
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.group_formation import GroupFormation
-from engine.runtime.transport.rendezvous import Rendezvous
+from engine.runtime.transport.rendezvous import MeetingPlace
 from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.planner_thread import PlannerThread, PreparedPlan
@@ -51,10 +51,10 @@ class Excluded(Exception):
 class Training:
     """The training of one worker; `ownership` is the ownership of the open step."""
 
-    def __init__(self, context: WorkerContext, ownership: Ownership, rendezvous: Rendezvous, plane: DataPlane):
+    def __init__(self, context: WorkerContext, ownership: Ownership, place: MeetingPlace, plane: DataPlane):
         self.context = context
         self.ownership = ownership
-        self._rendezvous = rendezvous
+        self._place = place
         self._plane = plane
         self._forming: GroupFormation | None = None
         self._executor = Executor(context)
@@ -157,7 +157,7 @@ class Training:
             if self._forming is not None:
                 self._forming.give_up()
             self._plane.close()
-            self._forming = GroupFormation(control, self._rendezvous, context.recorder, context.worker, epoch)
+            self._forming = GroupFormation(control, self._place, context.recorder, context.worker, epoch)
         planned = self._planner.plan(control.take(messages.PlanMessage))
         self._catch_up(planned, epoch.commit)
         control.send(messages.PlannedMessage(control.accepted, planned.plan.digest, planned.plan.lost_stages))

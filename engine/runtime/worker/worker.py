@@ -39,7 +39,7 @@ from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.rendezvous import Rendezvous
+from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
@@ -55,17 +55,17 @@ class GroupMember(NamedTuple):
 
     context: WorkerContext
     ownership: Ownership
-    rendezvous: Rendezvous
+    place: MeetingPlace
     plane: DataPlane
 
 
-def main(control_fd: int, events_fd: int, board_fd: int) -> int:
+def main(control_fd: int, events_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     control.give_notice_of_sigterm()
     try:
-        _run(control, events_fd, board_fd)
+        _run(control, events_fd, board_fd, MeetingPlace(memory_fd, bell_fd))
     except Stopped:
         return ExitCode.OK
     except Excluded:
@@ -95,8 +95,8 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
-def _run(control: Control, events_fd: int, board_fd: int) -> None:
-    member = join(control, control.take(messages.WelcomeMessage), events_fd, board_fd)
+def _run(control: Control, events_fd: int, board_fd: int, place: MeetingPlace) -> None:
+    member = join(control, control.take(messages.WelcomeMessage), events_fd, board_fd, place)
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
@@ -110,6 +110,7 @@ def join(
     welcome: messages.WelcomeMessage,
     events_fd: int,
     board_fd: int,
+    place: MeetingPlace,
     data_of: Callable[[Job], Data] = open_data,
 ) -> GroupMember:
     """Learns the partition, builds this worker's stages, forms the data plane and learns the borders between stages."""
@@ -127,15 +128,14 @@ def join(
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)
     replicas = Replicas(job, model, starts, ownership.held_by(worker))
-    rendezvous = Rendezvous()
-    store = rendezvous.of_epoch(0, welcome.store_port)
+    store = Rendezvous(place, "epoch-0")
     plane = DataPlane(control, store, worker, welcome.ranks)
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas)
     shards = ShardedStages(worker, replicas, ownership, store) if job.fsdp else None
     context = WorkerContext(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, shards)
-    return GroupMember(context, ownership, rendezvous, plane)
+    return GroupMember(context, ownership, place, plane)
 
 
 def _partition(job: Job, model: Model, data: Data) -> tuple[int, ...]:
