@@ -20,12 +20,19 @@ from engine.models.losses import default_loss
 from engine.models.model_loader import build_model, open_data
 from engine.models.model_registry import MODELS
 from engine.runtime.stage.random_streams import positions
+from engine.runtime.worker import data_trial
 from engine.runtime.worker.pure_check import PureCheck
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
 from tests.runtime.small_run import borders_of, small_job, starts_of
 from tests.runtime.test_models import SMALL_ARGS
 
 DATA = VectorData(0)
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a trial of data load all that it would: a busy machine could end it early."""
+    monkeypatch.setattr(data_trial, "_SPARE_S", 60.0)
 
 
 def check_of(model: Model, data: Data = DATA, **values: Any) -> PureCheck:

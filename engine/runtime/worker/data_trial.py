@@ -11,6 +11,7 @@ ends early where a source is slow: the trial must not hold up the launch.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ class DataTrial:
     problem: Problem | None = None
     _loaded: list[tuple[str, Batch]] = field(default_factory=list)
     _num_calls: int = 0
-    _longest_s: float = 0.0  # of one call
+    _quickest_s: float = math.inf  # call: a busy machine makes others slow
 
     def first(self) -> list[Batch]:
         """Returns the microbatches that the layers are tried with."""
@@ -55,7 +56,7 @@ class DataTrial:
         """Loads more microbatches while there is time; an exception is left to training."""
         end_s = time.monotonic() + _SPARE_S
         for name, load in self._in_own_order([*self._elsewhere(), *self._validation()]):
-            if time.monotonic() + self._longest_s > end_s:
+            if time.monotonic() + self._quickest_s > end_s:
                 break
             with contextlib.suppress(Exception):
                 self._call(name, load)
@@ -102,7 +103,7 @@ class DataTrial:
         start_s = time.monotonic()
         batch = load()
         mark = mark_of(batch)
-        self._longest_s = max(self._longest_s, time.monotonic() - start_s)
+        self._quickest_s = min(self._quickest_s, time.monotonic() - start_s)
         if name not in self.marks:
             self.marks[name] = mark
             self._loaded.append((name, batch))
