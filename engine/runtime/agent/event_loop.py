@@ -17,6 +17,7 @@ from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
 _TICK_S = 0.25
+_PATIENCE_S = 0.05  # for the descendants of a worker: large ones end slowly, and the others wait for this loop
 Hear = Callable[[Agent, WorkerHandle, Message], None]
 
 
@@ -27,7 +28,7 @@ def supervise(agent: Agent, hear: Hear, server: ForkServer, interrupts: Interrup
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, partial(_interrupted, agent, interrupts))
         for member in members:
-            _watch(selector, agent, hear, member)
+            _watch(selector, agent, hear, member, server)
         ticked_s = 0.0
         while any(member.exit_code is None and not member.is_left_behind for member in members):
             due_s = min(agent.deadline_s, agent.injector.due_ns / 1e9)
@@ -52,7 +53,9 @@ def _interrupted(agent: Agent, interrupts: Interrupts) -> None:
     agent.interrupt(interrupts.take(), interrupts.step_grace_s)
 
 
-def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: WorkerHandle) -> None:
+def _watch(
+    selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: WorkerHandle, server: ForkServer
+) -> None:
     def ended() -> None:
         agent.sees_end(member)
         _hear_last_words(agent, hear, member)
@@ -61,6 +64,7 @@ def _watch(selector: selectors.BaseSelector, agent: Agent, hear: Hear, member: W
             if end in selector.get_map():
                 selector.unregister(end)
         member.release()
+        server.end_descendants(_PATIENCE_S)
 
     def spoken() -> None:
         message = member.link.receive()

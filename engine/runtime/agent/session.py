@@ -83,6 +83,7 @@ def run_session(
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
+                stack.enter_context(server.adopting())
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
                 board, members = _fork(stack, server, ownership, recorder, logs)
                 node.enrol(members.values())

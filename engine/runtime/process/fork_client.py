@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 from engine.core.errors import EnvironmentLacksError, required
@@ -22,7 +25,7 @@ from engine.core.process_messages import (
     UnforkedMessage,
 )
 from engine.runtime.ipc.link import Link
-from engine.runtime.process import subprocesses
+from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.prctl import adopting
 from engine.runtime.process.subprocesses import is_readable
@@ -69,14 +72,26 @@ class ForkServer:
     def __init__(self) -> None:
         # One thread per numeric library until a worker sets its own count: a fork does not copy pool threads.
         # One seed for the hashes of texts: the order of a set is the same in a run, in its twin and on another day.
+        self._mark = secrets.token_hex(16)
         self._environment = (
             {"PYTHONHASHSEED": "0"}
             | os.environ
             | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+            | {descendants.VARIABLE: self._mark}
         )
         self._children: list[Child] = []
         self._is_forking = False
         self._start()
+        self._start_sweeper()
+
+    def _start_sweeper(self) -> None:
+        """Starts the process that ends all descendants after SIGKILL of this process."""
+        ended_fd, self._alive_fd = os.pipe()
+        command = [sys.executable, "-I", "-S", descendants.__file__, str(ended_fd), self._mark]
+        # It has no other variable: it is no process of a run, and its environment has no mark.
+        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        self._sweeper = subprocesses.start(command, fd=ended_fd, log=subprocess.DEVNULL, environment=environment)
+        os.close(ended_fd)
 
     def _start(self) -> None:
         self._link, far = Link.pair()
@@ -114,12 +129,27 @@ class ForkServer:
                 self._is_forking = False
                 self._settle()
 
+    @contextlib.contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Ends all descendants of the children behind the block; inside the block `end_descendants` can do it."""
+        with adopting():
+            try:
+                yield
+            finally:
+                self.end_descendants()
+
+    def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
+        """Ends the processes that were left behind by children that are closed; waits `patience_s` for their ends."""
+        closed = {child.pid for child in self._children if child.is_closed}
+        self._children = [child for child in self._children if not child.is_closed]
+        own = {self._process.pid, *(child.pid for child in self._children)}
+        descendants.end_adopted(self._mark, own, closed, patience_s)
+
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
         """Forks a child that runs `role`; it writes to `log_fd` and gets copies of `fds`, which stay open here.
 
         Raises EnvironmentLacksError if no server answers, or no process can be forked.
         """
-        self._children = [child for child in self._children if not child.is_closed]
         with self.forking():
             for _ in range(_MAX_STARTS):
                 reply, came_along = self._ask(role, name, [log_fd, *fds])
@@ -181,6 +211,10 @@ class ForkServer:
         self._end()
         for child in self._children:
             child.close()
+        self.end_descendants()
+        self._sweeper.kill()  # its work is done
+        subprocesses.end(self._sweeper, _GONE_S)
+        os.close(self._alive_fd)
 
 
 def _reap(pidfd: int) -> int:

@@ -29,7 +29,7 @@ from typing import NoReturn
 from engine.core.process_messages import ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
-from engine.runtime.process.prctl import die_with_parent, name_process
+from engine.runtime.process.prctl import adopt, die_with_parent, name_process
 
 # Roles of a child: role -> (module, function). The function gets the child's descriptors.
 ROLES = {
@@ -99,6 +99,7 @@ def _become(request: ForkMessage, fds: Sequence[int], launcher: Link, launcher_p
         select.select([parent], [], [])  # now the launcher is the parent
         os.close(parent)
         die_with_parent(launcher_pid)
+        adopt()  # a process that the worker has started leaves it only when it ends
         module, function = ROLES[request.role]
         code = getattr(importlib.import_module(module), function)(*own)
     except BaseException:

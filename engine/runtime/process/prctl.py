@@ -29,12 +29,17 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def adopt() -> None:
+    """Makes this process the parent of descendants whose parent ends (a child subreaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Makes this process the parent of descendants whose parent ends during the block (a child subreaper)."""
     before = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt()
     try:
         yield
     finally:

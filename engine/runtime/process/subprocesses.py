@@ -23,7 +23,7 @@ def start(
     command: Sequence[str],
     *,
     fd: int | None = None,
-    log: IO[bytes] | None = None,
+    log: IO[bytes] | int | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
