@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 Value = TypeVar("Value")
 
@@ -94,10 +94,18 @@ class Problem:
         return text
 
 
+# not-finite: the loss or the norm of the gradients; replicas-differ: replicas of a layer have other weights or buffers.
+NoticeKind = Literal["not-finite", "replicas-differ"]
+
+
 class BambooError(Exception):
-    """Base class of the exceptions that bamboo raises on purpose; `exit_code` may differ from that of the class."""
+    """Base class of the exceptions that bamboo raises on purpose; `exit_code` may differ from that of the class.
+
+    `notice` names the wrong numbers that a run has noticed; it is empty for all other errors.
+    """
 
     exit_code = ExitCode.INTERNAL
+    notice: NoticeKind | Literal[""] = ""
 
     def __init__(self, text: str = "", exit_code: int | None = None):
         super().__init__(text)
@@ -152,6 +160,7 @@ class DivergedError(BambooError):
     """The training loss is no longer a finite number."""
 
     exit_code = ExitCode.EXPECTATION_FAILED
+    notice = "not-finite"
 
 
 class WorkerFailedError(BambooError):
@@ -185,6 +194,12 @@ class InvariantError(BambooError):
     """A promise of the design was broken: a bug, or corrupted state."""
 
     exit_code = ExitCode.INTERNAL
+
+
+class ReplicasDifferError(InvariantError):
+    """Two replicas of a layer do not have the same bits."""
+
+    notice = "replicas-differ"
 
 
 def ensure(holds: bool, promise: str) -> None:

@@ -213,7 +213,7 @@ def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> 
         rows.append(
             {
                 **_NO_TEXTS,
-                "outcome": "left" if first.of in warned else "noticed" if history.error else "no worker lost",
+                "outcome": "left" if first.of in warned else "noticed" if history.notice else "no worker lost",
                 "what": f"{fault}: {first.do} of worker {who}",
                 "who": who,
                 "slots": " ".join(".".join(map(str, each.slot)) for each in victims if each.slot),

@@ -270,8 +270,6 @@ def test_whoever_is_struck_with_what_ends_nobody_may_stay_or_go() -> None:
         ("recovered", 0, "passed", 0),
         ("state-lost", 80, "passed", 0),
         ("resumable", 75, "passed", 0),
-        ("noticed", 1, "passed", 0),
-        ("noticed", 70, "passed", 0),
         ("recovered", 3, "failed", 3),
         ("recovered", 70, "failed", 3),
         ("recovered", 80, "failed", 80),
@@ -285,6 +283,33 @@ def test_the_exit_code_of_a_case(expected: Any, code: int, result: str, exits: i
     checks = check(Expect(expected), JOB, (FAULT,), KINDS, seen)
     assert checks[1].result == result
     assert exit_code(checks, seen) == exits
+
+
+@pytest.mark.parametrize(
+    ("error", "notice", "code", "result", "text"),
+    [
+        ("the loss is nan at step 1", "not-finite", 1, "passed", "noticed (not-finite)"),
+        ("step 1: layer 0 differs", "replicas-differ", 70, "failed", "noticed (replicas-differ), but noticed (not-fin"),
+        ("the fork server has ended", "", 70, "failed", "not recovered, but noticed (not-finite) was expected: the fo"),
+        ("the fork server has ended", "", 1, "failed", "not recovered, but noticed"),
+        ("", "", 0, "failed", "recovered, but noticed (not-finite) was expected"),
+        ("the loss is nan at step 1", "not-finite", 0, "failed", "recovered, but noticed"),
+    ],
+)
+def test_a_run_must_notice_what_the_scenario_names(error: str, notice: str, code: int, result: str, text: str) -> None:
+    """Before, any end with code 1 or 70 passed, also "the fork server has ended"."""
+    failed = [of_agent("failed", 4_000_000, error=error, notice=notice)] if error else []
+    seen = replace(SEEN, exit_code=code, error=error, history=made_history([*EVENTS, *failed]))
+    found = check(Expect("noticed", notice="not-finite"), JOB, (FAULT,), KINDS, seen)[1]
+    assert (found.name, found.result) == ("outcome", result)
+    assert found.text.startswith(text)
+
+
+def test_a_run_that_should_recover_tells_what_it_noticed() -> None:
+    failed = of_agent("failed", 4_000_000, error="the loss is nan", notice="not-finite")
+    seen = replace(SEEN, exit_code=1, error="the loss is nan", history=made_history([*EVENTS, failed]))
+    found = check(Expect(), JOB, (FAULT,), KINDS, seen)[1]
+    assert found.text == "noticed (not-finite), but recovered was expected: the loss is nan"
 
 
 def test_failed_counts_more_than_invalid_and_invalid_is_never_passed() -> None:

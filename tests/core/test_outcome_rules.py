@@ -59,6 +59,13 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
         ((KILL,), Expect(culprit="nobody"), {}, "expect.culprit: expected exact beside a kill, found 'nobody'"),
         (
             (KILL,),
+            Expect("noticed"),
+            {},
+            "expect.notice: expected one of not-finite, replicas-differ beside outcome noticed, found nothing",
+        ),
+        ((KILL,), Expect(notice="not-finite"), {}, "expect.notice: expected outcome noticed beside it, found 'recove"),
+        (
+            (KILL,),
             Expect("resumable"),
             {},
             "expect.outcome: expected recovered, state-lost or noticed, found 'resumable'",
@@ -92,7 +99,7 @@ def test_what_never_can_be_is_refused(
         ((wanted("a", at(2, "0F0")), PAIR), RECOVERED, {"stages": 4}),  # the stages have moved by then
         ((wanted("a", at(3, "1B2"), "stop"),), LOST, {}),  # how many it loses depends on the clock
         ((wanted("a", at(3, "1B2"), "slow"),), Expect(recovery=Limits(max_ns=1)), {}),
-        ((KILL,), Expect("noticed"), {}),
+        ((KILL,), Expect("noticed", notice="not-finite"), {}),
     ],
 )
 def test_what_may_be_is_not(faults: tuple[FaultSpec, ...], expect: Expect, job: dict[str, Any]) -> None:

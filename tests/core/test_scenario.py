@@ -157,7 +157,7 @@ def test_ids_and_moments_are_unique() -> None:
 
 
 def test_expectations_fit_the_job_and_each_other() -> None:
-    expect = Expect("noticed", trajectory="identical", recovery=Limits(max_ns=1))
+    expect = Expect("noticed", trajectory="identical", recovery=Limits(max_ns=1), notice="not-finite")
     found = problems(scenario(FIRST, job=replace(JOB, audit=2), expect=expect))
     assert [each.split(":")[0] for each in found] == ["expect.trajectory", "expect.recovery"]
 

@@ -184,6 +184,8 @@ def test_wrong_values_are_noticed(strike: Strike, fault: Fault, code: int, text:
     assert struck.confirmed == ["first"]
     assert struck.ending.exit_code == code
     assert text in str(struck.ending.error)
+    (failed,) = struck.events("failed")
+    assert failed["notice"] == ("replicas-differ" if code == ExitCode.INTERNAL else "not-finite")
 
 
 def test_a_bit_that_flips_where_nobody_can_compare_shows_in_the_weights(

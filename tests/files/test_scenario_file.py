@@ -198,6 +198,17 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
             ],
         ),
         (
+            fault("{at: {step: 1, stage: 0}, do: stop}") + "expect:\n  outcome: noticed\n  steps_lost: 0\n",
+            [
+                "case.yaml:7:3: expect.notice: expected one of not-finite, replicas-differ beside outcome noticed, "
+                "found nothing (the wrong numbers that the run must notice; another error must not pass)",
+            ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, do: stop}") + "expect:\n  outcome: noticed\n  notice: corrupt\n",
+            ["case.yaml:8:11: expect.notice: expected one of not-finite, replicas-differ, found 'corrupt'"],
+        ),
+        (
             fault("{at: {step: 1, stage: 0}, do: kill}") + "expect:\n  outcome: recoverd\n  recovery: {p95: 1 s}\n",
             [
                 "case.yaml:7:12: expect.outcome: expected one of recovered, resumable, state-lost, noticed, "

@@ -148,7 +148,8 @@ ENDED = [
     [
         ([], "no worker lost"),
         ([agent("notice", 1002.0, of=1, grace_s=60)], "left"),
-        ([agent("failed", 1050.0, error="the loss of step 2 is nan")], "noticed"),
+        ([agent("failed", 1050.0, error="the fork server has ended")], "no worker lost"),
+        ([agent("failed", 1050.0, error="the loss of step 2 is nan", notice="not-finite")], "noticed"),
     ],
 )
 def test_a_fault_that_put_nobody_out_is_a_row_too(events: list[dict[str, Any]], outcome: str) -> None:

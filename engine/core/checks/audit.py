@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from engine.core.checks.trajectory import NO_MARKS, TensorMarks, TrajectoryRow
-from engine.core.errors import InvariantError
+from engine.core.errors import ReplicasDifferError
 
 AuditMarks = Sequence[Sequence[str]]  # (name, digest of this tensor and all before it) of each tensor
 LayerHashes = Mapping[int, tuple[str, str]]  # layer -> (weights and optimizer state, buffers)
@@ -36,8 +36,8 @@ class AuditBook:
     ) -> None:
         """Adds the hashes of some layers of a worker's replica in one pipeline, and the marks of their tensors.
 
-        Raises InvariantError when they differ from another replica's; it names the tensor if the marks show it. After
-        that `close` returns no rows, because either replica may be the wrong one.
+        Raises ReplicasDifferError when they differ from another replica's; it names the tensor if the marks show it.
+        After that `close` returns no rows, because either replica may be the wrong one.
         """
         reporter = f"worker {worker} in pipeline {pipeline}"
         try:
@@ -48,7 +48,7 @@ class AuditBook:
                 report = (buffers, reporter, of_buffers)
                 known = self._buffers.setdefault((layer, pipeline), report)
                 _compare(step, f"a buffer of layer {layer}", known, report)
-        except InvariantError:
+        except ReplicasDifferError:
             self._is_disputed = True
             raise
 
@@ -81,7 +81,7 @@ def _compare(step: int, part: str, one: _Report, other: _Report) -> None:
     if one[0] != other[0]:
         pairs = zip(one[2], other[2], strict=False)
         tensor = next((f", tensor {mine[0]}," for mine, its in pairs if list(mine) != list(its)), "")
-        raise InvariantError(
+        raise ReplicasDifferError(
             f"step {step}: {part}{tensor} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}"
         )
 

@@ -21,7 +21,7 @@ from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
 from engine.core.faults.fault import WHOLE_AFTERWARDS, At, Fault
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
-from engine.core.history.process_records import ExitRecord
+from engine.core.history.process_records import ExitRecord, FailedRecord
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, ConfirmedRecord, EpochRecord, FaultRecord, NoticeRecord
@@ -33,8 +33,6 @@ _OUTCOMES: dict[int, Outcome] = {
     ExitCode.OK: "recovered",
     ExitCode.STOPPED_RESUMABLE: "resumable",
     ExitCode.STATE_LOST: "state-lost",
-    ExitCode.EXPECTATION_FAILED: "noticed",
-    ExitCode.INTERNAL: "noticed",
 }
 _INTERRUPTED = "the run was interrupted"
 # The run did not begin, or was interrupted: it proves nothing about the case.
@@ -88,7 +86,7 @@ def check(
 ) -> tuple[Check, ...]:
     """Returns a check for each expectation; the first one is that the faults struck, if there are any."""
     found = seen.recoveries
-    checks = [*([_struck(faults, seen)] if faults else []), _outcome(expect.outcome, seen)]
+    checks = [*([_struck(faults, seen)] if faults else []), _outcome(expect, seen)]
     if expect.trajectory is not None:
         checks.append(_trajectory(expect.trajectory, seen))
     if expect.steps_lost is not None:
@@ -190,20 +188,26 @@ def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
         return _INTERRUPTED
     if expect.trajectory is None:
         return "no twin was asked for"
-    if _outcome(expect.outcome, seen).result != "passed":
+    if _outcome(expect, seen).result != "passed":
         return "the run did not end as expected"
     return "no fault struck" if faults and not any(map(seen.strikes, faults)) else ""
 
 
-def _outcome(expected: Outcome, seen: Observed) -> Check:
+def _outcome(expect: Expect, seen: Observed) -> Check:
     why = f": {seen.error.splitlines()[0]}" if seen.error else ""
     if seen.exit_code in BY_SIGNAL:
         return Check("outcome", "invalid", _INTERRUPTED)
     if seen.exit_code in _NOT_RUN:
         return Check("outcome", "invalid", f"the run ended with exit code {seen.exit_code}{why}")
-    outcome = _OUTCOMES.get(seen.exit_code, "not recovered")
+    expected = _with_notice(expect.outcome, expect.notice or "")
+    notice = next((each.notice for each in seen.of(FailedRecord) if each.notice), "") if seen.exit_code else ""
+    outcome = _with_notice("noticed", notice) if notice else _OUTCOMES.get(seen.exit_code, "not recovered")
     text = outcome if outcome == expected else f"{outcome}, but {expected} was expected{why}"
     return _judged("outcome", outcome == expected, text)
+
+
+def _with_notice(outcome: str, notice: str) -> str:
+    return f"{outcome} ({notice})" if notice else outcome
 
 
 def _trajectory(expected: Agreement, seen: Observed) -> Check:

@@ -14,7 +14,7 @@ from engine.core.config.job_wants import fresh_ownership, holders
 from engine.core.errors import Problem
 from engine.core.faults.fault import After, At
 from engine.core.faults.fault_kind import AT_ONCE, HARMLESS, WITH_NOTICE
-from engine.core.faults.scenario import Every, Expect, FaultSpec
+from engine.core.faults.scenario import NOTICES, Every, Expect, FaultSpec
 from engine.core.texts import numbered
 
 _PLACE = "expect.outcome"
@@ -33,6 +33,11 @@ def impossible_expectations(
     if expect.outcome != "recovered" and expect.recovery is not None:
         hint = "a run that stops has no recovery to time"
         yield Problem("expect.recovery", "outcome recovered beside it", repr(expect.outcome), hint)
+    if expect.outcome == "noticed" and expect.notice is None:
+        hint = "the wrong numbers that the run must notice; another error must not pass"
+        yield Problem("expect.notice", f"one of {', '.join(NOTICES)} beside outcome noticed", "nothing", hint)
+    if expect.outcome != "noticed" and expect.notice is not None:
+        yield Problem("expect.notice", "outcome noticed beside it", repr(expect.outcome))
     if expect.outcome == "resumable":
         yield Problem(_PLACE, "recovered, state-lost or noticed", "'resumable'", "checkpoints are not built yet")
     if faults is None:

@@ -11,15 +11,17 @@ from typing import Literal, get_args
 
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
+from engine.core.errors import NoticeKind
 from engine.core.faults.fault import After, At, RoleName
 from engine.core.scalar import Scalar
 
-# noticed: the run ends itself because it detects wrong numbers.
+# noticed: the run ends itself because it notices wrong numbers; `Expect.notice` names them.
 Outcome = Literal["recovered", "resumable", "state-lost", "noticed"]
 # as far as hashed: identical in every step that both runs have hashed.
 Agreement = Literal["identical", "as far as hashed"]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+NOTICES: tuple[NoticeKind, ...] = get_args(NoticeKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Expect:
     culprit: Literal["exact", "nobody"] | None = None
     leftovers: Literal["none"] | None = None
     recovery: Limits | None = None
+    notice: NoticeKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,9 +112,10 @@ class CutShortRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRecord(StampedRecord):
-    """The run ends with an error."""
+    """The run ends with an error; `notice` names the wrong numbers, if it has noticed any."""
 
     error: str
+    notice: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,12 @@ class RunHistory:
         return sorted(found, key=lambda each: each.result)
 
     @property
+    def notice(self) -> str:
+        """The wrong numbers that the run noticed before it ended, as a scenario names them; else an empty text."""
+        failed = self.first(FailedRecord)
+        return failed.notice if failed else ""
+
+    @property
     def error(self) -> str:
         """The error that ended the run, or an empty text."""
         failed = self.first(FailedRecord)

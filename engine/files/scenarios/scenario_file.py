@@ -123,7 +123,10 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None)
     whole = len(faults) == len(listed) and all(each.do for each in faults.values())
     found = PlannedFaults(job, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
-    reading.problems += [reading.located(each) for each in check_faults(found, expect, ending)]
+    known = {each.field for each in reading.problems}  # one problem is enough for a value
+    reading.problems += [
+        reading.located(each) for each in check_faults(found, expect, ending) if each.field not in known
+    ]
     if reading.problems or job is None:
         return None
     return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)

@@ -12,7 +12,7 @@ from engine.core.config.field_help import FIELD_HELP
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
 from engine.core.faults.fault_kind import MOST_CHARACTERS, MOST_COUNT, MOST_NUMBER, FaultKind, Parameter
-from engine.core.faults.scenario import OUTCOMES
+from engine.core.faults.scenario import NOTICES, OUTCOMES
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.scenarios.form import Atom, Form, FormEntry, ListOf, Mapped, choice, flag, text, whole
@@ -82,6 +82,7 @@ TARGET = Mapped(
 EXPECT = Mapped(
     {
         "outcome": FormEntry(choice(*OUTCOMES), "the outcome of the run (default recovered)"),
+        "notice": FormEntry(choice(*NOTICES), "the wrong numbers that the run must notice, with outcome noticed"),
         "trajectory": FormEntry(choice("identical"), "every committed step has the bits of the fault-free twin"),
         "steps_lost": FormEntry(whole(), "committed steps that are done again, at most"),
         "samples": FormEntry(choice("exactly-once"), "every committed step counts every sample once"),

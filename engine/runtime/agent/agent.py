@@ -210,7 +210,7 @@ class Agent:
             if isinstance(cause, CoordinatorUnavailableError):
                 cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
             self.cause = cause
-            self.recorder.write(FailedRecord(error=str(cause)))
+            self.recorder.write(FailedRecord(error=str(cause), notice=cause.notice))
         self._stop()
 
     def _stop(self) -> None:

@@ -111,8 +111,8 @@ class RunState:
     def vote(self, worker: int, vote: VoteMessage) -> Commit | None:
         """Counts a vote; returns the commit if the vote was the last missing one.
 
-        Raises InvariantError if replicas disagree on the previous step, UserError if two workers have loaded different
-        data in this one, DivergedError for a norm that is not finite.
+        Raises ReplicasDifferError if replicas disagree on the previous step, UserError if two workers have loaded
+        different data in this one, DivergedError for a norm that is not finite.
         """
         if vote.step == self.committed + 1:  # the marks of a worker count that dies before the commit
             self._loaded.add(vote.step, worker, vote.pipeline, dict(zip(vote.loaded, vote.marks, strict=True)))
@@ -138,7 +138,7 @@ class RunState:
         return f"last committed step {self.committed}" if self.losses else "no step was committed"
 
     def audit(self, worker: int, audit: AuditMessage) -> None:
-        """Adds the hashes of some layers of a replica; raises InvariantError if replicas disagree."""
+        """Adds the hashes of some layers of a replica; raises ReplicasDifferError if replicas disagree."""
         if audit.step == self.committed:
             hashes = {layer: (state, buffers) for layer, state, buffers, _, _ in audit.rows}
             marks = {layer: (of_state, of_buffers) for layer, _, _, of_state, of_buffers in audit.rows}
