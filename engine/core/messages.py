@@ -30,6 +30,7 @@ class WelcomeMessage(ToWorker):
     ranks: tuple[int, ...]  # the workers in the order of the process group
     num_lines: int  # of the progress board
     faults: tuple[Plain, ...]
+    pair_key: str  # in hexadecimal, of the proofs between workers; empty if their sockets lie in an own namespace
 
 
 @message

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from engine.core.message_codec import CUT, Message, Plain, ToWorker, message
+from engine.core.message_codec import CUT, Message, Plain, ToAgent, ToWorker, message
 
 
 @message
@@ -73,3 +73,11 @@ class ByeMessage(ToWorker):
 @message
 class StopMessage(ToWorker):
     """The run ends now; each worker leaves its wait."""
+
+
+@message
+class UnprovenMessage(ToAgent):
+    """A group is formed again: `text` says what was wrong at this worker, with worker `peer` if it is known."""
+
+    peer: int | None
+    text: str

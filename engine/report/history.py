@@ -45,6 +45,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",
     "interrupt": lambda record: str(record.signal),
     "store_ended": lambda record: "the coordinator's store has ended",
+    "unproven": lambda record: f"worker {record.peer} {record.text}; the group is formed again",
     "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
     "cut_short": lambda record: f"after the last commit: {record.reason}",
     "killed": lambda record: str(record.why),

@@ -21,10 +21,12 @@ from engine.core.history.process_records import (
     KilledRecord,
     KnownRecord,
     LeftBehindRecord,
+    PairsRecord,
     StartedRecord,
     StoreEndedRecord,
     StoreRecord,
     TrainingEndedRecord,
+    UnprovenRecord,
 )
 from engine.core.history.record import VERSION, Record, kind_of
 from engine.core.history.record_lines import _NEEDED, decoded, encoded
@@ -111,6 +113,8 @@ SAMPLES: tuple[Record, ...] = (
     StoreRecord(**AGENT, endpoints=("http://127.0.0.1:1",), run_id="x", private=True),
     StoreEndedRecord(**AGENT),
     KeysLeftRecord(**AGENT, error="x"),
+    PairsRecord(**AGENT, guard="proof", why="x"),
+    UnprovenRecord(**AGENT, of=0, peer=1, text="x"),
     ForkServerRecord(**AGENT, child=9),
     ForkServerEndedRecord(**AGENT, child=9),
     ExitRecord(**AGENT, of=0, code=-9, expected=False, seen_ns=10),

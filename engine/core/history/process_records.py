@@ -50,6 +50,23 @@ class KeysLeftRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairsRecord(StampedRecord):
+    """The guard of the transfers between workers: a network `namespace`, or a `proof` because of `why`, else empty."""
+
+    guard: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnprovenRecord(StampedRecord):
+    """Worker `of` has found something wrong in a group, with worker `peer` if it is known; it is formed again."""
+
+    of: int
+    peer: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForkServerRecord(StampedRecord):
     """The fork server is process `child`."""
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from engine.core import messages
+from engine.core.history.process_records import UnprovenRecord
 from engine.core.history.run_records import (
     AuditRecord,
     FinishedRecord,
@@ -32,6 +33,7 @@ from engine.core.membership.events import (
 )
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.message_codec import Message, ToAgent
+from engine.core.process_messages import UnprovenMessage
 from engine.core.texts import numbered
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.run_state import error_of
@@ -128,6 +130,14 @@ def _on_finished(agent: Agent, member: WorkerHandle, finished: messages.Finished
 def _on_suspicion(agent: Agent, member: WorkerHandle, suspicion: messages.SuspicionMessage) -> None:
     agent.recorder.write(SuspicionRecord(of=member.worker, text=suspicion.text))
     agent.decide(Suspicion(now_ns(), member.worker, suspicion.epoch))
+
+
+@_handles(UnprovenMessage)
+def _on_unproven(agent: Agent, member: WorkerHandle, unproven: UnprovenMessage) -> None:
+    agent.recorder.write(UnprovenRecord(of=member.worker, peer=unproven.peer, text=unproven.text))
+    who = "another worker" if unproven.peer is None else f"worker {unproven.peer}"
+    again = f"worker {member.worker} forms its group again, which may hold an unknown process"
+    agent.run_state.note(f"{again}: {who} {unproven.text}")
 
 
 @_handles(messages.RaisedMessage)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
@@ -19,6 +20,7 @@ from engine.core.history.process_records import (
     HostRecord,
     InterruptRecord,
     KeysLeftRecord,
+    PairsRecord,
     StartedRecord,
     StoreRecord,
     TrainingEndedRecord,
@@ -40,12 +42,20 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import RunInterruptedError, holding
+from engine.runtime.process.network_namespace import new_network
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
 from engine.runtime.store.store_keeper import StoreKeeper
 
 _PATIENCE_S = 600
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
+
+
+class Guard(NamedTuple):
+    """The guard of the transfers between workers: the descriptor of a namespace, or a key."""
+
+    fds: tuple[int, ...] = ()
+    key: str = ""
 
 
 def run_session(
@@ -85,12 +95,12 @@ def run_session(
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting())
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
-                board, members = _fork(stack, server, ownership, recorder, logs)
+                board, members, guard = _fork(stack, server, ownership, recorder, logs)
                 node.enrol(members.values())
                 tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
                 agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
                 for member in members.values():
-                    _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults)
+                    _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults, guard)
                 interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
                 supervise(agent, dispatch, server, interrupts)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
@@ -102,13 +112,26 @@ def run_session(
 
 def _fork(
     stack: contextlib.ExitStack, server: ForkServer, ownership: Ownership, recorder: Recorder, logs: Path
-) -> tuple[ProgressBoard, dict[int, WorkerHandle]]:
+) -> tuple[ProgressBoard, dict[int, WorkerHandle], Guard]:
     """Starts the workers; `stack` ends them."""
     board = ProgressBoard.create(max(ownership.workers()) + 1)
     stack.callback(board.close)
-    members = start_workers(server, ownership, recorder.fd, board, logs)
+    guard = _guard(stack, recorder)
+    members = start_workers(server, ownership, recorder.fd, board, logs, guard.fds)
     stack.callback(close_workers, list(members.values()))
-    return board, members
+    return board, members, guard
+
+
+def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
+    """Returns the guard of this run's transfers: a network namespace where the kernel makes one, else a key."""
+    try:
+        network = new_network()
+    except OSError as error:
+        recorder.write(PairsRecord(guard="proof", why=str(error)))
+        return Guard(key=secrets.token_hex(32))
+    stack.callback(os.close, network)
+    recorder.write(PairsRecord(guard="namespace", why=""))
+    return Guard((network,))
 
 
 def _ended(recorder: Recorder, ending: Ending) -> Ending:
@@ -154,6 +177,7 @@ def _welcome(
     ownership: Ownership,
     ranks: tuple[int, ...],
     faults: Sequence[Fault],
+    guard: Guard,
 ) -> None:
     """Sends a worker its first message."""
     recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
@@ -165,6 +189,7 @@ def _welcome(
         ranks=ranks,
         num_lines=max(ownership.workers()) + 1,
         faults=tuple(to_plain(fault) for fault in faults),
+        pair_key=guard.key,
     )
     member.link.send(welcome)
 

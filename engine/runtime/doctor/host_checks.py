@@ -56,6 +56,7 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_machine(host_probes.num_cores(), psutil.virtual_memory().available),
             judge_kernel(host_probes.missing_kernel_calls()),
             judge_loopback(host_probes.loopback_error()),
+            judge_pairs(host_probes.network_error()),
             judge_reverse_dns(host_probes.reverse_dns_s()),
             judge_results(results, *host_probes.probe_folder(results)),
             *check_etcd(),
@@ -107,6 +108,14 @@ def judge_loopback(error: str) -> HostCheck:
     if error:
         return HostCheck("loopback", "missing", error, "bring the interface up (ip link set lo up) or allow 127.0.0.1")
     return HostCheck("loopback", "ok", "a port of 127.0.0.1 takes connections")
+
+
+def judge_pairs(network_error: str) -> HostCheck:
+    """Says how transfers between workers are kept from other users of this host; either guard is a good one."""
+    if network_error:
+        why = f"an own network namespace takes CAP_SYS_ADMIN: {network_error}"
+        return HostCheck("transfers", "ok", f"every pair of workers proves the run's key ({why})")
+    return HostCheck("transfers", "ok", "in a network namespace of the run, so no pair of workers needs a proof")
 
 
 def judge_reverse_dns(duration_s: float | None) -> HostCheck:

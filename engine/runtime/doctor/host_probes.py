@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine.runtime.process.network_namespace import new_network
+
 TORCH_TIMEOUT_S = 60.0
 DNS_TIMEOUT_S = 3.0
 _LOOPBACK = "127.0.0.1"
@@ -74,6 +76,15 @@ def loopback_error() -> str:
             listener.accept()[0].close()
     except OSError as error:
         return str(error)
+    return ""
+
+
+def network_error() -> str:
+    """Returns the reason why the kernel makes no network namespace for this process, or an empty string."""
+    try:
+        os.close(new_network())
+    except OSError as error:
+        return error.strerror or str(error)
     return ""
 
 

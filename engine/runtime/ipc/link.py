@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from engine.core.errors import ensure
 from engine.core.message_codec import MAX_BYTES, Message, decode, encode
 
-LOOPBACK = "127.0.0.1"  # where everything of a run listens, unless it is told otherwise
-
 _MAX_FDS = 8
 
 

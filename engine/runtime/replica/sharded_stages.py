@@ -9,7 +9,6 @@ can take over from a shard: no replica is whole, and the loss of a worker ends t
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -23,18 +22,22 @@ from engine.core.ownership import Ownership
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.optimizer import trainable
 from engine.runtime.transport.data_plane import DataPlane, suspecting
+from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
 from engine.runtime.transport.reduction import ReduceGroup
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfers import Purpose
 
 _TIMEOUT = timedelta(seconds=1800)
+_BACKEND = "guarded"  # the name by which torch calls for a group
 _TOKEN = TensorSpec((1,), torch.uint8, False)
 
 
 class ShardedStages:
     """The shards of one worker: one of each stage that it owns."""
 
-    def __init__(self, worker: int, replicas: Replicas, ownership: Ownership, store: Store):
+    def __init__(
+        self, worker: int, replicas: Replicas, ownership: Ownership, store: Store, guard: PairGuard = UNGUARDED
+    ):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -44,11 +47,15 @@ class ShardedStages:
         ensure(len(circles) == 1, "the owners of one stage own all their stages together")
         (owners,) = circles
         self._layers: dict[int, list[Any]] = {}
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+        def guarded(its_store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+            return guard.form(its_store, f"shards-{owners[0]}", worker, owners, timeout.total_seconds()).gloo
+
+        distributed.Backend.register_backend(_BACKEND, guarded, devices=["cpu"])
         with suspecting("joining the other owners"):
             prefixed = distributed.PrefixStore(f"shards-{owners[0]}", store)
             distributed.init_process_group(
-                "gloo", store=prefixed, rank=owners.index(worker), world_size=len(owners), timeout=_TIMEOUT
+                _BACKEND, store=prefixed, rank=owners.index(worker), world_size=len(owners), timeout=_TIMEOUT
             )
             mesh = init_device_mesh("cpu", (len(owners),))
             for slot in self._slots:

@@ -23,10 +23,10 @@ from typing import IO
 
 from engine.core.errors import EnvironmentLacksError, InvariantError, ensure
 from engine.files.atomic_write import open_to_append
-from engine.runtime.ipc.link import LOOPBACK
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.listening import listening_port
+from engine.runtime.process.sockets import LOOPBACK
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
 START_TIMEOUT_S = 10.0

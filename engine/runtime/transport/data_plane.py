@@ -13,16 +13,15 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import Store, Work
 
 from engine.core.errors import WorkerFailedError
 from engine.models.layers import Tensors
-from engine.runtime.ipc.link import LOOPBACK
-from engine.runtime.process.sockets import descriptors_by_inode, shut_down
+from engine.runtime.process.sockets import shut_down
+from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
 from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border
 
 _JOIN_S = 0.05
@@ -46,15 +45,25 @@ class DataPlane:
     """Point-to-point transfers among `workers`; `workers[rank]` has that rank in this epoch's group.
 
     The constructor returns when all workers have joined; raises WorkerFailedError if one does not within `timeout_s`.
+    `guard` keeps strangers out; it wants a `name` that no other group of the run has.
     """
 
-    def __init__(self, waiter: Waiter, store: Store, worker: int, workers: Sequence[int], timeout_s: float = 1800.0):
+    def __init__(
+        self,
+        waiter: Waiter,
+        store: Store,
+        worker: int,
+        workers: Sequence[int],
+        timeout_s: float = 1800.0,
+        *,
+        guard: PairGuard = UNGUARDED,
+        name: str = "",
+    ):
         self._waiter = waiter
         self._rank = {each: rank for rank, each in enumerate(workers)}
-        before = descriptors_by_inode().keys()
         with suspecting("joining the others"):
-            self._group = _gloo(store, self._rank[worker], len(workers), timeout_s)
-        self._sockets = descriptors_by_inode().keys() - before
+            formed = guard.form(store, name, worker, workers, timeout_s)
+        self._group, self._sockets = formed.gloo, formed.sockets
         self._arrived: dict[tuple[int, Key], Tensors] = {}
         self._failed: WorkerFailedError | None = None
         self._channels: dict[tuple[object, ...], queue.SimpleQueue[_Item | None]] = {}
@@ -165,10 +174,3 @@ def suspecting(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise _suspicion(what, error) from error
-
-
-def _gloo(store: Store, rank: int, size: int, timeout_s: float) -> Any:  # torch's stubs lack its methods
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupGloo(store, rank, size, options)

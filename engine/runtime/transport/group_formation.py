@@ -15,6 +15,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.pair_guard import PairGuard
 from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 
 
@@ -28,10 +29,12 @@ class GroupFormation:
         recorder: Recorder,
         worker: int,
         epoch: EpochMessage,
+        guard: PairGuard,
     ):
         self._control = control
         self._store = Rendezvous(place, f"epoch-{epoch.epoch}")
         self._recorder = recorder
+        self._guard = guard
         self._before = descriptors_by_inode().keys()
         self._plane: DataPlane | None = None
         self._failed: WorkerFailedError | None = None
@@ -40,7 +43,9 @@ class GroupFormation:
     def _form(self, worker: int, epoch: EpochMessage) -> None:
         try:
             self._control.mark("regroup")  # a fault in this phase strikes while the group forms
-            self._plane = DataPlane(self._control, self._store, worker, epoch.members)
+            self._plane = DataPlane(
+                self._control, self._store, worker, epoch.members, guard=self._guard, name=f"epoch-{epoch.epoch}"
+            )
             self._recorder.write(MarkRecord(phase="regroup", epoch=epoch.epoch))
         except WorkerFailedError as error:
             self._failed = error

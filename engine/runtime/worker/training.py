@@ -157,7 +157,7 @@ class Training:
             if self._forming is not None:
                 self._forming.give_up()
             self._plane.close()
-            self._forming = GroupFormation(control, self._place, context.recorder, context.worker, epoch)
+            self._forming = GroupFormation(control, self._place, context.recorder, context.worker, epoch, context.guard)
         planned = self._planner.plan(control.take(messages.PlanMessage))
         self._catch_up(planned, epoch.commit)
         control.send(messages.PlannedMessage(control.accepted, planned.plan.digest, planned.plan.lost_stages))

@@ -22,6 +22,7 @@ from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, Problem, UserError, ensure
 from engine.core.faults.fault import from_plain
 from engine.core.ownership import Grid, Ownership
+from engine.core.process_messages import UnprovenMessage
 from engine.core.random_key import random_key
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
@@ -39,6 +40,7 @@ from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.pair_guard import PairGuard
 from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.worker.failpoints import Failpoints
@@ -59,13 +61,15 @@ class GroupMember(NamedTuple):
     plane: DataPlane
 
 
-def main(control_fd: int, events_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
+def main(
+    control_fd: int, events_fd: int, board_fd: int, memory_fd: int, bell_fd: int, network_fd: int | None = None
+) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     control.give_notice_of_sigterm()
     try:
-        _run(control, events_fd, board_fd, MeetingPlace(memory_fd, bell_fd))
+        _run(control, events_fd, board_fd, MeetingPlace(memory_fd, bell_fd), network_fd)
     except Stopped:
         return ExitCode.OK
     except Excluded:
@@ -95,8 +99,8 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
-def _run(control: Control, events_fd: int, board_fd: int, place: MeetingPlace) -> None:
-    member = join(control, control.take(messages.WelcomeMessage), events_fd, board_fd, place)
+def _run(control: Control, events_fd: int, board_fd: int, place: MeetingPlace, network_fd: int | None) -> None:
+    member = join(control, control.take(messages.WelcomeMessage), events_fd, board_fd, place, network_fd=network_fd)
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
@@ -112,6 +116,7 @@ def join(
     board_fd: int,
     place: MeetingPlace,
     data_of: Callable[[Job], Data] = open_data,
+    network_fd: int | None = None,
 ) -> GroupMember:
     """Learns the partition, builds this worker's stages, forms the data plane and learns the borders between stages."""
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
@@ -129,13 +134,20 @@ def join(
     ownership = Ownership(grid, owners, welcome.shadows)
     replicas = Replicas(job, model, starts, ownership.held_by(worker))
     store = Rendezvous(place, "epoch-0")
-    plane = DataPlane(control, store, worker, welcome.ranks)
+    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), _teller(control))
+    plane = DataPlane(control, store, worker, welcome.ranks, guard=guard, name="epoch-0")
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas)
-    shards = ShardedStages(worker, replicas, ownership, store) if job.fsdp else None
-    context = WorkerContext(job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, shards)
+    shards = ShardedStages(worker, replicas, ownership, store, guard) if job.fsdp else None
+    context = WorkerContext(
+        job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, shards, guard
+    )
     return GroupMember(context, ownership, place, plane)
+
+
+def _teller(control: Control) -> Callable[[int | None, str], None]:
+    return lambda peer, words: control.send(UnprovenMessage(peer, words))
 
 
 def _partition(job: Job, model: Model, data: Data) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
+from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.worker.failpoints import Failpoints
 
@@ -30,3 +31,4 @@ class WorkerContext:
     board: ProgressBoard
     failpoints: Failpoints
     shards: ShardedStages | None = None
+    guard: PairGuard = UNGUARDED
