@@ -367,8 +367,11 @@ def test_a_process_of_bamboo_takes_no_module_from_the_folder(folder: Path) -> No
     assert (lane.close(), marks()) == (0, set()), (folder / "log").read_text()
 
 
+SHADOWS = ("torch", "numpy", "engine")
+
+
 def shadow(folder: Path) -> None:
-    for name in ("torch", "numpy", "engine"):
+    for name in SHADOWS:
         (folder / f"{name}.py").write_text(f"open('{folder}/imported-{name}', 'w')\nraise SystemExit(3)\n")
 
 
@@ -400,6 +403,8 @@ def test_a_real_run_with_the_flag_and_its_replays(folder: Path, opened: list[Job
     assert again == f"inject --scenario results/{run.name}/scenario.yaml --seed 0 --trust-code"
     (record,) = read_history(run / "events.jsonl").of(ScenarioRecord)
     assert record.needs_trust and "own:net" in record.text
+    for name in SHADOWS:  # this process has the folder on its path
+        (folder / f"{name}.py").unlink()
     assert call(again)[0] == 99
     assert call(again.removesuffix(" --trust-code"))[0] == 2
     assert [each.model for each in opened] == ["own:net"]
