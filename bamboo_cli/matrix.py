@@ -21,7 +21,6 @@ from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 from engine.core.texts import flags, trust_words
-from engine.files.jobs.job_layers import masked_setting, masked_words
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
@@ -255,6 +254,8 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
 
 def _replay(found: Matrix, file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
+    from engine.files.jobs.job_layers import masked_setting
+
     words = ["bamboo", "matrix", file, "--cell", cell, *flags("--set", map(masked_setting, run.settings))]
     return shlex.join([*words, *trust_words(found.foreign)])
 
@@ -270,6 +271,7 @@ def _print(
 ) -> None:
     from bamboo_cli.terminal.console import LETTER_STYLES, say, width_of
     from engine.core.checks.cell_result import counts_text
+    from engine.files.jobs.job_layers import masked_words
     from engine.report.pages.cell_grid import grid_of, grid_parts
 
     if as_json:
