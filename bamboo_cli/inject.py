@@ -55,7 +55,7 @@ _Run = Annotated[
     typer.Option(
         "--run",
         metavar="RUN",
-        help="Strike a job that is running, named as its folder is, or latest.",
+        help="Strike a job that is running, named as its folder is; or latest, if no other run goes on.",
         autocompletion=completion.runs,
     ),
 ]
@@ -83,7 +83,6 @@ def inject(
     etcd_plain_http: PlainHttp = False,
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
-    from engine.files.run_folder import find_run
     from engine.files.scenarios.scenario_file import load_scenario
     from engine.harness.attach import as_of_now
     from engine.harness.job_checks import findable, offered, readable
@@ -95,7 +94,7 @@ def inject(
         raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
     loaded = load_scenario(file or scenario, kinds(), seed, changed, acting)
-    folder = find_run(Path(loaded.scenario.job.results), run) if run else None
+    folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
     if dry_run:
         tell_untrusted(loaded.foreign if folder is None else (), acting)
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
@@ -109,6 +108,18 @@ def inject(
         echo(f"job: {loaded.job_from}", err=True)
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
+
+
+def _run_to_strike(run: str, results: Path) -> RunFolder:
+    """Returns a run; raises UserError for ``latest`` while several runs go on, because it may be another one by now."""
+    from engine.files.run_folder import LATEST, find_run
+    from engine.harness.dead_runs import live_runs
+
+    live = live_runs(results) if run == LATEST else []
+    if len(live) > 1:
+        hint = f"these go on: {', '.join(live)}"
+        raise UserError([Problem("--run", "the name of one run", f"{LATEST}, and {len(live)} runs go on", hint)])
+    return find_run(results, run)
 
 
 def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult]:

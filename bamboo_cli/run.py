@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Kills, NoTwin, Tee, grace_seconds, scenario_of
+from bamboo_cli.options.faults import (
+    DEFAULT_GRACE,
+    Grace,
+    Injectable,
+    Kills,
+    NoTwin,
+    Tee,
+    YesNo,
+    grace_seconds,
+    scenario_of,
+)
 from bamboo_cli.options.job import takes_job
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, ExitCode, UserError
@@ -40,6 +50,7 @@ def run(
     no_twin: NoTwin = False,
     tee: Tee = False,
     grace: Grace = DEFAULT_GRACE,
+    injectable: Injectable = YesNo.YES,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
     explained: Annotated[
@@ -67,7 +78,7 @@ def run(
 
         factory = resolved.job.model.rpartition(":")[2]
         name = resolved.job.name or folder_name(factory.replace("_", "-"), "model")
-        case = Case(name, scenario, faults, resolved.origins, grace_s=grace_s)
+        case = Case(name, scenario, faults, resolved.origins, grace_s=grace_s, injectable=injectable is YesNo.YES)
         settings = etcd_settings(etcd, etcd_plain_http)
         try:
             with holding():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,14 @@ from engine.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from engine.core.config.job import Job
     from engine.core.faults.scenario import Scenario
+
+
+class YesNo(StrEnum):
+    """The answers to a question."""
+
+    YES = "yes"
+    NO = "no"
+
 
 DEFAULT_GRACE = "120s"
 _PANEL = "Faults"
@@ -35,6 +44,14 @@ Tee = Annotated[
     bool,
     typer.Option(
         "--tee", help='Show what workers print on stderr, each line with the number of its worker: "[1] ...".'
+    ),
+]
+Injectable = Annotated[
+    YesNo,
+    typer.Option(
+        "--injectable",
+        help="no: the run refuses the faults of `bamboo inject --run`, and of every other request.",
+        rich_help_panel=_PANEL,
     ),
 ]
 Grace = Annotated[

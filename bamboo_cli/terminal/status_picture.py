@@ -87,7 +87,8 @@ def headline(found: RunStatus, live: bool) -> str:
     steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
     loss = "" if found.loss is None else f", loss {found.loss:.4f}"
     late = f", no word from the launcher for {found.unwritten_s:.1f} s" if _is_late(found) else ""
-    told = f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}{loss}{late}"
+    closed = "" if found.injectable else ", takes no faults (--injectable no)"
+    told = f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}{loss}{closed}{late}"
     return told + ("" if live else " (from events)")
 
 

@@ -28,6 +28,7 @@ from engine.files.events_file import add_records
 from engine.files.growing_events import GrowingEvents
 from engine.harness.case_result import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs
+from engine.runtime.agent.fault_requests import CLOSED
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
     wanted = loaded.scenario.expect
     loaded = _fitted(loaded, events)
     expect = loaded.scenario.expect
+    say(f"strikes the run {folder.path.name}, which has committed {events.history.committed + 1} steps")
     for line in describe(loaded.faults, loaded.scenario.job):
         say(line)
     if unjudged := [each.name for each in fields(expect) if getattr(expect, each.name) != getattr(wanted, each.name)]:
@@ -98,6 +100,8 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
     from engine.files.scenarios.scenario_job import JobSource
     from engine.runtime.faults.registry import kinds
 
+    if not events.history.is_injectable:
+        raise UserError([Problem("--run", "a run that takes faults", events.folder.path.name, CLOSED)])
     job = events.history.job
     expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None)
     meanwhile = events.steps_a_second()  # a quick job commits many steps until its launcher takes the request

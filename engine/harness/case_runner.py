@@ -48,7 +48,7 @@ class Case:
     """A run to make: a scenario and its concrete faults.
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file.
+    file, `injectable` says whether the run takes the faults of `bamboo inject --run`.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Case:
     origins: Mapping[str, str] = field(default_factory=dict)
     file: Loaded | None = None
     grace_s: float = 120.0
+    injectable: bool = True
 
 
 def folder_name(text: str, otherwise: str) -> str:
@@ -147,7 +148,8 @@ def _run_in(
     _write_facts(folder, case)
     traces = LeakCheck() if expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
-    ending = drive(job, folder, run_id=folder.path.name, faults=faults, grace_s=case.grace_s)
+    options: dict[str, Any] = {"faults": faults, "grace_s": case.grace_s, "injectable": case.injectable}
+    ending = drive(job, folder, run_id=folder.path.name, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     if case.file is not None:
@@ -200,7 +202,7 @@ def _compared(
 
     def run(twin: Job, own: RunFolder) -> Ending:
         screen.say("running the fault-free twin, to compare the weights with")
-        return drive(twin, own, run_id=f"{folder.path.name}-twin")
+        return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
 
     add_records(folder.events, ComparingRecord())
     try:
@@ -277,6 +279,7 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
     facts: dict[str, Any] = {
         "job": asdict(case.scenario.job.masked),
         "origins": case.origins,
+        "injectable": case.injectable,
         "host": host_facts(Path.cwd()),
     }
     if case.file is not None:

@@ -43,6 +43,16 @@ def launcher_runs(history: RunHistory, run: Path) -> bool:
         return not is_unused
 
 
+def live_runs(results: Path) -> list[str]:
+    """Returns the names of the runs in `results` that go on, the oldest first."""
+    found = []
+    for name in run_names(results):
+        with unused_folder(results / name) as is_unused:
+            if not is_unused and _has_launcher(RunFolder(results / name)):
+                found.append(name)
+    return found
+
+
 def stores(run: Path) -> list[Path]:
     """Returns the data of private stores in a run folder: of the run, and of its twin."""
     # Every launch looks at every run, so the first question is asked without objects.

@@ -33,13 +33,14 @@ def status(launcher: Launcher, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -> None:
-    launcher = launch(*SLOW)
+    launcher = launch(*SLOW, "--injectable", "no")
     # The agent writes the workers' heartbeats to the store once a second.
     launcher.wait_until(lambda: len(launcher.events("commit")) >= 80)
     with status(launcher, "--watch", "--json") as watching, status(launcher) as once:
         text = once.communicate()[0].splitlines()
         assert watching.stdout is not None
         first = json.loads(watching.stdout.readline())
+        refuse_faults(launcher)
         kill_and_look(launcher)
         launcher.process.terminate()
         launcher.wait()
@@ -52,13 +53,33 @@ def test_a_live_run_shows_its_step_its_workers_and_how_it_ends(launch: Launch) -
     assert [each["now"] for each in first["workers"]] == [[[0, 0]], [[0, 1]]]
     assert all(0 <= each["heard_s_ago"] < 2 for each in first["workers"])
     assert first["verdicts"] == [[1, "every worker has joined"]]
-    assert re.fullmatch(rf"{name}: running, epoch 1, step \d+ of 5000, loss \d\.\d+", text[0])
+    assert re.fullmatch(
+        rf"{name}: running, epoch 1, step \d+ of 5000, loss \d\.\d+, takes no faults \(--injectable no\)", text[0]
+    )
+    assert not first["injectable"]
+    assert not json.loads((launcher.run_folder / "run.json").read_text())["injectable"]
     assert text[1].split() == "worker state stages step last action silent s pid".split()
     assert re.fullmatch(rf" +0  at work  0 +\d+  \d\w+ +\d\.\d +{pids[0]}", text[2])
     commits = [event["step"] for event in launcher.events("commit")]
     assert (last["phase"], last["committed"], last["live"]) == ("interrupted", commits[-1], False)
     assert [each["state"] for each in last["workers"]] == ["finished", "dead"]
     assert launcher.leftovers() == []
+
+
+def refuse_faults(launcher: Launcher) -> None:
+    """Asserts that the launcher itself refuses faults, and that `bamboo inject` does not even ask it."""
+    request = launcher.run_folder / "request-1.json"
+    request.touch(mode=0o600)
+    request.write_text(json.dumps([{"id": "a", "do": "kill", "parameters": {}, "moment": {}, "victims": []}]))
+    launcher.wait_until(lambda: launcher.events("refused"))
+    assert not request.exists()
+    assert [event["reason"] for event in launcher.events("refused")] == ["the run was started with --injectable no"]
+    command = [sys.executable, "-m", "bamboo_cli", "inject", "--scenario", "kill-middle-stage", "--run", "latest"]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert f"--run: expected a run that takes faults, found {launcher.run_folder.resolve().name}" in done.stderr
+    assert len(launcher.events("refused")) == 1
 
 
 def kill_and_look(launcher: Launcher) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from bamboo_cli.inject import inject
 from engine.core.action import parse_action
 from engine.core.config.job import Job
-from engine.core.errors import BambooError, NothingMatchedError, StorageError
+from engine.core.errors import BambooError, NothingMatchedError, StorageError, UserError
 from engine.core.faults.fault import After, At, Fault, When, Worker
 from engine.core.history.run_records import RequestRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
@@ -25,6 +25,7 @@ from engine.files.events_file import read_history
 from engine.files.run_folder import RunFolder
 from engine.harness import attach
 from engine.harness.attach import have_shown, pace, skipped
+from engine.harness.dead_runs import live_runs
 from engine.runtime.process.folder_lock import folder_used
 from tests.core.made_records import lines_of, made_history
 
@@ -148,6 +149,37 @@ def say(run: RunFolder, *arguments: str) -> Result:
 def taken(name: str, faults: Sequence[Fault]) -> list[dict[str, Any]]:
     request = of_agent("request", request=name, faults=[each.id for each in faults])
     return [request, *death(1, faults[0].id, 3, [0, 0, 0], 10**5)]
+
+
+def test_a_run_that_takes_no_faults_is_not_asked(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "20260101-000000-mine-abcd")
+    folder.path.mkdir()
+    write(folder, of_agent("job", **asdict(Job(stages=3, microbatches=1, steps=9)), injectable=False))
+    with folder_used(folder.path):
+        for more in ([], ["--dry-run"]):
+            with pytest.raises(UserError, match=r"a run that takes faults, found 20260101-000000-mine-abcd"):
+                say(folder, *more)
+    assert list(folder.path.glob("request-*")) == []
+
+
+def test_latest_is_refused_while_several_runs_go_on(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a request could strike another run than the one that was meant: the newest by then."""
+    answered(monkeypatch, taken)
+    (run.path.parent / "latest").symlink_to(run.path.name)
+    done = say(run, "--run", "latest")
+    assert done.exit_code == 0
+    assert f"strikes the run {run.path.name}, which has committed 7 steps\n" in done.stderr
+    other = RunFolder(run.path.parent / "20260102-000000-other-abcd")
+    other.path.mkdir()
+    write(other, of_agent("job", **asdict(Job(stages=3, microbatches=1, steps=9))))
+    assert say(run, "--run", "latest", "--dry-run").exit_code == 0  # the other one has no launcher
+    with folder_used(other.path):
+        assert live_runs(run.path.parent) == [run.path.name, other.path.name]
+        with pytest.raises(UserError) as refusal:
+            say(run, "--run", "latest")
+        assert say(run, "--run", run.path.name, "--dry-run").exit_code == 0
+    assert "expected the name of one run, found latest, and 2 runs go on" in str(refusal.value)
+    assert f"(these go on: {run.path.name}, {other.path.name})" in str(refusal.value)
 
 
 def test_what_came_of_an_earlier_scenario_is_not_judged_again(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,17 @@ def test_an_endless_duration_in_a_scenario_is_refused() -> None:
     assert pause.expected == "a duration such as 250ms, 5s or 2m, at most 24h"
 
 
+def test_a_run_that_is_not_injectable_refuses_every_request(run: Watched) -> None:
+    """Before, any process of the user could strike any run."""
+    run.requests = FaultRequests(run.folder, JOB, WORKERS, Recorder(run.fd, -1), injectable=False)
+    path = run.folder / "request-1.json"
+    path.write_text(written(*GOOD))
+    path.chmod(0o600)
+    (event,) = run.look()
+    assert (event["event"], event["reason"]) == ("refused", "the run was started with --injectable no")
+    assert (run.listener.added, path.exists()) == ([], False)
+
+
 def test_the_sender_is_told_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "events.jsonl").write_text(lines_of([{"event": "job"}]))
     run = Watched(tmp_path)

@@ -38,6 +38,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         tuple(_verdicts(history)),
         commits[-1].loss if commits else None,
         gaps=gaps(history),
+        injectable=history.is_injectable,
     )
 
 
@@ -84,16 +85,16 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
 def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     """Returns the status in the store of a run, completed from its records.
 
-    These have the workers that have ended, the last action of each worker, the loss, and the gaps in the records.
+    These have the workers that have ended, the last action of each worker, the loss, the gaps in the records, and
+    whether the run takes faults.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for each in recorded.workers:
         found = workers[each.worker]
         state = each.state if each.state in _ENDS else found.state
         workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
-    return replace(
-        stored, workers=tuple(workers[each] for each in sorted(workers)), loss=recorded.loss, gaps=recorded.gaps
-    )
+    in_order = tuple(workers[each] for each in sorted(workers))
+    return replace(stored, workers=in_order, loss=recorded.loss, gaps=recorded.gaps, injectable=recorded.injectable)
 
 
 def without_word(status: RunStatus) -> RunStatus:

@@ -118,6 +118,12 @@ class RunHistory:
         return sorted(found, key=lambda each: each.result)
 
     @property
+    def is_injectable(self) -> bool:
+        """Whether the run takes faults from requests in its folder."""
+        first = self.first(JobRecord)
+        return first is None or first.injectable
+
+    @property
     def notice(self) -> str:
         """The wrong numbers that the run noticed before it ended, as a scenario names them; else an empty text."""
         failed = self.first(FailedRecord)

@@ -13,10 +13,14 @@ from engine.core.worker_exception import WorkerException
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord(StampedRecord):
-    """The first record: the version of the format and the job; the job's fields stand flat in the line."""
+    """The first record: the version of the format and the job; the job's fields stand flat in the line.
+
+    `injectable`: the run takes faults from requests in its folder.
+    """
 
     version: int
     job: Job
+    injectable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class RunStatus:
 
     `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
     the launcher last wrote to its store, which it does each second. `gaps` are the missing parts of the events.
+    `injectable`: it takes the faults of `bamboo inject --run`.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class RunStatus:
     loss: float | None = None
     unwritten_s: float | None = None
     gaps: tuple[str, ...] = ()
+    injectable: bool = True
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:

@@ -3,6 +3,7 @@
 Rules: a request is read once, answered by a record, and removed. It must be a regular file of this user without access
 for others. Its size, its depth, its faults and their numbers are bounded. Every field is checked; a request with a
 wrong field is refused as a whole. It can only strike workers of this run, and no content of a file ends the launcher.
+A run that is not injectable refuses every request.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from engine.runtime.agent.injector import Injector
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
 
+CLOSED = "the run was started with --injectable no"
 _BEGINNING, _ENDING = "request-", ".json"
 _MAX_BYTES = 65_536
 _MOST_DEEP = 8  # brackets in brackets; a fault has four
@@ -51,11 +53,12 @@ _TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"?')
 class FaultRequests:
     """The requests in the folder of one run."""
 
-    def __init__(self, folder: Path, job: Job, workers: Collection[int], recorder: Recorder):
+    def __init__(self, folder: Path, job: Job, workers: Collection[int], recorder: Recorder, injectable: bool = True):
         self._folder = folder
         self._job = job
         self._workers = workers
         self._recorder = recorder
+        self._injectable = injectable
         self._left_there: set[str] = set()  # the names of answered requests that could not be removed
 
     def look(self, injector: Injector) -> None:
@@ -64,6 +67,8 @@ class FaultRequests:
             path = self._folder / name
             faults: tuple[Fault, ...] = ()
             try:
+                if not self._injectable:
+                    raise ValueError(CLOSED)
                 faults = read_request(_text(path), self._job, self._workers, injector.known)
             except FileNotFoundError:
                 continue  # it was withdrawn

@@ -72,23 +72,23 @@ def run_session(
     silence_s: float = 5.0,
     hang_s: float = 30.0,
     faults: Sequence[Fault] = (),
+    injectable: bool = True,
     server: ForkServer | None = None,
     host: HostRecord | None = None,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
-    Without `etcd`, starts a private one for this run. `ownership` assigns slots to other workers than by default, and
-    `ranks` orders the workers in the process group; neither changes a bit of the result. A worker is expected to be
-    killed `grace_s` after its notice. A worker that others can replace is out if it is silent for `silence_s`, or if it
-    is inside one action for `hang_s` and ten times as long as in any recent one. `faults` strike workers. A running
-    fork `server` saves its start; `host` is recorded. Raises EnvironmentLacksError or CoordinatorUnavailableError.
+    Without `etcd`, starts a private one. `ownership` assigns slots, `ranks` orders the process group. A worker is
+    killed `grace_s` after its notice. One that others can replace is out if silent for `silence_s`, or inside one
+    action for `hang_s` and ten times as long as lately. `faults` strike workers, and requests if `injectable`. `server`
+    saves its start. Raises EnvironmentLacksError or CoordinatorUnavailableError.
     """
     _refuse_backend(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership = shadowed(job, ownership, ownership.workers())
     first = first_state(job, ownership, silence_s, hang_s)
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder = _recording(files, events, job, host)
+        recorder = _recording(files, events, JobRecord(version=VERSION, job=job, injectable=injectable), host)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
@@ -97,7 +97,7 @@ def run_session(
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
                 board, members, guard = _fork(stack, server, ownership, recorder, logs)
                 node.enrol(members.values())
-                tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder))
+                tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder, injectable))
                 agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
                 for member in members.values():
                     _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults, guard)
@@ -147,12 +147,12 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
     stack.close()
 
 
-def _recording(stack: contextlib.ExitStack, events: Path, job: Job, host: HostRecord | None) -> Recorder:
+def _recording(stack: contextlib.ExitStack, events: Path, first: JobRecord, host: HostRecord | None) -> Recorder:
     """Opens the events file of a run; its first record is the job, the second one the host if it is given."""
     events_fd = open_events(events)
     stack.callback(os.close, events_fd)
     recorder = Recorder(events_fd, AGENT)
-    recorder.write(JobRecord(version=VERSION, job=job))
+    recorder.write(first)
     if host is not None:
         recorder.write(host)
     return recorder
