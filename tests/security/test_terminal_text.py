@@ -312,6 +312,7 @@ MAY_PRINT = (
     "bamboo_cli/terminal/console.py",
     "engine/bench/peers/",
     "engine/harness/matrix_lane.py",
+    "engine/models/user_code.py",
     "engine/runtime/doctor/torch_probe.py",
 )
 
