@@ -102,7 +102,7 @@ class Reader:
             self._events = GrowingEvents(folder.events)
         history = self._events.read_on()
         store, name = history.first(StoreRecord), folder.path.name
-        told = self._from_store(store) if store and not history.training_ended else None
+        told = self._from_store(folder.logs, store) if store and not history.training_ended else None
         runs = launcher_runs(history, folder.path)
         history = self._events.read_on()  # a launcher records the end of training before its store stops, then its own
         if told is not None and not history.training_ended:
@@ -111,16 +111,16 @@ class Reader:
         is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
         return found, False, is_new or history.ended is not None or bool(runs and history.training_ended)
 
-    def _from_store(self, store: StoreRecord) -> RunStatus | None:
+    def _from_store(self, logs: Path, store: StoreRecord) -> RunStatus | None:
         """Returns the status in the store of a run; None, once with a reason, if it is not a store that the user named.
 
         Also None if the store is gone, or the run has no coordinator any more.
         """
-        settings = settings_of_run(store, self._etcd, self._plain_http)
+        settings = settings_of_run(logs, store, self._etcd, self._plain_http)
         if settings is not None:
             return _status_in(store.run_id, settings)
         if not self._is_told:
-            hint = "is not on this host" if store.private else "is none that --etcd or BAMBOO_ETCD names"
+            hint = "is none that --etcd or BAMBOO_ETCD names"
             echo(f"its store is not asked: {', '.join(store.endpoints)!r} {hint}", err=True)
         self._is_told = True
         return None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from engine.core.errors import UserError
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
@@ -33,7 +31,7 @@ EndpointsOfRun = Annotated[
         envvar="BAMBOO_ETCD",
         metavar="HOST:PORT[,HOST:PORT]",
         help="The kept etcd cluster of the run. A run folder may name any address, so bamboo asks only the addresses "
-        "named here, and the private etcd of a run on this host.",
+        "named here, and the private etcd of a run of yours on this host.",
         rich_help_panel="Coordination",
     ),
 ]
@@ -47,18 +45,17 @@ PlainHttp = Annotated[
 ]
 
 
-def settings_of_run(store: StoreRecord, named: str, plain_http: bool) -> EtcdSettings | None:
+def settings_of_run(logs: Path, store: StoreRecord, named: str, plain_http: bool) -> EtcdSettings | None:
     """Returns the settings for the store that a run folder names; None if the user did not name that store.
 
     Another user may have written the record. So the user's endpoints and credentials are taken, never the record's, and
-    a private store gets no credentials and lies on this host. Raises UserError for a mistake in the user's settings.
+    a private store is asked, without credentials, through its socket in `logs` of the run, if it is this user's.
+    Raises UserError for a mistake in the user's settings.
     """
-    from engine.runtime.store.etcd_settings import read_settings
+    from engine.runtime.store.etcd_settings import private_settings
 
     if store.private:
-        with contextlib.suppress(UserError):
-            return read_settings(",".join(store.endpoints), {})
-        return None
+        return private_settings(logs)
     settings = etcd_settings(named, plain_http)
     is_named = settings is not None and not set(store.endpoints).isdisjoint(map(str, settings.endpoints))
     return settings if is_named else None

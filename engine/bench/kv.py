@@ -20,7 +20,7 @@ from engine.bench.figures.rows import BenchRow, Cases, in_turns, ratio_row
 from engine.core.errors import ensure
 from engine.core.store.kv import Put, Txn, equal
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import ATTEMPT_S, etcd3
+from engine.runtime.store.etcd_calls import ATTEMPT_S, EndpointClient
 from engine.runtime.store.etcd_kv import EtcdKV
 
 GOAL = 1.2
@@ -43,7 +43,7 @@ def bench_kv(num_pairs: int, folder: Path) -> list[BenchRow]:
         settings = server.settings()
         (endpoint,) = settings.endpoints
         kv = EtcdKV(settings, _ROOT)
-        bare = etcd3.client(endpoint.host, endpoint.port, timeout=ATTEMPT_S)
+        bare = EndpointClient(endpoint, timeout=ATTEMPT_S)
         rows = _calls(kv, bare, num_pairs)
         kv.close()
         bare.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import shutil
 import signal
 import time
 import uuid
@@ -15,7 +16,7 @@ import grpc
 
 from engine.core.store.kv import KV, Lease
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import DEADLINE_S, etcd3
+from engine.runtime.store.etcd_calls import DEADLINE_S, EndpointClient
 from engine.runtime.store.etcd_kv import EtcdKV
 from engine.runtime.store.etcd_settings import EtcdSettings
 from tests.doubles.kv_double import Fault, StoreDouble
@@ -133,8 +134,7 @@ class EtcdBackend(Backend):
         self.settings = settings
         self._server = server
         self._due: dict[EtcdKV, deque[Fault]] = {}
-        endpoint = settings.endpoints[0]
-        self.bare = etcd3.client(endpoint.host, endpoint.port, timeout=5)
+        self.bare = EndpointClient(settings.endpoints[0], timeout=5)
 
     def close(self) -> None:
         super().close()
@@ -174,7 +174,7 @@ class EtcdBackend(Backend):
     def come_back(self, *, empty: bool = False) -> None:
         assert self._server is not None
         if empty:
-            self._server.stop()
+            shutil.rmtree(self._server._data / "member")
         self._server.start()
         assert self._server.settings() == self.settings
         self._be_patient(DEADLINE_S)

@@ -21,10 +21,10 @@ from engine.core.errors import CoordinatorUnavailableError, InvariantError, Leas
 from engine.core.store.kv import Delete, Put, Txn, absent
 from engine.runtime.store.election import Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, etcd3, rpc
+from engine.runtime.store.etcd_calls import DEADLINE_S, EndpointClient, EtcdCalls, etcd3, rpc
 from engine.runtime.store.etcd_keys import KeySpace
 from engine.runtime.store.etcd_kv import EtcdKV
-from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret
+from engine.runtime.store.etcd_settings import SOCKET, Endpoint, EtcdSettings, Secret
 from tests.runtime.kv_backends import EtcdBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +47,9 @@ def server(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
 
 
 def bare_client(settings: EtcdSettings, **options: Any) -> Any:
-    """Returns the package's client, as its documentation has it."""
+    """Returns the package's client."""
     (endpoint,) = settings.endpoints
-    return etcd3.client(host=endpoint.host, port=endpoint.port, **options)
+    return EndpointClient(endpoint, **options)
 
 
 def hanging(call: Callable[[], object], duration_s: float) -> threading.Thread:
@@ -177,15 +177,16 @@ FORK = """
 import os, signal, sys, time
 from engine.core.errors import InvariantError
 from engine.runtime.store.etcd_kv import EtcdKV
-from engine.runtime.store.etcd_calls import etcd3
-from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
-kind, port = sys.argv[1], int(sys.argv[2])
+from engine.runtime.store.etcd_calls import EndpointClient
+from engine.runtime.store.etcd_settings import EtcdSettings, SocketEndpoint
+from pathlib import Path
+kind, endpoint = sys.argv[1], SocketEndpoint(Path(sys.argv[2]))
 if kind == "naive":
-    client = etcd3.client("127.0.0.1", port)
+    client = EndpointClient(endpoint)
     client.add_watch_callback("/bamboo/fork/a", print)
     calls = [lambda: client.add_watch_callback("/bamboo/fork/b", print)]
 else:
-    client = EtcdKV(EtcdSettings((Endpoint("127.0.0.1", port),)), "/bamboo/fork/")
+    client = EtcdKV(EtcdSettings((endpoint,)), "/bamboo/fork/")
     client.put("a", b"")
     calls = [lambda: client.get("a"), lambda: client.put("a", b"")]
 child = os.fork()
@@ -204,7 +205,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
 
 def fork_with_a_client_open(kind: str, etcd: EtcdSettings) -> int:
     """Returns how the forked child ended that used its parent's client."""
-    command = [sys.executable, "-c", FORK, kind, str(etcd.endpoints[0].port)]
+    command = [sys.executable, "-c", FORK, kind, str(etcd.endpoints[0]).removeprefix("unix:").removesuffix("/client:0")]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20, check=False)
     return child.returncode
 
@@ -221,7 +222,14 @@ def test_a_limit(real: EtcdBackend) -> None:
     assert len(list(real.bare.get_prefix(real.root, limit=4))) == 10
 
 
-def test_a_proxy_of_the_host(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = Endpoint("127.0.0.1", free_ports(1)[0])
+    with EmbeddedEtcd(tmp_path, (f"--listen-client-urls=unix://{SOCKET},http://{endpoint}",)) as server:
+        server.settings()
+        _check_proxies_are_ignored(EtcdSettings((endpoint,)), monkeypatch)
+
+
+def _check_proxies_are_ignored(etcd: EtcdSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_ports(1)[0]}")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -312,14 +320,14 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
     certificate(tmp_path, "client", "authority")
     certificate(tmp_path, "stranger")
     paths = {path.name: str(path) for path in tmp_path.iterdir()}
-    url = "https://127.0.0.1:0"
+    endpoint = Endpoint("127.0.0.1", free_ports(1)[0])
+    url = f"https://{endpoint}"
     flags = (
         *(f"--listen-client-urls={url}", f"--advertise-client-urls={url}", "--client-cert-auth"),
         *(f"--cert-file={paths['server.crt']}", f"--key-file={paths['server.key']}"),
         f"--trusted-ca-file={paths['authority.crt']}",
     )
-    with EmbeddedEtcd(tmp_path / "own", flags) as server:
-        (endpoint,) = server.settings().endpoints
+    with EmbeddedEtcd(tmp_path / "own", flags):
         own = (paths["client.crt"], paths["client.key"])
         kv = EtcdKV(EtcdSettings((endpoint,), paths["authority.crt"], *own), "/bamboo/tls/")
         assert kv.put("a", b"") > 0

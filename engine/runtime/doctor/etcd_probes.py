@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from engine.core.errors import BambooError
+from engine.runtime.process.subprocesses import inherited
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
 
 _NUM_PUTS = 50
@@ -52,7 +53,9 @@ def probe_server() -> Server:
     try:
         path = find_etcd()
         command = [path, "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_VERSION_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_VERSION_TIMEOUT_S, env=inherited()
+        )
     except (BambooError, OSError, subprocess.SubprocessError) as error:
         return Server(error=str(error))
     # The first line is: etcd Version: 3.5.1

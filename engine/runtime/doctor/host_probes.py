@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.runtime.process.network_namespace import new_network
+from engine.runtime.process.subprocesses import inherited
 
 TORCH_TIMEOUT_S = 60.0
 DNS_TIMEOUT_S = 3.0
@@ -123,7 +124,7 @@ def probe_folder(folder: Path) -> tuple[int, str]:
 def start_torch_probe() -> subprocess.Popen[str]:
     """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`."""
     command = [sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=inherited())
 
 
 def finish_torch_probe(child: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:

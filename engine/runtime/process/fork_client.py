@@ -75,7 +75,7 @@ class ForkServer:
         self._mark = secrets.token_hex(16)
         self._environment = (
             {"PYTHONHASHSEED": "0"}
-            | os.environ
+            | subprocesses.inherited()
             | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
             | {descendants.VARIABLE: self._mark}
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import subprocess
@@ -12,6 +13,16 @@ from pathlib import Path
 from typing import IO
 
 from engine.runtime.process.interrupts import ctrl_c_held
+
+_OF_LAUNCHER = "BAMBOO_ETCD"  # the variables that begin so name the launcher's store, its user and the password
+
+
+def inherited() -> dict[str, str]:
+    """Returns the environment of a child: that of this process, without the password of the store and what is with it.
+
+    Every process of a user can read it in /proc, and no child of the launcher asks the store.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHER)}
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -33,7 +44,7 @@ def start(
             command,
             pass_fds=() if fd is None else (fd,),
             cwd=folder,
-            env=environment,
+            env=inherited() if environment is None else environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

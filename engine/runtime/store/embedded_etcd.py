@@ -1,7 +1,7 @@
-"""A private etcd for one run on loopback, used if the user gives no endpoint.
+"""A private etcd for one run, used if the user gives no endpoint.
 
-Rules: it dies with the thread that started it, which must be the main thread. It listens on one port, chosen by the
-kernel so that it is free; a restart uses the same port. `stop` deletes its data and keeps its log; after SIGKILL of
+Rules: it dies with the thread that started it, which must be the main thread. It listens on a socket in the folder of
+its data, which only this user can enter, and on no port. `stop` deletes its data and keeps its log; after SIGKILL of
 this process another process deletes the data. It does not sync to disk, because no run outlives a power cut.
 """
 
@@ -25,9 +25,7 @@ from engine.core.errors import EnvironmentLacksError, InvariantError, ensure
 from engine.files.atomic_write import open_to_append
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
-from engine.runtime.process.listening import listening_port
-from engine.runtime.process.sockets import LOOPBACK
-from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
+from engine.runtime.store.etcd_settings import SOCKET, EtcdSettings, private_settings
 
 START_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
@@ -44,8 +42,9 @@ _FLAGS = (
     "--heartbeat-interval=10",
     "--election-timeout=100",
     "--unsafe-no-fsync",
-    # The JSON gateway would connect to the port before it is known.
     "--enable-grpc-gateway=false",
+    f"--listen-client-urls=unix://{SOCKET}",
+    f"--advertise-client-urls=unix://{SOCKET}",
     # No read asks for a past revision.
     "--auto-compaction-mode=revision",
     "--auto-compaction-retention=10000",
@@ -59,9 +58,8 @@ class EmbeddedEtcd:
         self.log = folder / "etcd.log"
         self._data = folder / "etcd"
         self._flags = flags
-        # A cluster id of its own: a client detects another store on the same port.
+        # A cluster id of its own.
         self._token = uuid.uuid4().hex
-        self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._remover: subprocess.Popen[bytes] | None = None
         self._alive_fd = -1  # of a pipe: held open by this process and by etcd
@@ -77,15 +75,15 @@ class EmbeddedEtcd:
     def start(self) -> None:
         """Starts or restarts it on its data, without waiting; `pidfd` becomes readable when it has ended."""
         ensure(threading.current_thread() is threading.main_thread(), "etcd would die with this thread")
-        self._data.mkdir(parents=True, exist_ok=True)
+        self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._reap()
+        (self._data / SOCKET).unlink(missing_ok=True)  # of an etcd that was killed
         # etcd refuses to start if a variable contradicts a flag.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        environment = {name: value for name, value in subprocesses.inherited().items() if not name.startswith("ETCD_")}
         environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-        url = f"http://{LOOPBACK}:{self._port}"
         command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
-        command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", *self._flags]
+        command += self._flags
         with open(open_to_append(self.log), "ab") as log:
             if self._remover is None:
                 self._start_remover(log, environment)
@@ -101,24 +99,21 @@ class EmbeddedEtcd:
         os.close(ended_fd)
 
     def settings(self) -> EtcdSettings:
-        """Waits for its port and returns the settings of a client; the first call may have to wait until it serves.
+        """Waits for its socket and returns the settings of a client; the first call may have to wait until it serves.
 
-        Raises EnvironmentLacksError if it ends or has no port after `START_TIMEOUT_S`.
+        Raises EnvironmentLacksError if it ends or has no socket after `START_TIMEOUT_S`.
         """
         if self._process is None:
             raise InvariantError("etcd was not started")
         until_s = time.monotonic() + START_TIMEOUT_S
-        while (port := listening_port(self._process.pid)) is None:
+        while not (self._data / SOCKET).exists():
             late = time.monotonic() > until_s
             if late or self._process.poll() is not None:
-                reason = self._last_words() if not late else f"no port after {START_TIMEOUT_S:g} s"
-                if late or "address already in use" not in reason:
-                    raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
-                self.start()
+                reason = self._last_words() if not late else f"no socket after {START_TIMEOUT_S:g} s"
+                raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
             with breakable():
                 time.sleep(_POLL_S)
-        self._port = port
-        return EtcdSettings((Endpoint(LOOPBACK, port),))
+        return private_settings(self._data.parent)
 
     def stop(self) -> None:
         """Kills it, even if it is stopped, and deletes its data."""

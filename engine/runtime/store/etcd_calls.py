@@ -19,7 +19,7 @@ import grpc
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
-from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
+from engine.runtime.store.etcd_settings import SOCKET, Endpoint, EtcdSettings, SocketEndpoint
 
 etcd3 = import_etcd3()
 rpc = etcd3.etcdrpc
@@ -65,7 +65,7 @@ class EtcdCalls:
         self._settings = settings
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._connections: dict[Endpoint, _Connection] = {}
+        self._connections: dict[Endpoint | SocketEndpoint, _Connection] = {}
         self._turn = 0
 
     def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
@@ -106,7 +106,7 @@ class EtcdCalls:
         for connection in self._connections.values():
             connection.close()
 
-    def _judge(self, error: Any, endpoint: Endpoint) -> None:
+    def _judge(self, error: Any, endpoint: Endpoint | SocketEndpoint) -> None:
         """Prepares another attempt, at the next endpoint or with a new log-in; raises if none can help."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
@@ -119,7 +119,7 @@ class EtcdCalls:
         else:
             raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}") from None
 
-    def _connect(self, endpoint: Endpoint) -> _Connection:
+    def _connect(self, endpoint: Endpoint | SocketEndpoint) -> _Connection:
         connection = self._connections.get(endpoint)
         if connection is None:
             with self._lock:
@@ -127,11 +127,30 @@ class EtcdCalls:
         return connection
 
 
-def _open(settings: EtcdSettings, endpoint: Endpoint) -> _Connection:
+class EndpointClient(etcd3.Etcd3Client):  # type: ignore[name-defined]
+    """The package's client of one endpoint; raises CoordinatorUnavailableError for a socket that is not private."""
+
+    def __init__(self, endpoint: Endpoint | SocketEndpoint, **options: Any):
+        self._folder_fd = -1
+        if isinstance(endpoint, SocketEndpoint):
+            self._folder_fd = endpoint.open_folder()
+            host, port = "unix", f"/proc/self/fd/{self._folder_fd}/{SOCKET}"
+        else:
+            host, port = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host, str(endpoint.port)
+        super().__init__(host, port, **options)
+
+    def close(self) -> None:
+        """Disconnects."""
+        super().close()
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
+
+
+def _open(settings: EtcdSettings, endpoint: Endpoint | SocketEndpoint) -> _Connection:
     """Connects, and logs in if the settings have a user; raises the errors of gRPC."""
-    client = etcd3.client(
-        host=f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host,
-        port=endpoint.port,
+    client = EndpointClient(
+        endpoint,
         ca_cert=settings.ca_file or None,
         cert_cert=settings.cert_file or None,
         cert_key=settings.key_file or None,

@@ -1,4 +1,4 @@
-"""Settings of the coordinator's store: endpoints, TLS, user and password, checked together.
+"""Settings of the coordinator's store: endpoints, TLS, user and password, checked together; a private one's socket.
 
 Rules: a password is a `Secret`, which `print` and `repr` do not show. No data leave this host in clear text unless the
 user allows it.
@@ -7,12 +7,14 @@ user allows it.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISSOCK
 
-from engine.core.errors import Problem, UserError
+from engine.core.errors import CoordinatorUnavailableError, Problem, UserError
 
 ENDPOINTS = "BAMBOO_ETCD"
 CA_FILE = "BAMBOO_ETCD_CA"
@@ -21,6 +23,7 @@ KEY_FILE = "BAMBOO_ETCD_KEY"
 USER = "BAMBOO_ETCD_USER"
 PASSWORD = "BAMBOO_ETCD_PASSWORD"  # noqa: S105 the name of the variable, not the word itself
 PASSWORD_FILE = "BAMBOO_ETCD_PASSWORD_FILE"  # noqa: S105
+SOCKET = "client:0"  # the name of a private etcd's socket; etcd wants a name and a number
 VARIABLES = (ENDPOINTS, CA_FILE, CERT_FILE, KEY_FILE, USER, PASSWORD, PASSWORD_FILE)
 
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
@@ -69,15 +72,50 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class SocketEndpoint:
+    """The socket of a private etcd in the folder of its data, which only its user can enter."""
+
+    folder: Path
+
+    def open_folder(self) -> int:
+        """Returns a descriptor of the folder; its socket is reached through it, as a path has 108 bytes at most.
+
+        Raises:
+            CoordinatorUnavailableError: it has no socket, or not only this user can enter it.
+        """
+        fd = -1
+        try:
+            fd = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            folder, place = os.fstat(fd), os.stat(SOCKET, dir_fd=fd, follow_symlinks=False)
+            is_own = folder.st_uid == place.st_uid == os.geteuid()
+            if not is_own or folder.st_mode & 0o077 or not S_ISSOCK(place.st_mode):
+                raise PermissionError(0, "it is not private to this user")
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            reason = str(error.strerror).lower()
+            raise CoordinatorUnavailableError(f"no etcd is asked at {self}: {reason}") from error
+        return fd
+
+    def __str__(self) -> str:
+        return f"unix:{self.folder / SOCKET}"
+
+
+@dataclass(frozen=True, slots=True)
 class EtcdSettings:
     """Settings of a client of etcd. A `ca_file` means TLS; `cert_file` and `key_file` are the client's own."""
 
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[Endpoint | SocketEndpoint, ...]
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
     user: str = ""
     password: Secret = _NO_SECRET
+
+
+def private_settings(logs: Path) -> EtcdSettings:
+    """Returns the settings for the private etcd of the run with these logs; it has neither user nor password."""
+    return EtcdSettings((SocketEndpoint(logs.absolute() / "etcd"),))
 
 
 def read_settings(

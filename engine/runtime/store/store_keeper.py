@@ -1,4 +1,4 @@
-"""Keeps a private etcd running: restarts it on its data and its port if it ends.
+"""Keeps a private etcd running: restarts it on its data and its socket if it ends.
 
 Rules: only the main thread may start etcd, but that thread may be blocked in a call to it. The restart therefore runs
 in the handler of SIGCHLD: Python runs it in the main thread, even inside a gRPC call, which checks for signals several
