@@ -80,8 +80,8 @@ def run_session(
 
     Without `etcd`, starts a private one. `ownership` assigns slots, `ranks` orders the process group. A worker is
     killed `grace_s` after its notice. One that others can replace is out if silent for `silence_s`, or inside one
-    action for `hang_s` and ten times as long as lately. `faults` strike workers, and requests if `injectable`. `server`
-    saves its start. Raises EnvironmentLacksError or CoordinatorUnavailableError.
+    action for `hang_s` and ten times as long as lately. `faults` strike workers, and requests if `injectable`. A fork
+    `server` that runs saves the start of another. Raises EnvironmentLacksError or CoordinatorUnavailableError.
     """
     _refuse_backend(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
