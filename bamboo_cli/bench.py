@@ -56,6 +56,10 @@ _BENCHMARKS = {
         "buffers.buffer_cases",
         "Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer.",
     ),
+    "events": (
+        "events.events_cases",
+        "Time and memory to report a run of a day with 1 GB of events, and to record an action: against limits.",
+    ),
     "handover": (
         "handover.handover_cases",
         "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",

@@ -12,7 +12,7 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from bamboo_cli.options.faults import Tee
+from bamboo_cli.options.faults import EventsMax, Tee, events_setting
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
@@ -79,6 +79,7 @@ def inject(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
     trust_code: TrustCode = False,
+    events_max: EventsMax = "",
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
@@ -88,7 +89,8 @@ def inject(
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
-    changed = [*(settings or ()), *([f"results={results}"] if results is not None else [])]
+    changed = [*(settings or ()), *events_setting(events_max)]
+    changed += [f"results={results}"] if results is not None else []
     if bool(file) == bool(scenario):
         found = f"{file} and {scenario}" if file else "none"
         raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
+from bamboo_cli.options.faults import EventsMax, events_setting
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
@@ -45,6 +46,7 @@ def matrix(
     form: options.Form = "text",
     num_shards: options.NumShards = 8,
     settings: options.Settings = None,
+    events_max: EventsMax = "",
     jobs: options.Jobs = 0,
     limit: options.Limit = 120.0,
     shrink: options.Shrink = False,
@@ -63,16 +65,15 @@ def matrix(
     from engine.runtime.faults.registry import kinds
 
     if shard and form == "github":
-        raise UserError(
-            [Problem("--shard", "no part beside --format github, which lists every part", shard, "--shards N")]
-        )
+        wanted = "no part beside --format github, which lists every part"
+        raise UserError([Problem("--shard", wanted, shard, "--shards N")])
     acting = (offered if form == "text" else readable).trusting(trust_code)
-    found = read_matrix(file, kinds(), settings or (), acting)
+    found = read_matrix(file, kinds(), settings := [*(settings or ()), *events_setting(events_max)], acting)
     seconds = usual_seconds(_existing(times or ()))
     chosen = _chosen(found, shard, cell, seconds)
     if form != "text":
-        names = [each.cell.name for each in chosen]
         tell_untrusted(found.foreign, acting)
+        names = [each.cell.name for each in chosen]
         _print_cells(file, names, num_shards if form == "github" else 0, seconds, as_json)
         return
     from engine.harness.matrix_runner import MatrixRun, usual_jobs
@@ -80,7 +81,7 @@ def matrix(
 
     echo(f"job: {found.job_from}", err=True)
     with holding() as interrupts:
-        run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings or ()), limit, keep)
+        run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings), limit, keep)
         done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
         _write(found, chosen, done, run, junit, page)
         code = _code(done) if interrupts.first is None else 128 + interrupts.first

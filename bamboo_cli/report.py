@@ -99,7 +99,8 @@ def report(
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
     if form is Format.PARQUET and output is None:
         raise UserError([Problem("--format parquet", "--output FILE")])
-    loaded = [load_run(folder) for folder in folders]
+    is_whole = table is Table.ACTIONS or trace is not None
+    loaded = [load_run(folder, every_action=is_whole) for folder in folders]
     code = _check(loaded, fail_if or ())
     _say(loaded, form, has_checks=table is Table.CHECKS)
     _write_table(loaded, table, form, output)
@@ -133,15 +134,17 @@ def find(results: Path, run: str | None) -> RunFolder:
     return folder
 
 
-def load_run(folder: RunFolder) -> RunTables:
-    """Returns the tables of a run; prints a note before a long read."""
-    from engine.files.events_file import read_events
+def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
+    """Returns the tables of a run, of a long run with a part of its actions; prints a note before a long read."""
+    from engine.files.events_file import read_history
+    from engine.files.step_reader import StepReader
+    from engine.report.actions import MOST_ACTIONS
     from engine.report.load import load
 
-    num_bytes = folder.events.stat().st_size
+    num_bytes = folder.events.stat().st_size + StepReader(folder.path).num_bytes
     if num_bytes > _LONG_BYTES:
         echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
-    return load(read_events(folder.events), folder.path.name)
+    return load(read_history(folder.events), folder.path.name, None if every_action else MOST_ACTIONS)
 
 
 def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:

@@ -95,16 +95,18 @@ class Reader:
         from engine.core.history.recorded_status import live_status, status_of_history
         from engine.files.growing_events import GrowingEvents
         from engine.files.run_folder import find_run
+        from engine.files.step_reader import StepReader
         from engine.harness.dead_runs import launcher_runs
 
         folder = find_run(self._results, self._run)
         if self._events is None or self._events.path != folder.events:
-            self._events = GrowingEvents(folder.events)
+            self._events = GrowingEvents(folder.events, last_commits=True)
         history = self._events.read_on()
         store, name = history.first(StoreRecord), folder.path.name
         told = self._from_store(folder.logs, store) if store and not history.training_ended else None
         runs = launcher_runs(history, folder.path)
         history = self._events.read_on()  # a launcher records the end of training before its store stops, then its own
+        history.last_action |= StepReader(folder.path).last_actions({})
         if told is not None and not history.training_ended:
             return live_status(told, status_of_history(name, history)), True, True
         found = status_of_history(name, history)

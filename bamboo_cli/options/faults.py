@@ -54,6 +54,15 @@ Injectable = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+EventsMax = Annotated[
+    str,
+    typer.Option(
+        "--events-max",
+        metavar="SIZE",
+        help="Size of a run's events, beyond which actions of ordinary steps are left out: 200MB, 2GB; 0B keeps all.",
+        show_default="the job's",
+    ),
+]
 Grace = Annotated[
     str,
     typer.Option(
@@ -63,6 +72,11 @@ Grace = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+
+
+def events_setting(size: str) -> list[str]:
+    """Returns the setting of a job with the user's limit for its events; none without one."""
+    return [f"events_max={size}"] if size else []
 
 
 def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> Scenario:

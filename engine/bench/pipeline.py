@@ -88,13 +88,13 @@ class OurSide:
         self.executor.forget_step()
 
 
-def main(control_fd: int, events_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
+def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
     """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     place = MeetingPlace(memory_fd, bell_fd)
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
-    joined = join(control, welcome, events_fd, board_fd, place, _premade)
+    joined = join(control, welcome, (events_fd, steps_fd), board_fd, place, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary

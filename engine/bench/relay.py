@@ -23,6 +23,7 @@ from engine.core.history.process_records import ExitRecord, KnownRecord
 from engine.core.history.record import AGENT, Record
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import MarkRecord
+from engine.core.history.step_files import FOLDER
 from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
@@ -32,6 +33,7 @@ from engine.runtime.agent.session import first_state, join_store
 from engine.runtime.agent.worker_handles import close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.ipc.step_writer import open_steps
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, holding
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
@@ -136,9 +138,11 @@ def _round(
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / f"{number}.jsonl")
         stack.callback(os.close, events_fd)
+        steps_fd = open_steps(folder / FOLDER)
+        stack.callback(os.close, steps_fd)
         board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
-        members = start_workers(server, ownership, events_fd, board, folder, role="bench-relay")
+        members = start_workers(server, ownership, (events_fd, steps_fd), board, folder, role="bench-relay")
         stack.callback(close_workers, list(members.values()))
         recorder = Recorder(events_fd, AGENT)
         node = Node(kv, first_state(job, ownership), now_ns())

@@ -16,6 +16,7 @@ from engine.bench.figures.schedules import REMARKS, schedule_job, timed_job
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.errors import WorkerFailedError
+from engine.core.history.step_files import FOLDER
 from engine.core.messages import BorderMessage, CutMessage, FinishedMessage, PartitionMessage, WelcomeMessage
 from engine.core.process_messages import ByeMessage
 from engine.core.scalar import Args
@@ -23,6 +24,7 @@ from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events
+from engine.runtime.ipc.step_writer import open_steps
 from engine.runtime.process.fork_client import ForkServer
 
 _PLAIN = ("1f1b", "gpipe")  # one stage per worker: their ideal time is known
@@ -70,10 +72,12 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / "events.jsonl")
         stack.callback(os.close, events_fd)
+        steps_fd = open_steps(folder / FOLDER)
+        stack.callback(os.close, steps_fd)
         server = stack.enter_context(ForkServer())
         board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
-        members = start_workers(server, ownership, events_fd, board, folder, role="bench-pipeline")
+        members = start_workers(server, ownership, (events_fd, steps_fd), board, folder, role="bench-pipeline")
         stack.callback(close_workers, list(members.values()))
         for worker, member in members.items():
             member.link.send(Turns(num_iterations, str(folder)))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
-from engine.files.events_file import bytes_from, events_of
+from engine.files.events_file import events_of, whole_lines
 
 
 class GrowingEvents:
-    """The events of a run at `path`, which need not exist yet."""
+    """The events of a run at `path`, which need not exist yet; they have no actions.
 
-    def __init__(self, path: Path):
+    With `last_commits` a look that finds many commits reads the last ones.
+    """
+
+    def __init__(self, path: Path, *, last_commits: bool = False):
         self.path = path
+        self._last_commits = last_commits
         self._history = RunHistory()
         self._num_bytes = 0  # read so far, always whole lines
 
@@ -27,12 +32,10 @@ class GrowingEvents:
             self._history.add(record)
         return self._history
 
-    def news(self) -> list[Record]:
-        """Returns the records that were written since the last call; raises the errors of `read_on`."""
+    def news(self) -> Iterator[Record]:
+        """Yields the records that were written since the last call; raises the errors of `read_on`."""
         if not self.path.exists():
-            return []
-        read = bytes_from(self.path, self._num_bytes)
-        whole = read[: read.rfind(b"\n") + 1]
-        records = list(events_of(whole, self.path, self._num_bytes))
-        self._num_bytes += len(whole)
-        return records
+            return
+        for start, data in whole_lines(self.path, self._num_bytes):
+            yield from events_of(data, self.path, start, last_commits=self._last_commits)
+            self._num_bytes = start + len(data)

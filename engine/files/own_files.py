@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Union
 
+from engine.core.history.step_files import FOLDER
 from engine.files.atomic_write import open_below
 from engine.files.run_folder import LATEST, RUN_NAME
 
@@ -26,7 +27,8 @@ _TEMPORARY_NAME = r"\.bamboo-[0-9a-f]{16}\.tmp"
 TEMPORARY: OwnNames = {rf"{_TEMPORARY_NAME}|\..+\.[0-9]+\.tmp|request-[0-9a-f]+\.json": FILE}
 TEMPORARY_LINK: OwnNames = {_TEMPORARY_NAME: LINK}
 _LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd)\.log": FILE, "etcd": TREE}
-_SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS}
+_STEPS: OwnNames = {r"actions-[0-9]+-[0-9]+\.bin|hashes-[0-9]+\.jsonl": FILE}
+_SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS, FOLDER: _STEPS}
 RUN: OwnNames = {
     r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
     "twin": _SESSION,

@@ -24,7 +24,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, RefusedRecord, RequestRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.atomic_write import write_atomically
-from engine.files.events_file import add_records
+from engine.files.events_file import add_records, read_history
 from engine.files.growing_events import GrowingEvents
 from engine.harness.case_result import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs
@@ -74,8 +74,9 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
         raise
     finally:
         request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
-    ended = events.history.training_ended
-    seen = Observed(ended.exit_code if ended else 0, events.history.error, events.history, since_ns=since_ns)
+    history = read_history(folder.events)
+    ended = history.training_ended
+    seen = Observed(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
     result = replace(judged(loaded.scenario, loaded.faults, folder.path, seen), is_scenario=True)
     add_records(folder.events, *result.records(request.name))
     return result
@@ -197,7 +198,7 @@ class _Events:
         """Reads the new records; returns whether there is any record yet."""
         for record in self._growing.news():
             list(self._log.read(record))
-        return bool(self.history.records)
+        return not self.history.is_empty
 
     def is_over(self) -> bool:
         """Reads the new records; returns whether the run has ended or its launcher is gone."""

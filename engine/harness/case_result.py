@@ -117,7 +117,7 @@ class CaseResult:
             **found,
             "error": None if self.error is None else str(self.error),
             # An interrupted long run is not read again.
-            "recoveries": [each.as_dict() for each in self.recoveries] if self.seen.history.records else None,
+            "recoveries": [each.as_dict() for each in self.recoveries] if not self.seen.history.is_empty else None,
             "exceptions": self.exceptions(),
             "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
             "twin": _twin(self.seen.twin),

@@ -116,7 +116,7 @@ def _failure_recorded(folder: RunFolder) -> Iterator[None]:
             history = read_history(folder.events)
             outcome, code = "interrupted" if error.exit_code in BY_SIGNAL else "failed", int(error.exit_code)
             training = [] if history.training_ended else [TrainingEndedRecord(outcome=outcome, exit_code=code)]
-            if history.records and history.ended is None:
+            if not history.is_empty and history.ended is None:
                 ended = EndedRecord(outcome=outcome, exit_code=code)
                 add_records(folder.events, FailedRecord(error=str(error)), *training, ended)
         raise
@@ -139,6 +139,7 @@ def _run_in(
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
     from engine.files.events_file import add_records, read_history
+    from engine.files.step_reader import StepReader
     from engine.files.trajectory_file import write_trajectory
     from engine.runtime.doctor.leak_check import LeakCheck
 
@@ -157,7 +158,7 @@ def _run_in(
     rows = ending.view.run_state.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
-    is_long = folder.events.stat().st_size > _QUICK_BYTES
+    is_long = folder.events.stat().st_size + StepReader(folder.path).num_bytes > _QUICK_BYTES
     if ending.outcome == "interrupted" and is_long and not faults:
         screen.say("a long run: its recoveries are in `bamboo report`")
         history = RunHistory(job)

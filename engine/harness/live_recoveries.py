@@ -71,7 +71,7 @@ class LiveRecoveries:
         num_steps, start, owners = self._marks[0] if self._marks else (0, 0, {})
         log = RecoveryLog(RunHistory(self._job, True, owners) if num_steps else RunHistory())
         try:
-            read = read_events(self._events, start if num_steps else 0)
+            read = read_events(self._events, start if num_steps else 0, max(0, num_steps - 1))
             found = [each for record in read for each in log.read(record) if each.epoch > self._told]
         except StorageError:
             return []  # a run must not end because of its picture

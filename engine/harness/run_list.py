@@ -15,7 +15,6 @@ from engine.files.run_folder import RunFolder, run_names, started_at
 from engine.harness.dead_runs import dead_run
 
 _END_BYTES = 131_072  # of the events: the records of the end and of the last step stand in them
-_ACTION = b'"event":"action"'  # most of the lines, and none of the facts in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def _row(run: Path) -> RunRow:
         history = _ends(RunFolder(run).events)
     except StorageError:
         return RunRow(run.name, started, "unknown", "events cannot be read: bamboo report says why")
-    if not history.records:
+    if history.is_empty:
         return RunRow(run.name, started, _unfinished(run), "nothing recorded yet")
     job = history.job
     outcome = history.ended.outcome if history.ended else _unfinished(run)
@@ -85,9 +84,9 @@ def _ends(events: Path) -> RunHistory:
             file.seek(begin)
             if begin > len(first):
                 file.readline()  # the rest of a line
-            lines = [line for line in file.read().split(b"\n") if _ACTION not in line]
+            last = file.read()
     except FileNotFoundError:
         return RunHistory()
     except OSError as error:
         raise StorageError(f"{events}: {error.strerror}") from error
-    return history_of(events_of(first + b"\n".join(lines), events))
+    return history_of(events_of(first + last, events))

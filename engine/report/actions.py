@@ -1,54 +1,127 @@
 """The table of actions: one row for each action that a worker finished, with its epoch and purpose.
 
 Rules: an action belongs to the epoch in which it began. It is *redundant* if another worker owns its slot. It is
-*replayed* if an owner of the slot had already finished the same action of the same step.
+*replayed* if an owner of the slot had already finished the same action of the same step. Of a long run the table has
+whole ranges of steps, with those near a recovery first; sums, bars and the rows about recoveries are of all actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from engine.core.action import COMPUTE_OPS, OP_TABLE, Action, ops_at, parse_action
+from engine.core.action import COMPUTE_OPS, Action, Op, ops_at, parse_action
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.run_history import RunHistory
+from engine.core.history.retention import marked_steps, superfluous
+from engine.core.history.run_history import ActionFiles, RunHistory
 from engine.core.history.run_records import ActionRecord
-from engine.core.op_row import Shown, Stands
+from engine.core.history.step_files import ENTRY_BYTES, entry, span_of
+from engine.core.op_row import Stands
 from engine.core.program.replay import work_of
+from engine.report.action_arrays import BAR_COLUMNS, KIND_OF, NOT_BUSY, Sums, bars_of, columns_of, entries_of
 
-KINDS = tuple(shown.value for shown in Shown)  # the legend of a timeline
-_KIND_OF = {op: KINDS.index(row.shown) for op, row in OP_TABLE.items()}
+MOST_ACTIONS = 500_000  # rows, which take about 50 MB, and three times as much while they are made
 _OF_REPLICAS = COMPUTE_OPS | ops_at(Stands.STREAM, Stands.REPLICA)
+_NO_ACTIONS: list[tuple[int, np.ndarray]] = []
 
 
-def actions_table(history: RunHistory) -> pd.DataFrame:
-    """Returns one row per action: worker, text and parts, times in nanoseconds, epoch, redundant and replayed."""
-    done = history.of(ActionRecord)
-    table = pd.DataFrame(
-        {
-            "worker": _column(done, "worker"),
-            "pid": _column(done, "pid"),
-            "step": _column(done, "step"),
-            "action": pd.array([each.action for each in done], dtype="str"),
-            "start_ns": _column(done, "start_ns"),
-            "end_ns": _column(done, "end_ns"),
-        }
-    )
-    codes, texts = pd.factorize(table["action"])
-    parsed = [parse_action(text) for text in texts]
-    parts = _parts(parsed).take(codes).reset_index(drop=True)
-    table = pd.concat([table, parts], axis=1)
+@dataclass(frozen=True, slots=True, eq=False)
+class Actions:
+    """The actions of a run: the table, the sums over all, one bar per worker, step and epoch.
+
+    `of_recoveries` has the rows that a recovery made necessary: work that was replayed, and shadows that were restored.
+    """
+
+    table: pd.DataFrame
+    of_recoveries: pd.DataFrame
+    bars: pd.DataFrame
+    sums: Sums
+
+
+def actions_of(history: RunHistory, most: int | None = MOST_ACTIONS) -> Actions:
+    """Returns the actions of a run, of which the table has at most `most` rows."""
+    files: ActionFiles = history.files if history.files and history.files.num_bytes else _InHistory(history)
+    ranges, sums = files.ranges(), Sums()
+    span = span_of(history.job)
+    marked = {step // span for step in marked_steps(history.records_of_recoveries)}
+    chosen = _chosen(ranges, marked, span, most)
+    epochs_ns = np.array([each.at_ns for each in history.epochs], dtype=np.int64)
+    numbers = np.array([0, *(each.epoch for each in history.epochs)], dtype=np.int64)
+    tables, of_recoveries = [], []
+    for first in ranges:
+        parts = list(entries_of(files, first, sums))
+        if first not in chosen and first // span not in marked:
+            sums.bars += [bars_of(worker, entries, epochs_ns, numbers) for worker, entries in parts]
+            continue
+        table = _table(history, parts)
+        sums.bars.append(_bars(table))
+        of_recoveries.append(table[(table["op"] == Op.HEAL.value) | table["replayed"]])
+        if first in chosen:
+            tables.append(table)
+    none = _table(history, _NO_ACTIONS)
+    bars = pd.concat([each for each in sums.bars if len(each)] or [pd.DataFrame(columns=BAR_COLUMNS, dtype="int64")])
+    return Actions(_joined(tables, none), _joined(of_recoveries, none), bars, sums)
+
+
+def _joined(tables: Sequence[pd.DataFrame], none: pd.DataFrame) -> pd.DataFrame:
+    if not tables:
+        return none
+    table = pd.concat(tables) if len(tables) > 1 else tables[0]
+    return table.sort_values("end_ns", kind="stable", ignore_index=True)
+
+
+def _chosen(ranges: dict[int, int], marked: Collection[int], span: int, most: int | None) -> set[int]:
+    """Returns the first steps of the ranges whose actions are rows of the table."""
+    if most is None:
+        return {*ranges}
+    left = most * ENTRY_BYTES
+    out = superfluous({first // span: size for first, size in ranges.items()}, marked, left)
+    chosen = set()
+    for first, size in ranges.items():
+        if first // span not in out and size <= left:
+            left -= size
+            chosen.add(first)
+    return chosen
+
+
+class _InHistory:
+    """The actions that stand in the history itself, as files would have them."""
+
+    def __init__(self, history: RunHistory):
+        self._records = sorted(history.of(ActionRecord), key=attrgetter("worker"))
+        self.num_bytes = len(self._records) * ENTRY_BYTES
+
+    def ranges(self) -> dict[int, int]:
+        """Returns one range with all actions."""
+        return {0: self.num_bytes}
+
+    def read(self, first: int) -> Any:
+        """Yields each worker with its entries."""
+        for worker, own in groupby(self._records, attrgetter("worker")):
+            entries = (entry(each.epoch, each.step, each.action, each.start_ns, each.end_ns) for each in own)
+            yield worker, b"".join(entries)
+
+
+def _table(history: RunHistory, parts: list[tuple[int, np.ndarray]]) -> pd.DataFrame:
+    """Returns one row per action of a range: worker, text and parts, times, epoch, redundant and replayed."""
+    pids = {each.of: each.child for each in history.of(StartedRecord)}
+    columns, texts = columns_of(parts, pids)
+    codes = columns.pop("code")
+    table = pd.DataFrame(columns)
+    table.insert(3, "action", pd.array(texts, dtype="str").take(codes))
+    parts_of_texts = _parts([parse_action(text) for text in texts])
+    table = pd.concat([table, parts_of_texts.take(codes).reset_index(drop=True)], axis=1)
     epoch, owner = _epochs_and_owners(history, table)
     table["epoch"] = epoch
     table["redundant"] = (owner >= 0) & (owner != table["worker"].to_numpy()) & table["counts_for_replica"]
     table["replayed"] = _replayed(table)
     return table.drop(columns=["counts_for_replica", "same"])
-
-
-def _column(done: Sequence[ActionRecord], name: str) -> np.ndarray:
-    return np.fromiter((getattr(each, name) for each in done), dtype=np.int64, count=len(done))
 
 
 def _parts(actions: Sequence[Action]) -> pd.DataFrame:
@@ -58,7 +131,7 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
             "stage": np.array([each.stage for each in actions], dtype=np.int64),
             "op": pd.array([each.op.value for each in actions], dtype="str"),
             "microbatch": np.array([each.microbatch for each in actions], dtype=np.int64),
-            "kind": np.array([_KIND_OF[each.op] for each in actions], dtype=np.int64),
+            "kind": np.array([KIND_OF[each.op] for each in actions], dtype=np.int64),
             "same": pd.array([work_of(each).op.value for each in actions], dtype="str"),
             "counts_for_replica": np.array([each.op in _OF_REPLICAS for each in actions], dtype=bool),
         }
@@ -86,3 +159,9 @@ def _replayed(table: pd.DataFrame) -> pd.Series:
     owned = table[table["op"].isin([op.value for op in COMPUTE_OPS]) & ~table["redundant"]].sort_values("end_ns")
     again = owned.duplicated(["step", "pipeline", "stage", "microbatch", "same"])
     return again.reindex(table.index, fill_value=False).astype(bool)
+
+
+def _bars(table: pd.DataFrame) -> pd.DataFrame:
+    busy_ns = (table["end_ns"] - table["start_ns"]).where(~table["kind"].isin(NOT_BUSY), 0)
+    grouped = table.assign(busy_ns=busy_ns).groupby(["worker", "step", "epoch"], as_index=False)
+    return grouped.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), busy_ns=("busy_ns", "sum"))

@@ -3,12 +3,12 @@
 The public entry for programs that use the tables:
 
     from pathlib import Path
-    from engine.files.events_file import read_events
+    from engine.files.events_file import read_history
     from engine.report.load import load
-    run = load(read_events(Path("results/latest/events.jsonl")))
+    run = load(read_history(Path("results/latest/events.jsonl")))
     run.recovery, run.steps, run.workers, run.actions   # pandas data frames
 
-Rule: tables come from the events alone, so all other files of a run folder can be deleted.
+Rule: tables come from events.jsonl and the folder steps alone, so all other files of a run folder can be deleted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from engine.core.history.gaps import gaps
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_history import RunHistory, history_of
-from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord
+from engine.core.history.run_records import FaultRecord, RaisedRecord, ScenarioRecord
 from engine.core.history.verdict_records import TwinRecord
-from engine.report.actions import actions_table
-from engine.report.exposure import exposure_table
+from engine.core.texts import counted
+from engine.report.actions import MOST_ACTIONS, actions_of
 from engine.report.history import history_table
 from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
-from engine.report.recovery import recovery_table
+from engine.report.recovery import exposure_table, recovery_table
 from engine.report.steps import steps_table
 from engine.report.workers import takeovers_table, workers_table
 
@@ -54,6 +54,7 @@ class RunTables:
     steps: pd.DataFrame
     workers: pd.DataFrame
     actions: pd.DataFrame
+    bars: pd.DataFrame  # of each worker, step and epoch: begin, end and busy time
     checks: pd.DataFrame
     outcome: pd.DataFrame
     history: pd.DataFrame
@@ -72,15 +73,19 @@ class RunTables:
         return table
 
 
-def load(records: Iterable[Record], name: str = "") -> RunTables:
-    """Returns the tables of a run, from its records in the order of the file."""
-    history = history_of(records)
+def load(records: Iterable[Record] | RunHistory, name: str = "", most_actions: int | None = MOST_ACTIONS) -> RunTables:
+    """Returns the tables of a run, from its history or from its records in the order of time.
+
+    Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
+    """
+    history = records if isinstance(records, RunHistory) else history_of(records)
     origin_ns = history.begin_ns
     steps = steps_table(history)
-    actions = actions_table(history)
+    actions = actions_of(history, most_actions)
     recovery = recovery_table(history, actions, steps)
-    stamps = [each.at_ns for each in _until_training_ended(history) if isinstance(each, StampedRecord)]
-    stamps += [each.end_ns for each in history.of(ActionRecord)]
+    stamps = [each.at_ns for each in history.training_records if isinstance(each, StampedRecord)]
+    stamps += history.commits.at_ns[-1:]
+    stamps.append(actions.sums.end_ns)
     twin, judgement = history.first(TwinRecord), judgement_of(history)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
     return RunTables(
@@ -93,8 +98,9 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         tuple(dict.fromkeys(each.fault for each in history.of(FaultRecord))),
         recovery,
         steps,
-        workers_table(history, actions, origin_ns),
-        actions,
+        workers_table(history, actions.sums, origin_ns),
+        actions.table,
+        actions.bars,
         checks_table(judgement),
         outcome_table(judgement),
         history_table(history),
@@ -104,14 +110,12 @@ def load(records: Iterable[Record], name: str = "") -> RunTables:
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
-        gaps(history),
+        (*gaps(history), *_unread(actions.sums.unread)),
     )
 
 
-def _until_training_ended(history: RunHistory) -> list[Record]:
-    """Returns the records of training: the time of the twin and of the checks is not part of the run."""
-    end = history.training_ended
-    return history.records if end is None else history.records[: history.records.index(end) + 1]
+def _unread(num_actions: int) -> list[str]:
+    return [f"{counted(num_actions, 'action')} could not be read"] if num_actions else []
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

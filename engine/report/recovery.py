@@ -6,6 +6,10 @@ is the pause, come from `recovery_times`. The phase *heal* lasts from the first 
 with which every slot has its shadows again. Bytes are counted by their senders: `plan_bytes` in the plan's program,
 `heal_bytes` to the new shadows. Throughput before and after is the median of up to ten steps. Times are milliseconds;
 the points in time, such as `begin_ms`, count from the beginning of training.
+
+The exposure window is the time in which only its owner had a live replica of some slot. With shadows or several
+pipelines, a job is exposed from the first sign of a failure until the new shadows are complete, or until its end. One
+pipeline without shadows is exposed all the time.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from engine.core.exclusion import in_words
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord
+from engine.report.action_arrays import Sums
+from engine.report.actions import Actions
 from engine.report.steps import samples_per_step
 from engine.report.workers import how_it_ended
 
@@ -35,6 +41,7 @@ _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_af
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
 COLUMNS = [*_TEXTS, "stall_bound", *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHPUT, "epoch", "reason", *_PLACES]
 _WINDOW = 10  # steps
+_EXPOSURE_COLUMNS = ["from_ms", "to_ms"]
 AFTER_END = "after the end"  # no step was left
 # Outcomes in which training lost no worker: each worker stayed; the run noticed the fault and ended; the worker had
 # given notice and left; training was over.
@@ -43,17 +50,18 @@ _NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "stall_bound", "ru
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
 
-def recovery_table(history: RunHistory, actions: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def recovery_table(history: RunHistory, actions: Actions, steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the recoveries of a run in the order of time; a point that was not reached is missing."""
     ended, origin_ns = history.training_ended is not None, history.begin_ns
-    found = recoveries(history.records)
+    found = recoveries(history.records_of_recoveries)
     rows = []
     for recovery, following in zip(found, [*found[1:], None], strict=False):
         until_ns = following.begin_ns if following else None
-        rows.append(_row(recovery, history.job, actions, steps, origin_ns, until_ns) | _outcome(recovery, ended))
+        row = _row(recovery, history.job, actions.of_recoveries, steps, origin_ns, until_ns)
+        rows.append(row | _outcome(recovery, ended))
         rows[-1] |= _moved(recovery, history)
     recovered = {each.worker for recovery in found for each in recovery.verdict}
-    rows += _without_recovery(history, recovered, actions)
+    rows += _without_recovery(history, recovered, actions.sums)
     if ended:
         told = {name for recovery in found for name in recovery.faults}
         rows += _without_death(history, told, steps)
@@ -174,21 +182,20 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
     }
 
 
-def _without_recovery(history: RunHistory, recovered: set[int], actions: pd.DataFrame) -> list[dict[str, Any]]:
+def _without_recovery(history: RunHistory, recovered: set[int], sums: Sums) -> list[dict[str, Any]]:
     """Returns a row for each worker that ended unexpectedly and that no recovery excluded."""
     rows = []
     for end in history.of(ExitRecord):
         if not end.expected and end.of not in recovered:
-            mine = actions[actions["worker"] == end.of]
-            last = mine.loc[mine["end_ns"].idxmax()] if len(mine) else None
+            last = sums.workers.get(end.of)
             rows.append(
                 {
                     **_NO_TEXTS,
                     "outcome": "not recovered",
                     "what": f"worker {end.of} was ended by {how_it_ended(end)}",
                     "who": str(end.of),
-                    "step": None if last is None else last["step"],
-                    "last_action": "" if last is None else last["action"],
+                    "step": None if last is None else last.last_step,
+                    "last_action": "" if last is None else last.last_action,
                     "rung": "none",
                     "reason": history.error,
                     "begin_ms": _since(end.seen_ns, history.begin_ns),
@@ -235,3 +242,18 @@ def _whole_stall(steps: pd.DataFrame, begin_ms: float) -> dict[str, float]:
         return {}
     stall_ms = max(0.0, float(struck.iloc[0] - usual_ms))
     return {"stall_ms": stall_ms, "stall_most_ms": stall_ms}
+
+
+def exposure_table(job: Job, recovery: pd.DataFrame, end_ms: float) -> pd.DataFrame:
+    """Returns the intervals of exposure; they do not overlap."""
+    shadowed = job.redundancy != "none" and job.pipelines * job.stages > 1
+    if not shadowed and job.pipelines == 1:
+        return pd.DataFrame([(0.0, end_ms)], columns=_EXPOSURE_COLUMNS)
+    intervals: list[tuple[float, float]] = []
+    for row in recovery[(recovery["who"] != "") & ~recovery["outcome"].isin(NO_WORKER_LOST)].itertuples():
+        until_ms = end_ms if pd.isna(row.healed_ms) else row.healed_ms
+        if intervals and row.begin_ms <= intervals[-1][1]:
+            intervals[-1] = (intervals[-1][0], max(intervals[-1][1], until_ms))
+        else:
+            intervals.append((row.begin_ms, until_ms))
+    return pd.DataFrame(intervals, columns=_EXPOSURE_COLUMNS, dtype="float64")

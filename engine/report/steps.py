@@ -11,7 +11,7 @@ import pandas as pd
 
 from engine.core.config.job import Job
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, ValidationRecord
+from engine.core.history.run_records import ValidationRecord
 
 
 def samples_per_step(job: Job) -> int:
@@ -21,15 +21,17 @@ def samples_per_step(job: Job) -> int:
 
 def steps_table(history: RunHistory) -> pd.DataFrame:
     """Returns step, epoch, time of commit, duration, losses, gradient norm and throughput of each commit."""
-    rows = [
-        (commit.step, epoch, commit.at_ns, commit.loss, commit.grad_norm)
-        for epoch, commit in history.in_epochs(CommitRecord)
-    ]
+    commits = history.commits
     validated = history.of(ValidationRecord)
     origin_ns = history.begin_ns
-    table = pd.DataFrame(rows, columns=["step", "epoch", "at_ns", "loss", "grad_norm"])
-    table = table.astype(
-        {"step": "int64", "epoch": "int64", "at_ns": "int64", "loss": "float64", "grad_norm": "float64"}
+    table = pd.DataFrame(
+        {
+            "step": np.array(commits.steps),
+            "epoch": np.array(commits.epochs),
+            "at_ns": np.array(commits.at_ns),
+            "loss": np.array(commits.losses),
+            "grad_norm": np.array(commits.grad_norms),
+        }
     )
     before_ns = table["at_ns"].shift(fill_value=origin_ns)
     duration_ms = (table["at_ns"] - before_ns) / 1e6

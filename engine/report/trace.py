@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from engine.report.actions import KINDS
+from engine.report.action_arrays import KINDS
 from engine.report.load import RunTables
 from engine.report.recovery import ALL_PHASES
 

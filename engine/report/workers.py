@@ -12,14 +12,13 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
 from engine.core.history.worker_ends import worker_ends
 from engine.core.ownership import by_slot
-from engine.report.actions import KINDS
+from engine.report.action_arrays import Sums, Totals
 
-NOT_BUSY = (KINDS.index("transfer"), KINDS.index("waiting"))
 TAKEOVER_COLUMNS = ["from_ms", "pipeline", "stage", "before", "heir"]
 _COLUMNS = ["worker", "pid", "slots", "state", "code", "seen_ns", "peak_memory_mib", "peak_stash"]
 
 
-def workers_table(history: RunHistory, actions: pd.DataFrame, origin_ns: int) -> pd.DataFrame:
+def workers_table(history: RunHistory, sums: Sums, origin_ns: int) -> pd.DataFrame:
     """Returns one row per worker; times in milliseconds since training began, memory in MiB."""
     rows: dict[int, dict[str, Any]] = {}
     for each in history.of(StartedRecord):
@@ -37,11 +36,10 @@ def workers_table(history: RunHistory, actions: pd.DataFrame, origin_ns: int) ->
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)
     table = table.astype({"code": "Int64", "peak_memory_mib": "float64", "peak_stash": "Int64"})
-    busy = actions[~actions["kind"].isin(NOT_BUSY)].assign(busy_ms=(actions["end_ns"] - actions["start_ns"]) / 1e6)
-    table["num_actions"] = table["worker"].map(actions.groupby("worker").size()).fillna(0).astype("int64")
-    table["busy_ms"] = table["worker"].map(busy.groupby("worker")["busy_ms"].sum()).fillna(0.0)
-    last = actions.sort_values("end_ns").groupby("worker").tail(1).set_index("worker")["action"]
-    table["last_action"] = table["worker"].map(last)
+    totals = [sums.workers.get(worker, Totals()) for worker in table["worker"]]
+    table["num_actions"] = pd.array([each.num_actions for each in totals], dtype="int64")
+    table["busy_ms"] = pd.array([each.busy_ns / 1e6 for each in totals], dtype="float64")
+    table["last_action"] = pd.array([each.last_action or None for each in totals], dtype="str")
     return table
 
 

@@ -55,6 +55,7 @@ from engine.core.history.run_records import (
     ScenarioRecord,
     StaysRecord,
     SuspicionRecord,
+    ThinnedRecord,
     UnconfirmedRecord,
     ValidationRecord,
 )
@@ -96,6 +97,7 @@ SAMPLES: tuple[Record, ...] = (
     MovedRecord(worker=0, pid=8, at_ns=12, program="plan", epoch=1, step=2, bytes=3),
     CommitRecord(**AGENT, step=0, loss=0.5, grad_norm=1.0, clip_factor=1.0, last=False),
     AuditRecord(**AGENT, of=0, step=0, pipeline=0, rows=((0, "state", "buffers"),)),
+    ThinnedRecord(**AGENT, steps=((100, 199), (300, 399))),
     ValidationRecord(**AGENT, step=0, loss=0.25, metric=None),
     FinishedRecord(**AGENT, of=0, peak_stash=((0, 0, 4),), peak_memory_kib=1024),
     FaultRecord(**AGENT, fault="1:0", do="kill", step=1, action="0B0", when="after", of=0, slot=(0, 0)),

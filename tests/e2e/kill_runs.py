@@ -5,7 +5,6 @@ Rule: the death of a victim, its signal and its action are all read from the eve
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections import Counter
@@ -20,6 +19,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import Kill, without_redundancy
+from tests.e2e.recorded import events_of
 from tests.kills import parse_kills
 
 Event = dict[str, Any]
@@ -76,7 +76,7 @@ class Runs:
         folder.mkdir()
         events = folder / "events.jsonl"
         ending = run_session(job, events, folder, faults=faults, server=self._server, **options)
-        return ending, [json.loads(line) for line in events.read_text().splitlines()]
+        return ending, events_of(events)
 
     def twin(self, job: Job) -> tuple[object, ...]:
         """Returns the outcome of a job without deaths and without redundancy."""

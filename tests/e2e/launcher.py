@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from engine.core.history.record_lines import decoded
+from tests.e2e.recorded import events_of
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.02
@@ -150,11 +151,13 @@ class Launcher:
         return self.folder / "results" / "latest"
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Returns the events so far, of one kind or all; a half-written line is left out.
+        """Returns the events so far, of one kind or all but actions; a half-written line is left out.
 
         Tests that wait ask often, so each call reads only the new bytes.
         """
         path = (self.run_folder / "events.jsonl").resolve()
+        if kind == "action":
+            return [event for event in events_of(path) if event["event"] == kind] if path.exists() else []
         start, known = self._known.get(path, (0, []))
         try:
             with path.open("rb") as file:

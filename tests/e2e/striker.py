@@ -11,6 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from engine.core.history.record_lines import encoded
+from engine.core.history.step_files import ENTRY_BYTES, actions_in
+
 Event = dict[str, Any]
 Moment = Callable[[Event], bool]
 
@@ -60,6 +63,7 @@ class Striker:
         self._events = events
         self._is_over = threading.Event()
         self._pidfds: dict[int, int] = {}
+        self._read: dict[str, int] = {}  # file of actions -> bytes
         self._thread = threading.Thread(target=self._strike)
 
     def __enter__(self) -> Striker:
@@ -96,3 +100,12 @@ class Striker:
             while not self._is_over.wait(_POLL_S):
                 *lines, rest = (rest + file.read()).split("\n")
                 yield from map(json.loads, lines)
+                yield from self._new_actions()
+
+    def _new_actions(self) -> Iterator[Event]:
+        for path in sorted(self._events.parent.glob("steps/actions-*.bin")):
+            worker, _ = map(int, path.stem.split("-")[1:])
+            data = path.read_bytes()[self._read.get(path.name, 0) :]
+            data = data[: len(data) // ENTRY_BYTES * ENTRY_BYTES]
+            self._read[path.name] = self._read.get(path.name, 0) + len(data)
+            yield from (json.loads(encoded(each)) for each in actions_in(data, worker))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import Child, ForkServer
 from tests.e2e.launcher import Launcher
+from tests.e2e.recorded import events_of
 from tests.e2e.striker import SERVER, Moment, Strike, Striker, committed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
@@ -40,7 +40,7 @@ class Ended:
         self.seconds = seconds
         run_state = ending.view.run_state
         self.result = run_state.rows, run_state.losses, run_state.validations
-        self.known = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        self.known = events_of(folder / "events.jsonl")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.known if event["event"] == kind]

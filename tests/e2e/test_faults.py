@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process.fork_client import ForkServer
+from tests.e2e.recorded import events_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -32,7 +32,7 @@ class Struck:
     def __init__(self, ending: Ending, folder: Path):
         self.ending = ending
         self.rows = ending.view.run_state.rows
-        self.known = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        self.known = events_of(folder / "events.jsonl")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.known if event["event"] == kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from engine.core.schedules.overlap_pairs import pairs_of
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.plain_loop import PlainLoop
+from tests.e2e.recorded import events_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -36,7 +36,7 @@ def test_a_handler_changes_the_order_and_no_bit(tmp_path: Path, server: ForkServ
     loop = PlainLoop(job)
     assert [row.texts() for row in ending.view.run_state.rows] == [row for step in (0, 1) for row in loop.step(step)]
     program = build_program(job.schedule, fresh(Grid(4, 4), 2, "v"))
-    done = [json.loads(line) for line in events.read_text().splitlines()]
+    done = events_of(events)
     for worker, actions in program.items():
         texts = [each["action"] for each in done if each["event"] == "action" and each["worker"] == worker]
         firsts = [position for position, _ in pairs_of(actions)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import Launcher
+from tests.e2e.recorded import events_of
 from tests.e2e.striker import Strike, Striker, committed, computed, healing, marked, told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -43,7 +43,7 @@ class Recovered:
     def __init__(self, ending: Ending, folder: Path):
         self.ending = ending
         self.run_state = ending.view.run_state
-        self.events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        self.events = events_of(folder / "events.jsonl")
 
     @property
     def exits(self) -> dict[int, int]:

@@ -13,9 +13,11 @@ from engine.core.history.process_records import FailedRecord
 from engine.core.history.record import AGENT, VERSION, UnreadLine
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import ActionRecord
+from engine.core.history.step_files import FOLDER
 from engine.core.history.verdict_records import TwinRecord
 from engine.files.events_file import add_records, read_events
 from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from tests.core.made_records import made
 
 JOB, GO = made("job"), made("go")
@@ -23,16 +25,19 @@ JOB, GO = made("job"), made("go")
 
 def test_events_come_back_in_the_order_of_writing(tmp_path: Path) -> None:
     fd = open_events(tmp_path / "events.jsonl")
-    recorder = Recorder(fd, 3)
+    steps_fd = open_steps(tmp_path / FOLDER)
+    recorder = Recorder(fd, 3, StepWriter(steps_fd, 3, 10))
     recorder.write(JOB)
     # Characters that end a line for str.splitlines must not end one here.
     recorder.write(FailedRecord(error="line\nline\x0b\u2028\x85\r"))
-    recorder.action(1, 2, "1F0", 10, 20)
+    now = time.monotonic_ns()
+    recorder.action(1, 2, "1F0", now, now + 20)
     os.close(fd)
+    os.close(steps_fd)
     _, first, second = read_events(tmp_path / "events.jsonl")
     assert isinstance(first, FailedRecord) and isinstance(second, ActionRecord)
     assert (first.error, first.worker) == ("line\nline\x0b\u2028\x85\r", 3)
-    assert (second.step, second.action, second.end_ns) == (2, "1F0", 20)
+    assert (second.step, second.action, second.end_ns) == (2, "1F0", now + 20)
 
 
 @pytest.mark.parametrize("half", ['{"event":"com', "", '{"event":"commit"}'])

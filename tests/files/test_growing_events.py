@@ -14,10 +14,10 @@ LINES = lines_of([{"event": "job", "steps": 9, "stages": 2}, *({"event": "commit
 
 def test_each_line_is_read_once_and_an_unfinished_one_later(tmp_path: Path) -> None:
     events = GrowingEvents(tmp_path / "events.jsonl")
-    assert events.read_on().records == []
+    assert events.read_on().is_empty
     for end in (30, len(LINES) // 2, len(LINES) - 1, len(LINES)):
         events.path.write_text(LINES[:end])
-        assert len(events.read_on().records) == LINES[:end].count("\n")
+        assert len([*events.read_on().records]) == LINES[:end].count("\n")
     assert events.read_on().committed == 3
     done = LINES.rpartition("\n{")[0]
     events.path.write_text("x" * len(done) + LINES[len(done) :])  # a second reading of the first lines would fail

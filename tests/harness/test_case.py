@@ -36,7 +36,7 @@ def test_a_run_that_fails_before_training_records_its_end(tmp_path: Path) -> Non
     assert history.ended is not None
     assert (done.returncode, history.training_ended.exit_code, history.ended.exit_code) == (69, 69, 69)
     assert (history.ended.outcome, "127.0.0.1:1" in history.error) == ("failed", True)
-    assert history.records[-1] == history.ended
+    assert [*history.records][-1] == history.ended
 
 
 def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from engine.runtime.ipc.control import Control, Fenced
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.ipc.step_writer import StepWriter
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
@@ -169,7 +170,7 @@ def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kil
             replicas = Replicas(job, model, starts, ownership.held_by(worker))
             borders = borders_of(job, model, data)
             replicas.learn(borders)
-            board, recorder = ProgressBoard.create(worker + 1), Recorder(os.open(os.devnull, os.O_WRONLY), worker)
+            board, recorder = ProgressBoard.create(worker + 1), _recorder(worker)
             context = WorkerContext(job, worker, starts, borders, replicas, data, control, recorder, board, doom)
             executor = Executor(context)
         executor.catch_up(told.commit)
@@ -319,3 +320,12 @@ class SmallRun:
         """Lets every peer end."""
         for link in self.links.values():
             link.close()
+
+
+class _NoSteps(StepWriter):
+    def append(self, step: int, data: bytes) -> None:
+        """Writes nothing."""
+
+
+def _recorder(worker: int) -> Recorder:
+    return Recorder(os.open(os.devnull, os.O_WRONLY), worker, _NoSteps(-1, worker, 1))

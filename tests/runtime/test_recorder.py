@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from engine.core.history.process_records import FailedRecord, KnownRecord, StoreEndedRecord
-from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import ActionRecord, AuditRecord, PreparedRecord
+from engine.core.history.record_lines import decoded
+from engine.core.history.run_records import ActionRecord, AuditRecord, MovedRecord, PreparedRecord
+from engine.core.history.step_files import ENTRY_BYTES, FOLDER
+from engine.files.step_reader import StepReader
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from tests.runtime.peers import PeerServer
 
 NUM_WRITERS = 6
@@ -33,26 +36,41 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-def test_an_action_is_one_line(events: int, tmp_path: Path) -> None:
-    Recorder(events, 3).action(4, 7, "2SEND_F0@1", 100, 250)
-    assert lines_of(tmp_path) == [
-        {
-            "event": "action",
-            "worker": 3,
-            "pid": os.getpid(),
-            "epoch": 4,
-            "step": 7,
-            "action": "2SEND_F0@1",
-            "start_ns": 100,
-            "end_ns": 250,
-        }
+@pytest.fixture(name="steps_fd")
+def _steps_fd(tmp_path: Path) -> Iterator[int]:
+    fd = open_steps(tmp_path / FOLDER)
+    yield fd
+    os.close(fd)
+
+
+def test_an_action_is_an_entry_in_the_file_of_its_steps(events: int, steps_fd: int, tmp_path: Path) -> None:
+    recorder = Recorder(events, 3, StepWriter(steps_fd, 3, 10))
+    done = [(7, "2SEND_F0@1"), (9, "4095COMMIT@4095"), (10, "0F65535"), (30, "1STEP")]
+    for step, text in done:
+        recorder.action(4, step, text, 100, 250)
+    found = StepReader(tmp_path)
+    assert found.ranges() == {0: 2 * ENTRY_BYTES, 10: ENTRY_BYTES, 30: ENTRY_BYTES}
+    assert [*found.actions([0, 10, 30], {3: 77})] == [
+        ActionRecord(worker=3, pid=77, epoch=4, step=step, action=text, start_ns=100, end_ns=250) for step, text in done
     ]
+    assert found.last_actions({})[3].action == "1STEP"
+    assert lines_of(tmp_path) == []
+    assert {each.stat().st_mode & 0o777 for each in (tmp_path / FOLDER).iterdir()} == {0o600}
 
 
-def test_the_line_of_an_action_is_that_of_its_record(events: int, tmp_path: Path) -> None:
-    Recorder(events, 3).action(4, 7, "2SEND_F0@1", 100, 250)
-    action = ActionRecord(worker=3, pid=os.getpid(), epoch=4, step=7, action="2SEND_F0@1", start_ns=100, end_ns=250)
-    assert (tmp_path / "events.jsonl").read_text() == f"{encoded(action)}\n"
+def test_an_action_is_in_the_file_before_the_call_returns(events: int, steps_fd: int, tmp_path: Path) -> None:
+    recorder = Recorder(events, 0, StepWriter(steps_fd, 0, 10))
+    for number in range(3):
+        recorder.action(1, number, "0F0", number, number + 1)
+        assert StepReader(tmp_path).last_actions({})[0].step == number
+
+
+def test_the_hashes_stand_in_a_file_of_their_steps(events: int, steps_fd: int, tmp_path: Path) -> None:
+    audit = AuditRecord(of=0, step=25, pipeline=0, rows=((0, "f" * 64, "e" * 64),))
+    Recorder(events, -1, StepWriter(steps_fd, None, 10)).write(audit)
+    found = decoded((tmp_path / FOLDER / "hashes-20.jsonl").read_text().rstrip())
+    assert isinstance(found, AuditRecord) and (found.step, found.rows) == (25, audit.rows)
+    assert lines_of(tmp_path) == []
 
 
 def test_a_record_keeps_the_time_that_it_has(events: int, tmp_path: Path) -> None:
@@ -99,7 +117,7 @@ def writes(fd: int, gate: int, worker: int, path: str) -> int:
     recorder = Recorder(fd if worker % 2 else open_events(path), worker)
     for number in range(NUM_LINES):
         if number % 8:
-            recorder.action(1, number, f"{worker}F{number}", number, number + 1)
+            recorder.write(MovedRecord(program="plan", epoch=1, step=number, bytes=8))
         else:
             recorder.write(
                 AuditRecord(of=0, step=number, pipeline=0, rows=((0, "f" * 64, "f" * 64),) * 70)

@@ -11,12 +11,20 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
+from engine.core.checks.samples import miscounted
+from engine.core.config.job import Job
 from engine.core.errors import StorageError
+from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import KnownRecord
-from engine.core.history.record import UnreadLine
+from engine.core.history.record import VERSION, UnreadLine
 from engine.core.history.record_lines import encoded
-from engine.files.events_file import read_events
-from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.core.history.run_records import AuditRecord, FaultRecord, JobRecord
+from engine.core.history.step_files import FOLDER, span_of
+from engine.files.events_file import read_events, read_history
+from engine.files.step_reader import StepReader
+from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.ipc.step_writer import StepWriter, open_steps
+from engine.runtime.ipc.thinning import Thinning
 from tests.core.made_records import lines_of, made
 
 NAME = "20261121-100000-made-0a1b"
@@ -92,3 +100,81 @@ def test_report_page_and_status_say_which_line_was_torn(tmp_path: Path) -> None:
     status = CliRunner().invoke(app, ["status", NAME, "--results", str(tmp_path), "--json"])
     assert json.loads(status.stdout)["gaps"] == [said]
     assert json.loads(status.stdout)["committed"] == 0
+
+
+STRUCK = 1_234
+
+
+def a_long_run(folder: Path, limit: int) -> int:
+    """Records 2500 steps of two workers as their processes do, with a fault in one; returns the most bytes it took."""
+    job = Job(stages=2, microbatches=8, steps=2500, events_max=f"{limit // 1000}kB")
+    span, most = span_of(job), 0
+    events_fd, steps_fd = open_events(folder / "events.jsonl"), open_steps(folder / FOLDER)
+    thinning = Thinning(steps_fd, events_fd, (0, 1), span, limit)
+    agent = Recorder(events_fd, -1, StepWriter(steps_fd, None, span), thinning)
+    workers = [Recorder(events_fd, worker, StepWriter(steps_fd, worker, span)) for worker in (0, 1)]
+    agent.write(JobRecord(version=VERSION, job=job))
+    for event in BEGIN[1:]:
+        agent.write(made(**event))
+    for step in range(job.steps):
+        if step == STRUCK:
+            agent.write(made("fault", step=step))
+        for worker in workers:
+            for microbatch in range(8):
+                for op in "FB":
+                    worker.action(1, step, f"{worker.worker}{op}{microbatch}", now_ns(), now_ns())
+        agent.write(AuditRecord(of=0, step=step, pipeline=0, rows=((0, "f" * 64, "e" * 64),)))
+        agent.write(made("commit", step=step, at_ns=0))
+        if step % span == span - 1:
+            most = max(most, sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()))
+    for fd in (events_fd, steps_fd):
+        os.close(fd)
+    return most
+
+
+def test_a_run_takes_the_bytes_that_it_may_and_says_what_it_left_out(tmp_path: Path) -> None:
+    """Before, a day of the demo wrote 28 GB of events, and nothing bounded them."""
+    folder = tmp_path / NAME
+    folder.mkdir()
+    most = a_long_run(folder, 1_500_000)
+    span = span_of(Job(stages=2, microbatches=8))
+    assert most < 1_500_000 + 2 * span * 1500  # the range that is open
+    history = read_history(folder / "events.jsonl")
+    assert len(history.commits) == 2500 and len(history.of(FaultRecord)) == 1
+    kept = history.files and history.files.ranges().keys()
+    assert kept
+    assert {0, STRUCK // span * span, 2499 // span * span} <= kept
+    left_out = {step for first, last in left_out_steps(history) for step in range(first, last + 1)}
+    assert left_out == {*range(2500)} - {step for first in kept for step in range(first, first + span)}
+    assert miscounted(history, history.job) == []  # every step that is there has all its samples
+    (said,) = gaps(history)
+    assert said.startswith(f"the actions and hashes of steps {span} to ")
+    reported = CliRunner().invoke(app, ["report", NAME, "--results", str(tmp_path)])
+    assert reported.exit_code == 0, reported.output
+    assert said in reported.stderr
+    assert said[1:] in (folder / "report.html").read_text()
+    status = CliRunner().invoke(app, ["status", NAME, "--results", str(tmp_path), "--json"])
+    assert json.loads(status.stdout)["gaps"] == [said]
+    assert json.loads(status.stdout)["workers"][0]["last_action"] == "0B7"
+
+
+def test_an_entry_of_which_the_kernel_took_a_part_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_fd = open_steps(tmp_path / FOLDER)
+    worker = Recorder(-1, 0, StepWriter(steps_fd, 0, 10))
+    for step, at in enumerate((0, 1, 31)):
+        cut_once(monkeypatch, at)
+        worker.action(1, step, "0F0", 5, 6)
+        monkeypatch.undo()
+    os.close(steps_fd)
+    assert [each.step for each in StepReader(tmp_path).actions([0], {})] == [0, 1, 2]
+
+
+def test_a_link_in_the_folder_of_steps_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"")
+    steps_fd = open_steps(tmp_path / FOLDER)
+    (tmp_path / FOLDER / "actions-0-0.bin").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic link"):
+        StepWriter(steps_fd, 0, 10).append(0, b"x")
+    os.close(steps_fd)
+    assert (tmp_path / "other").read_bytes() == b""
+    assert StepReader(tmp_path).num_bytes == 0

@@ -35,7 +35,7 @@ class _Stamped(Control):
         super().wake()
 
 
-def main(control_fd: int, events_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
+def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
     """Runs one worker of one round."""
     sleep_exactly()
     control = _Stamped(Link.from_fd(control_fd))

@@ -21,11 +21,13 @@ from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
 from engine.core.faults.fault import WHOLE_AFTERWARDS, At, Fault
 from engine.core.faults.fault_kind import FaultKind
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
+from engine.core.history.gaps import left_out_steps
 from engine.core.history.process_records import ExitRecord, FailedRecord
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, ConfirmedRecord, EpochRecord, FaultRecord, NoticeRecord
 from engine.core.history.verdict_records import ComparisonRecord, Result
+from engine.core.texts import counted
 
 S = TypeVar("S", bound=StampedRecord)
 
@@ -74,7 +76,7 @@ class Observed:
     @cached_property
     def recoveries(self) -> list[Recovery]:
         """The recoveries that began since `since_ns`; to find them takes longer than to read the events."""
-        return [each for each in recoveries(self.history.records) if each.noticed_ns >= self.since_ns]
+        return [each for each in recoveries(self.history.records_of_recoveries) if each.noticed_ns >= self.since_ns]
 
     def miscounted(self, job: Job) -> list[str]:
         """Returns one sentence for each sample that a judged step did not count once."""
@@ -95,6 +97,8 @@ def check(
     if expect.samples is not None:
         wrong = seen.miscounted(job)
         text = "every committed step counted every sample once"
+        if left_out := sum(last + 1 - first for first, last in left_out_steps(seen.history)):
+            text += f"; {counted(left_out, 'step')} not checked, as their actions were left out"
         checks.append(_judged("samples", not wrong, _first(wrong) or text))
     if expect.culprit is not None:
         checks.append(_culprit(expect.culprit, faults, kinds, seen))

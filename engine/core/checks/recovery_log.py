@@ -95,6 +95,8 @@ class RecoveryLog:
                 self._close(record)
 
     def _close(self, commit: CommitRecord) -> None:
+        if commit.step > self.committed + 1 and self.committed >= 0:  # commits between are not known
+            self.lengths.lose_track()
         self.lengths.commit(commit.at_ns, recovered=bool(self.epochs))
         self.committed = commit.step
         self.is_over = self.is_over or commit.last

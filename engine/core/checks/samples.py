@@ -10,36 +10,64 @@ microbatch; one other worker must then have counted the microbatches before it o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.core.action import ADDING_OPS, Action, Op, parse_action
 from engine.core.config.job import Job
+from engine.core.history.gaps import left_out_steps
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.history.run_records import ActionRecord
+from engine.core.history.step_files import done_in, span_of
 from engine.core.ownership import Slot
 from engine.core.program.stream_pass import is_streamed
 
 _COUNTS = ADDING_OPS | {Op.F}
 
 SampleAction = tuple[int, int, Action]  # end in ns, worker, action
+DoneAction = tuple[int, int, int, Action]  # step, end in ns, worker, action
 Count = tuple[bool, int]  # whether it is a backward, microbatch
 
 
 def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
-    """Returns one sentence for each (step, slot, microbatch) not counted once, in steps committed since a time."""
-    committed = {each.step for each in history.of(CommitRecord) if each.at_ns >= since_ns}
+    """Returns one sentence for each (step, slot, microbatch) not counted once, in steps committed since a time.
+
+    Steps whose actions were left out are not checked.
+    """
+    commits = zip(history.commits.steps, history.commits.at_ns, strict=True)
+    committed = {step for step, at_ns in commits if at_ns >= since_ns}
+    committed.difference_update(*(range(first, last + 1) for first, last in left_out_steps(history)))
     out_since: dict[int, int] = {}
     for epoch in history.epochs:
         for out in epoch.verdict:
             out_since.setdefault(out.worker, epoch.at_ns)
-    entries: dict[tuple[int, Slot], list[SampleAction]] = {}
-    for done in history.of(ActionRecord):
-        action = parse_action(done.action)
-        if action.op in _COUNTS:
-            key = (done.step, (action.pipeline, action.stage))
-            entries.setdefault(key, []).append((done.end_ns, done.worker, action))
     found = []
-    for step in sorted(committed):
+    span = span_of(job)
+    for first, done in _in_ranges(history):
+        steps = committed if first is None else {step for step in range(first, first + span) if step in committed}
+        committed = committed - steps
+        found += _in_steps(steps, done, out_since, job)
+    return found + _in_steps(committed, (), out_since, job)
+
+
+def _in_ranges(history: RunHistory) -> Iterator[tuple[int | None, Iterator[DoneAction]]]:
+    """Yields each range of steps by its first, with its actions; None for all steps if the history has the actions."""
+    files = history.files
+    if files is None or not files.num_bytes:
+        records = history.of(ActionRecord)
+        yield None, ((each.step, each.end_ns, each.worker, parse_action(each.action)) for each in records)
+        return
+    for first in files.ranges():
+        blocks = files.read(first)
+        yield first, ((step, end, worker, action) for worker, data in blocks for step, end, action in done_in(data))
+
+
+def _in_steps(steps: set[int], done: Iterable[DoneAction], out_since: Mapping[int, int], job: Job) -> list[str]:
+    entries: dict[tuple[int, Slot], list[SampleAction]] = {}
+    for step, end_ns, worker, action in done:
+        if action.op in _COUNTS:
+            entries.setdefault((step, (action.pipeline, action.stage)), []).append((end_ns, worker, action))
+    found = []
+    for step in sorted(steps):
         for pipeline in range(job.pipelines):
             for stage in range(job.stages):
                 slot = (pipeline, stage)

@@ -59,6 +59,10 @@ class StepLengths:
             self.usual.append(at_ns - self.since_ns)
         self.since_ns, self._is_usual = at_ns, not recovered
 
+    def lose_track(self) -> None:
+        """Notes that commits before the next one are not known: no step ends with it."""
+        self.since_ns, self._is_usual = None, False
+
     def stall(self, resume_ns: int | None, latest_ns: int, idle_ns: int) -> Stall:
         """Returns the stall in the open step, before its commit is noted.
 

@@ -34,6 +34,7 @@ def twin_of(job: Job) -> Job:
         fsdp=0,
         check_pure=False,  # the run itself was checked
         validate_every=0,
+        events_max=Job().events_max,
         name="",
         results="",
     )

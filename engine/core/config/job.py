@@ -86,6 +86,9 @@ class Job:
     validate_every: int = _field(20, "validation pass every N steps; 0 = off")
     validation_microbatches: int = _field(8, "microbatches of one validation pass")
     name: str = _field("", "name of the run; the model's by default")
+    events_max: str = _field(
+        "500MB", "size of a run's events, beyond which actions of ordinary steps are left out; 0B = keep all"
+    )
     results: str = _field("results", "folder that receives one folder per run")
 
     @property

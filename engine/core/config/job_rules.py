@@ -9,6 +9,7 @@ from engine.core.config.job import PARTITION_FORMS, Job
 from engine.core.config.lr_schedule import LR_SCHEDULES
 from engine.core.config.partition import written
 from engine.core.config.schedule_choice import check_schedule
+from engine.core.config.size import SIZE_FORM, parse_size
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import MOST_FLOAT
 
@@ -60,6 +61,8 @@ def check_job(job: Job) -> list[Problem]:
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)
     problems += [*_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
+    if parse_size(job.events_max) is None:
+        problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
         problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
     return problems

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from engine.core.history.record import UnreadLine
 from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import ThinnedRecord
 from engine.core.texts import counted, numbered
 
 _MOST_NAMED = 5
@@ -11,9 +14,28 @@ _MOST_NAMED = 5
 
 def gaps(history: RunHistory) -> tuple[str, ...]:
     """Returns one sentence for each kind of gap; empty if the record is whole."""
-    lines = [each.number for each in history.of(UnreadLine)]
-    if not lines:
-        return ()
-    more = ", ..." if len(lines) > _MOST_NAMED else ""
-    which = numbered("line", lines[:_MOST_NAMED])
-    return (f"{counted(len(lines), 'line')} of events.jsonl could not be read ({which}{more})",)
+    return tuple(_unread(history)) + tuple(_thinned(history))
+
+
+def _unread(history: RunHistory) -> Iterator[str]:
+    if lines := [each.number for each in history.of(UnreadLine)]:
+        more = ", ..." if len(lines) > _MOST_NAMED else ""
+        which = numbered("line", lines[:_MOST_NAMED])
+        yield f"{counted(len(lines), 'line')} of events.jsonl could not be read ({which}{more})"
+
+
+def _thinned(history: RunHistory) -> Iterator[str]:
+    """Yields what was left out: the steps from the first gap to the last, and how many of them are there."""
+    if left_out := left_out_steps(history):
+        first, last = left_out[0][0], left_out[-1][1]
+        num_kept = last - first + 1 - sum(stop - start + 1 for start, stop in left_out)
+        but = f", but for {num_kept:,} of them," if num_kept else ""
+        yield (
+            f"the actions and hashes of steps {first:,} to {last:,}{but} were left out (events_max is "
+            f"{history.job.events_max}); the steps near failures and faults are there"
+        )
+
+
+def left_out_steps(history: RunHistory) -> list[tuple[int, int]]:
+    """Returns the steps without actions, as (first, last) in order."""
+    return sorted(steps for each in history.of(ThinnedRecord) for steps in each.steps)

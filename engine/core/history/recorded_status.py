@@ -9,7 +9,7 @@ from typing import get_args
 from engine.core.history.gaps import gaps
 from engine.core.history.process_records import FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, EpochRecord, StaysRecord
+from engine.core.history.run_records import EpochRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.core.history.worker_ends import WorkerEnd, worker_ends
 from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
@@ -27,7 +27,6 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     started = sorted(history.of(StartedRecord), key=lambda each: each.of)
     ends = worker_ends(history)
     workers = tuple(_worker(each, history, ends.get(each.of)) for each in started)
-    commits = history.of(CommitRecord)
     return RunStatus(
         run_id,
         _phase(history),
@@ -36,7 +35,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         history.job.steps,
         workers,
         tuple(_verdicts(history)),
-        commits[-1].loss if commits else None,
+        history.commits.losses[-1] if history.commits else None,
         gaps=gaps(history),
         injectable=history.is_injectable,
     )

@@ -1,16 +1,27 @@
 """The state of a run by its records: the job, the owners of its slots, the last commit, the faults and the end.
 
-It takes records one by one in the order of the file, so that it can follow a file that still grows.
+It takes records one by one in the order of the file, so that it can follow a file that still grows. It keeps commits in
+columns. `files` has the actions of the run; the history itself has those that its reader added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 from engine.core.config.job import Job
-from engine.core.history.process_records import EndedRecord, FailedRecord, StartedRecord, TrainingEndedRecord
+from engine.core.history.commits import Commits
+from engine.core.history.process_records import (
+    EndedRecord,
+    ExitRecord,
+    FailedRecord,
+    StartedRecord,
+    TrainingEndedRecord,
+)
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_records import (
     ActionRecord,
@@ -21,11 +32,29 @@ from engine.core.history.run_records import (
     GoRecord,
     HeirsRecord,
     JobRecord,
+    MarkRecord,
+    RaisedRecord,
+    SuspicionRecord,
 )
 from engine.core.history.verdict_records import CheckRecord
 from engine.core.ownership import Slot, by_slot
 
 R = TypeVar("R", bound=Record)
+# Recoveries are timed by these records, and by some commits around them: ten usual steps, and the steps between.
+_TIMED = (EpochRecord, ExitRecord, FailedRecord, FaultRecord, GoRecord, MarkRecord, RaisedRecord, SuspicionRecord)
+_AROUND = 13
+
+
+class ActionFiles(Protocol):
+    """The actions of a run in files, each of a worker and a range of steps."""
+
+    num_bytes: int
+
+    def ranges(self) -> dict[int, int]:
+        """Returns the first step of each range, with the bytes of its actions."""
+
+    def read(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """Yields each worker with the bytes of its actions in the range that begins with a step."""
 
 
 @dataclass(slots=True)
@@ -35,14 +64,19 @@ class RunHistory:
     job: Job = field(default_factory=lambda: Job(steps=0))  # until the first record
     is_training: bool = False
     owners: dict[Slot, int] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
+    commits: Commits = field(default_factory=Commits)
+    files: ActionFiles | None = None
     epochs: list[EpochRecord] = field(default_factory=list)  # with the owners of a later `HeirsRecord`
     last_action: dict[int, ActionRecord] = field(default_factory=dict)  # of each worker
+    _others: list[Record] = field(default_factory=list)  # all but the commits
     _of: dict[type[Record], list[Any]] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
         """Adds the next record."""
-        self.records.append(record)
+        if isinstance(record, CommitRecord):
+            self.commits.add(record, len(self._others), self.epochs[-1].epoch if self.epochs else 0)
+            return
+        self._others.append(record)
         self._of.setdefault(type(record), []).append(record)
         match record:
             case ActionRecord():
@@ -60,8 +94,72 @@ class RunHistory:
             case GoRecord():
                 self.is_training = True
 
-    def of(self, kind: type[R]) -> list[R]:
+    def add_commits(self, commits: Sequence[tuple[str, ...]]) -> None:
+        """Adds the next commits, each as the texts of the fields in its line."""
+        if commits:
+            self.commits.add_fields(commits, len(self._others), self.epochs[-1].epoch if self.epochs else 0)
+
+    def add_actions(self, actions: Iterable[ActionRecord]) -> None:
+        """Adds actions in the order of time: each before the first record that was written after its end."""
+        done = sorted(actions, key=attrgetter("end_ns"))
+        written_ns = [*accumulate((getattr(each, "at_ns", 0) for each in self._others), max)]
+        places = self.commits.places
+        before: list[int] = []  # the index of the first commit behind each action
+        others: list[Record] = []
+        taken = 0
+        for action in done:
+            other, commit = bisect_left(written_ns, action.end_ns), bisect_left(self.commits.at_ns, action.end_ns)
+            place = min(other, places[commit]) if commit < len(places) else other
+            others += self._others[taken:place]
+            others.append(action)
+            taken = max(taken, place)
+            before.append(min(commit, bisect_right(places, other)))
+            self.last_action[action.worker] = action
+        self._others = others + self._others[taken:]
+        self._of[ActionRecord] = done
+        behind = 0
+        for index in range(len(places)):
+            while behind < len(before) and before[behind] <= index:
+                behind += 1
+            places[index] += behind
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no record yet."""
+        return not self._others and not self.commits
+
+    @property
+    def records(self) -> Iterator[Record]:
+        """The records in the order of the file."""
+        return self._with_commits(range(len(self.commits)))
+
+    @property
+    def records_of_recoveries(self) -> Iterator[Record]:
+        """The records in the order of the file, without the commits that no recovery is timed by."""
+        near = {len(self.commits) - 1} if self.commits else set()
+        for place, record in enumerate(self._others):
+            if isinstance(record, _TIMED):
+                at = bisect_right(self.commits.places, place)
+                near.update(range(max(0, at - _AROUND), min(at + _AROUND, len(self.commits))))
+        return self._with_commits(sorted(near))
+
+    def _with_commits(self, indexes: Iterable[int]) -> Iterator[Record]:
+        place = 0
+        for index in indexes:
+            yield from self._others[place : (place := self.commits.places[index])]
+            yield self.commits[index]
+        yield from self._others[place:]
+
+    @property
+    def training_records(self) -> list[Record]:
+        """The records but commits, up to the end of training: the twin and the checks come after it."""
+        end = self.training_ended
+        return self._others if end is None else self._others[: self._others.index(end) + 1]
+
+    def of(self, kind: type[R]) -> Sequence[R]:
         """Returns the records of one kind."""
+        if kind is CommitRecord:
+            return self.commits  # type: ignore[return-value]
         return self._of.get(kind, [])
 
     def first(self, kind: type[R]) -> R | None:
@@ -71,7 +169,7 @@ class RunHistory:
     def in_epochs(self, *kinds: type[R]) -> Iterator[tuple[int, R]]:
         """Yields (epoch, record) for the records of some kinds; the epoch is 0 before the first."""
         epoch = 0
-        for record in self.records:
+        for record in self.records if CommitRecord in kinds else self._others:
             epoch = record.epoch if isinstance(record, EpochRecord) else epoch
             if isinstance(record, kinds):
                 yield epoch, record
@@ -79,15 +177,14 @@ class RunHistory:
     @property
     def begin_ns(self) -> int:
         """The time at which training began, else the time of the first record, else 0."""
-        stamped = (each for each in self.records if isinstance(each, StampedRecord))
+        stamped = (each for each in self._others if isinstance(each, StampedRecord))
         first = self.first(GoRecord) or next(stamped, None)
         return first.at_ns if first else 0
 
     @property
     def committed(self) -> int:
         """The last committed step, -1 before the first."""
-        commits = self.of(CommitRecord)
-        return commits[-1].step if commits else -1
+        return self.commits.steps[-1] if self.commits else -1
 
     @property
     def struck(self) -> set[str]:

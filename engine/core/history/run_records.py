@@ -143,6 +143,13 @@ class AuditRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinnedRecord(StampedRecord):
+    """The actions and hashes of these steps, as (first, last), are left out: the run had grown beyond its limit."""
+
+    steps: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRecord(StampedRecord):
     """A validation pass after a step: its loss, and its metric where the model has one."""
 

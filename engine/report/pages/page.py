@@ -20,7 +20,7 @@ from engine.report.pages.exceptions_section import exceptions_section
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.job_facts import host_line, job_line, when_text
 from engine.report.pages.recoveries import recoveries_section
-from engine.report.pages.timeline import slots_text, timeline
+from engine.report.pages.timeline import drawable, slots_text, timeline
 from engine.report.pages.words import definition
 from engine.report.recovery import NO_WORKER_LOST, stalls_of
 
@@ -31,7 +31,8 @@ _OF_GLOO = re.compile(r"\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by.*"
 def page(run: RunTables) -> str:
     """Returns the page as HTML."""
     mood, outcome = headline(run, with_weights=False)  # the page has a line for them
-    drawn, shown = timeline(run), charts(run)
+    some, every = drawable(run)
+    drawn, shown = timeline(some), charts(some)
     left_out = drawn["left_out"]
     data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
     sections = Template(asset("run.html")).substitute(
@@ -49,6 +50,7 @@ def page(run: RunTables) -> str:
         [
             *map(sentence, run.gaps),
             *([f"{left_out:,} actions of other steps are not in this page."] if left_out else []),
+            *([f"The charts show one step of {every}."] if every > 1 else []),
         ]
     )
     when = when_text(run.host) if run.host else ""

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from engine.core.texts import numbered
-from engine.report.actions import KINDS
+from engine.report.action_arrays import KINDS
 from engine.report.load import RunTables
 from engine.report.pages.words import definition
 from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST
-from engine.report.workers import NOT_BUSY
 
 MAX_ACTIONS = 150_000
+MAX_STEPS = 10_000
 REDUNDANT, _REPLAYED, _TAKEN_OVER = 1, 2, 4  # bits that choose the pattern of a bar
 
 
@@ -51,13 +52,29 @@ def timeline(run: RunTables) -> dict[str, Any]:
             "kind": packed(shown["kind"], "<u1"),
             "mark": packed(marks, "<u1"),
         },
-        "bars": _bars(run.actions, origin_ns),
+        "bars": _bars(run.bars, origin_ns),
         "commits": [round(at, 4) for at in run.steps["commit_ms"]],
         "steps": run.steps["step"].tolist(),
         "recoveries": [_recovery(row) for row in run.recovery.to_dict("records")],
-        "left_out": len(run.actions) - len(shown),
+        "left_out": int(run.workers["num_actions"].sum()) - len(shown),
         "end": run.end_ms,
     }
+
+
+def drawable(run: RunTables) -> tuple[RunTables, int]:
+    """Returns a run with the steps that a page can draw, and n if these are one of n beside those with actions."""
+    every = -(-len(run.steps) // MAX_STEPS)
+    if every <= 1:
+        return run, 1
+    places = np.arange(len(run.steps))
+    validated = run.steps["validation_loss"].notna()
+    kept = (places % every == 0) | run.steps["step"].isin(run.actions["step"].unique())
+    kept |= validated & (validated.cumsum() % max(1, every // 10) == 0)
+    steps = run.steps[kept]
+    drawn = {*steps["step"]}
+    bars = run.bars[run.bars["step"].isin(drawn)]
+    twin_loss = {step: loss for step, loss in run.twin_loss.items() if step in drawn}
+    return replace(run, steps=steps, bars=bars, twin_loss=twin_loss), every
 
 
 def _nearest(actions: pd.DataFrame, recovery: pd.DataFrame) -> pd.DataFrame:
@@ -120,11 +137,8 @@ def slots_text(slots: Iterable[Sequence[int]], one_pipeline: bool) -> str:
     )
 
 
-def _bars(actions: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
+def _bars(bars: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
     """Returns one bar per worker and step: its start, its length, and the busy share of that length."""
-    busy_ns = (actions["end_ns"] - actions["start_ns"]).where(~actions["kind"].isin(NOT_BUSY), 0)
-    grouped = actions.assign(busy_ns=busy_ns).groupby(["worker", "step", "epoch"], as_index=False)
-    bars = grouped.agg(start_ns=("start_ns", "min"), end_ns=("end_ns", "max"), busy_ns=("busy_ns", "sum"))
     length_ns = (bars["end_ns"] - bars["start_ns"]).clip(lower=1)
     return {
         "worker": packed(bars["worker"], "<i4"),

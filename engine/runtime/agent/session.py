@@ -25,8 +25,6 @@ from engine.core.history.process_records import (
     StoreRecord,
     TrainingEndedRecord,
 )
-from engine.core.history.record import AGENT, VERSION
-from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import Options, Sighting, State, begin
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
@@ -35,11 +33,12 @@ from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
+from engine.runtime.agent.recording import recording
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import RunInterruptedError, holding
 from engine.runtime.process.network_namespace import new_network
@@ -88,14 +87,14 @@ def run_session(
     ownership = shadowed(job, ownership, ownership.workers())
     first = first_state(job, ownership, silence_s, hang_s)
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder = _recording(files, events, JobRecord(version=VERSION, job=job, injectable=injectable), host)
+        recorder, record_fds = recording(files, events, job, injectable, ownership.workers(), host)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting())
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
-                board, members, guard = _fork(stack, server, ownership, recorder, logs)
+                board, members, guard = _fork(stack, server, ownership, recorder, record_fds, logs)
                 node.enrol(members.values())
                 tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder, injectable))
                 agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
@@ -111,13 +110,18 @@ def run_session(
 
 
 def _fork(
-    stack: contextlib.ExitStack, server: ForkServer, ownership: Ownership, recorder: Recorder, logs: Path
+    stack: contextlib.ExitStack,
+    server: ForkServer,
+    ownership: Ownership,
+    recorder: Recorder,
+    record_fds: tuple[int, int],
+    logs: Path,
 ) -> tuple[ProgressBoard, dict[int, WorkerHandle], Guard]:
     """Starts the workers; `stack` ends them."""
     board = ProgressBoard.create(max(ownership.workers()) + 1)
     stack.callback(board.close)
     guard = _guard(stack, recorder)
-    members = start_workers(server, ownership, recorder.fd, board, logs, guard.fds)
+    members = start_workers(server, ownership, record_fds, board, logs, guard.fds)
     stack.callback(close_workers, list(members.values()))
     return board, members, guard
 
@@ -145,17 +149,6 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
     recorder.write(InterruptRecord(signal=number.name))
     recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
     stack.close()
-
-
-def _recording(stack: contextlib.ExitStack, events: Path, first: JobRecord, host: HostRecord | None) -> Recorder:
-    """Opens the events file of a run; its first record is the job, the second one the host if it is given."""
-    events_fd = open_events(events)
-    stack.callback(os.close, events_fd)
-    recorder = Recorder(events_fd, AGENT)
-    recorder.write(first)
-    if host is not None:
-        recorder.write(host)
-    return recorder
 
 
 def _ticking(

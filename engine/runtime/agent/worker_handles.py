@@ -41,7 +41,7 @@ class WorkerHandle:
 def start_workers(
     server: ForkServer,
     ownership: Ownership,
-    events_fd: int,
+    record_fds: Sequence[int],
     board: ProgressBoard,
     logs: Path,
     more_fds: Sequence[int] = (),
@@ -49,13 +49,14 @@ def start_workers(
 ) -> dict[int, WorkerHandle]:
     """Forks one process for each worker of an ownership; its output goes to ``logs/worker-N.log``.
 
-    Each gets its link, the events, the progress board, the memory and the bell of the rendezvous, and `more_fds`.
+    Each gets its link, the `record_fds` (the events file and the folder of steps), the progress board, the memory and
+    the bell of the rendezvous, and `more_fds`.
     """
     members = {}
     with server.forking(), meeting_place() as meeting_fds:
         for worker in ownership.workers():
             log = logs / f"worker-{worker}.log"
-            child, link = _fork(server, role, f"bamboo-{worker}", log, [events_fd, board.fd, *meeting_fds, *more_fds])
+            child, link = _fork(server, role, f"bamboo-{worker}", log, [*record_fds, board.fd, *meeting_fds, *more_fds])
             members[worker] = WorkerHandle(worker, ownership.slots_of(worker), child, link, log)
     return members
 

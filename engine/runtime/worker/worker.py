@@ -21,6 +21,7 @@ from engine.core.config.job import Job
 from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, Problem, UserError, ensure
 from engine.core.faults.fault import from_plain
+from engine.core.history.step_files import span_of
 from engine.core.ownership import Grid, Ownership
 from engine.core.process_messages import UnprovenMessage
 from engine.core.random_key import random_key
@@ -32,6 +33,7 @@ from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.ipc.step_writer import StepWriter
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
@@ -62,14 +64,20 @@ class GroupMember(NamedTuple):
 
 
 def main(
-    control_fd: int, events_fd: int, board_fd: int, memory_fd: int, bell_fd: int, network_fd: int | None = None
+    control_fd: int,
+    events_fd: int,
+    steps_fd: int,
+    board_fd: int,
+    memory_fd: int,
+    bell_fd: int,
+    network_fd: int | None = None,
 ) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     control.give_notice_of_sigterm()
     try:
-        _run(control, events_fd, board_fd, MeetingPlace(memory_fd, bell_fd), network_fd)
+        _run(control, (events_fd, steps_fd), board_fd, MeetingPlace(memory_fd, bell_fd), network_fd)
     except Stopped:
         return ExitCode.OK
     except Excluded:
@@ -99,8 +107,10 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
-def _run(control: Control, events_fd: int, board_fd: int, place: MeetingPlace, network_fd: int | None) -> None:
-    member = join(control, control.take(messages.WelcomeMessage), events_fd, board_fd, place, network_fd=network_fd)
+def _run(
+    control: Control, record_fds: tuple[int, int], board_fd: int, place: MeetingPlace, network_fd: int | None
+) -> None:
+    member = join(control, control.take(messages.WelcomeMessage), record_fds, board_fd, place, network_fd=network_fd)
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
@@ -112,7 +122,7 @@ def _run(control: Control, events_fd: int, board_fd: int, place: MeetingPlace, n
 def join(
     control: Control,
     welcome: messages.WelcomeMessage,
-    events_fd: int,
+    record_fds: tuple[int, int],
     board_fd: int,
     place: MeetingPlace,
     data_of: Callable[[Job], Data] = open_data,
@@ -126,7 +136,8 @@ def join(
         displace(random_key(job.seed, "data") % 2**32)
         data = data_of(job)
     model = build_model(job, data.facts)
-    control.recorder = recorder = Recorder(events_fd, worker)
+    events_fd, steps_fd = record_fds
+    control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
     if worker == owners[0]:
         control.send(messages.CutMessage(_partition(job, model, data), tuple(each.name for each in model.layers)))
     starts = control.take(messages.PartitionMessage).starts

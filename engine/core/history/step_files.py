@@ -1,0 +1,113 @@
+"""The form of the files in the folder ``steps`` of a run: the actions of each worker, and the hashes of the layers.
+
+Rules: a file holds a range of steps, and its name has the first of them. All ranges of a run have as many steps. One
+process writes a file. `actions-W-F.bin` has an entry of 32 bytes for each action of worker W, in the order of writing.
+`hashes-F.jsonl` has a line for each audit. So a whole range can be left out without a look into its files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from struct import Struct
+from typing import NamedTuple
+
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op, parse_action
+from engine.core.config.job import Job
+from engine.core.history.run_records import ActionRecord
+
+FOLDER = "steps"
+_ENTRY = Struct("<qqIIQ")  # begin and length in ns, step, epoch, the work
+ENTRY_BYTES = _ENTRY.size
+OPS = tuple(Op)  # the place of an op is its number in an entry: a change needs a new version of the format
+_MARK = 0xA5  # in the last byte of each entry: other bytes are no entry
+# The same entry for numpy: the work is a stage, a pipeline, a microbatch, an op and the mark.
+FIELDS = [
+    *(("start_ns", "<i8"), ("length_ns", "<i8"), ("step", "<u4"), ("epoch", "<u4"), ("stage", "<u2")),
+    *(("pipeline", "<u2"), ("microbatch", "<u2"), ("op", "u1"), ("mark", "u1")),
+]
+_NAME = re.compile(r"(?:actions-([0-9]{1,9})|hashes)-([0-9]{1,18})\.(?:bin|jsonl)")
+_RANGE_BYTES = 1_000_000  # about, of the actions of all workers: small enough to leave out, large enough to be few
+
+
+class StepFile(NamedTuple):
+    """A file: the first step of its range, and the worker of its actions, None for hashes."""
+
+    first: int
+    worker: int | None
+
+    def __str__(self) -> str:
+        return f"hashes-{self.first}.jsonl" if self.worker is None else f"actions-{self.worker}-{self.first}.bin"
+
+
+def step_file(name: str) -> StepFile | None:
+    """Returns the file of this name; None for any other name."""
+    match = _NAME.fullmatch(name)
+    found = StepFile(int(match[2]), None if match[1] is None else int(match[1])) if match else None
+    return found if str(found) == name else None
+
+
+def span_of(job: Job) -> int:
+    """Returns the steps of a range: 1, 2 or 5 times a power of ten, for a range of about a megabyte."""
+    num_actions = job.pipelines * job.stages * (6 * job.microbatches + 6)
+    most, span = max(1, _RANGE_BYTES // (num_actions * ENTRY_BYTES)), 1
+    while span * 10 <= most:
+        span *= 10
+    return span * next(each for each in (5, 2, 1) if span * each <= max(most, span))
+
+
+def entry(epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> bytes:
+    """Returns the entry of an action."""
+    return _ENTRY.pack(start_ns, end_ns - start_ns, step, epoch, _work(action))
+
+
+@lru_cache(maxsize=1 << 16)
+def _work(text: str) -> int:
+    action = parse_action(text)
+    microbatch = max(action.microbatch, 0)
+    return action.stage | action.pipeline << 16 | microbatch << 32 | OPS.index(action.op) << 48 | _MARK << 56
+
+
+@lru_cache(maxsize=1 << 16)
+def _text(work: int) -> str | None:
+    """Returns the text of an action; None if the number stands for none."""
+    op, mark = work >> 48 & 0xFF, work >> 56
+    if not is_entry(op, mark):
+        return None
+    return str(action_of(work & 0xFFFF, work >> 16 & 0xFFFF, work >> 32 & 0xFFFF, op))
+
+
+def is_entry(op: int, mark: int) -> bool:
+    """Returns whether bytes with this op and this mark are an entry."""
+    return mark == _MARK and op < len(OPS)
+
+
+def action_of(stage: int, pipeline: int, microbatch: int, op: int) -> Action:
+    """Returns the action of the fields of an entry."""
+    return Action(stage, OPS[op], WHOLE_STAGE if OPS[op] in STAGE_OPS else microbatch, pipeline)
+
+
+def done_in(data: bytes) -> Iterator[tuple[int, int, Action]]:
+    """Yields step, end and action of each entry in the bytes of a file; other bytes are left out."""
+    whole = len(data) // ENTRY_BYTES * ENTRY_BYTES
+    for start_ns, length_ns, step, _, work in _ENTRY.iter_unpack(data[:whole]):
+        if (text := _text(work)) is not None:
+            yield step, start_ns + length_ns, parse_action(text)
+
+
+def actions_in(data: bytes, worker: int, pid: int = 0, since: int = 0) -> Iterator[ActionRecord]:
+    """Yields the actions in the bytes of a file, of steps from `since` on; other bytes than entries are left out."""
+    whole = len(data) // ENTRY_BYTES * ENTRY_BYTES
+    for start_ns, length_ns, step, epoch, work in _ENTRY.iter_unpack(data[:whole]):
+        text = _text(work)
+        if text is not None and step >= since:
+            yield ActionRecord(
+                worker=worker,
+                pid=pid,
+                epoch=epoch,
+                step=step,
+                action=text,
+                start_ns=start_ns,
+                end_ns=start_ns + length_ns,
+            )
