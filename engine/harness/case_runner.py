@@ -5,12 +5,11 @@ Rules: every command that runs a job runs it here. A run folder has all that is 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -20,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from engine.core.checks.expectations import Observed, why_no_twin
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
-from engine.core.errors import BY_SIGNAL, BambooError, StorageError, UserError
+from engine.core.errors import BambooError, StorageError, UserError
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.faults.scenario import Scenario
-from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ScenarioRecord
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.case_result import CaseResult, judged
+from engine.harness.run_end import failure_recorded, note_forced_end, record_failure
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
@@ -94,39 +93,11 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     with (
         holding() as interrupts,
         folder_used(folder.path),
-        _failure_recorded(folder),
-        interrupts.forcing(partial(_note_forced_end, folder)),
+        failure_recorded(folder),
+        interrupts.forcing(partial(note_forced_end, folder)),
     ):
         delete_dead_stores(Path(job.results))
         return _run_in(folder, case, etcd, screen, server, started_s)
-
-
-@contextlib.contextmanager
-def _failure_recorded(folder: RunFolder) -> Iterator[None]:
-    """Records an error that ends the command before the run has a verdict, such as a full disk or a store that refuses.
-
-    Without these records the run would look like one whose launcher was killed.
-    """
-    from engine.files.events_file import add_records, read_history
-
-    try:
-        yield
-    except BambooError as error:
-        with contextlib.suppress(StorageError):
-            history = read_history(folder.events)
-            outcome, code = "interrupted" if error.exit_code in BY_SIGNAL else "failed", int(error.exit_code)
-            training = [] if history.training_ended else [TrainingEndedRecord(outcome=outcome, exit_code=code)]
-            if not history.is_empty and history.ended is None:
-                ended = EndedRecord(outcome=outcome, exit_code=code)
-                add_records(folder.events, FailedRecord(error=str(error)), *training, ended)
-        raise
-
-
-def _note_forced_end(folder: RunFolder, number: int) -> None:
-    from engine.files.events_file import add_records
-
-    if folder.events.exists():
-        add_records(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
 
 
 def _run_in(
@@ -138,21 +109,42 @@ def _run_in(
     started_s: float,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
-    from engine.files.events_file import add_records, read_history
-    from engine.files.step_reader import StepReader
-    from engine.files.trajectory_file import write_trajectory
     from engine.runtime.doctor.leak_check import LeakCheck
 
-    job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
     if case.file is not None:
         write_atomically(folder.path / "scenario.yaml", whole_text(case.file))
     _write_facts(folder, case)
-    traces = LeakCheck() if expect.leftovers else None
+    traces = LeakCheck() if case.scenario.expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
-    options: dict[str, Any] = {"faults": faults, "grace_s": case.grace_s, "injectable": case.injectable}
-    ending = drive(job, folder, run_id=folder.path.name, **options)
+    options: dict[str, Any] = {"faults": case.faults, "grace_s": case.grace_s, "injectable": case.injectable}
+    ending = drive(case.scenario.job, folder, run_id=folder.path.name, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
+    try:
+        return _concluded(folder, case, ending, _summary(folder, ending, wall_s), left, screen, drive)
+    except StorageError as error:
+        return _unstored(folder, case, ending, wall_s, error)
+
+
+def _concluded(
+    folder: RunFolder,
+    case: Case,
+    ending: Ending,
+    summary: Mapping[str, Any],
+    left: list[str] | None,
+    screen: Screen,
+    drive: Callable[..., Ending],
+) -> CaseResult:
+    """Returns the result of a run that has ended, after its comparison and checks; stores all of it in its folder.
+
+    Raises:
+        StorageError: a file could not be written.
+    """
+    from engine.files.events_file import add_records, read_history
+    from engine.files.step_reader import StepReader
+    from engine.files.trajectory_file import write_trajectory
+
+    job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
     if case.file is not None:
         add_records(folder.events, scenario_record(case.file, folder.path / "scenario.yaml"))
     rows = ending.view.run_state.rows
@@ -170,11 +162,22 @@ def _run_in(
     else:
         seen = replace(seen, twin=_compared(job, seen.history, rows, folder, screen, drive))
     result = judged(case.scenario, faults, folder.path, seen)
-    summary = _summary(folder, ending, wall_s)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
     _write_facts(folder, case, result.to_plain())
     add_records(folder.events, *result.records(), result.ended)
     return result
+
+
+def _unstored(folder: RunFolder, case: Case, ending: Ending, wall_s: float, error: StorageError) -> CaseResult:
+    """Returns the result of a run whose files could not be written: its figures, no verdict on its weights."""
+    cause = StorageError(f"{error}; {ending.view.run_state.progress()}") if ending.error is None else ending.error
+    ending = replace(ending, outcome="failed", exit_code=int(error.exit_code), error=cause)
+    result = judged(
+        case.scenario, case.faults, folder.path, Observed(ending.exit_code, str(cause), RunHistory(case.scenario.job))
+    )
+    record_failure(folder, cause)
+    summary = _summary(folder, ending, wall_s)
+    return replace(result, run_error=cause, summary=summary, is_scenario=case.file is not None)
 
 
 def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> Ending:

@@ -114,6 +114,14 @@ class LeftBehindRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostRecord(StampedRecord):
+    """The writing worker could not write `records` of its records for this reason, and went on."""
+
+    records: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptRecord(StampedRecord):
     """The signal of this name asked the launcher to end."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
-from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, required
+from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import (
     HostRecord,
@@ -101,7 +101,10 @@ def run_session(
                 for member in members.values():
                     _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults, guard)
                 interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
-                supervise(agent, dispatch, server, interrupts)
+                try:
+                    supervise(agent, dispatch, server, interrupts)
+                except StorageError as error:  # nothing more can be recorded, so nothing more is proved: the run ends
+                    agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             view = RunView(RunState(job), ())
@@ -139,8 +142,12 @@ def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
 
 
 def _ended(recorder: Recorder, ending: Ending) -> Ending:
-    """Records the end of training."""
-    recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    """Records the end of training; returns it, or the end of a run whose events cannot be written any more."""
+    try:
+        recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    except StorageError as error:
+        if ending.error is None:
+            return replace(ending, outcome="failed", exit_code=int(error.exit_code), error=error)
     return ending
 
 

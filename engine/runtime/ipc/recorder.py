@@ -3,18 +3,21 @@
 Rules: a record is in the kernel's hands before the next action begins, so that the death of the writer loses nothing. A
 line of which the kernel took only a part is ended there and written again, whole: another process may have appended in
 between. Readers skip the part and count it. Records of single steps, which are most of the bytes, go to files that each
-hold a range of steps. The launcher's recorder leaves out ranges where there is a limit.
+hold a range of steps. The launcher's recorder leaves out ranges where there is a limit. On a full disk a worker goes on
+and counts the records that it lost. The agent raises StorageError: without its records nothing about the run is proved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from engine.core.errors import InvariantError
-from engine.core.history.record import StampedRecord
+from engine.core.errors import InvariantError, StorageError
+from engine.core.history.process_records import LostRecord
+from engine.core.history.record import AGENT, StampedRecord
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import entry
@@ -34,15 +37,35 @@ class Recorder:
         self.steps = steps
         self._thinning = thinning
         self._pid = os.getpid()
+        self._lost = LostRecord(records=0, why="")
 
     def action(self, epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> None:
         """Records one action of this worker, in the epoch that it had accepted, from start to end."""
         if self.steps is None:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
-        self.steps.append(step, entry(epoch, step, action, start_ns, end_ns))
+        try:
+            self.steps.append(step, entry(epoch, step, action, start_ns, end_ns))
+        except OSError as error:
+            self._lose(error)
+        else:
+            if self._lost.records:
+                self._tell_loss()
 
     def write(self, record: StampedRecord) -> None:
-        """Records anything else, stamped with the time of recording unless it has another."""
+        """Records anything else, stamped with the time of recording unless it has another.
+
+        Raises:
+            StorageError: a record of the agent could not be written.
+        """
+        try:
+            self._append(record)
+        except OSError as error:
+            self._lose(error)
+        else:
+            if self._lost.records:
+                self._tell_loss()
+
+    def _append(self, record: StampedRecord) -> None:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
         line = f"{encoded(stamped)}\n".encode()
         if isinstance(record, AuditRecord) and self.steps is not None:
@@ -52,6 +75,18 @@ class Recorder:
         if self._thinning is not None and (thinned := self._thinning.after(stamped)):
             self.write(thinned)
             self._thinning.delete()
+
+    def _lose(self, error: OSError) -> None:
+        why = error.strerror or str(error)
+        if self.worker == AGENT:
+            path = os.readlink(f"/proc/self/fd/{self.fd}")
+            raise StorageError(f"cannot write {path!r}: {why}") from error
+        self._lost = LostRecord(records=self._lost.records + 1, why=why)
+
+    def _tell_loss(self) -> None:
+        with contextlib.suppress(OSError):  # then the next record tells it
+            self._append(self._lost)
+            self._lost = LostRecord(records=0, why="")
 
 
 def append(fd: int, line: bytes) -> None:
