@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-ends soak-interrupts soak-stalls soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-ends soak-interrupts soak-stalls soak-disk soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -58,6 +58,10 @@ soak-interrupts: $(TEST_STAMP)
 # How long training stood, by the reports of 40 runs and by an observer outside of them: some eight minutes on two cores.
 soak-stalls: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.stall_soak --cases 210 --seed $(SEED)
+
+# Disks that fill up and files that may not grow, at some forty places: some four minutes on two cores, as root.
+soak-disk: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.disk_soak
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

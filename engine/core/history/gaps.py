@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.core.history.process_records import LostRecord
 from engine.core.history.record import UnreadLine
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ThinnedRecord
@@ -14,7 +15,12 @@ _MOST_NAMED = 5
 
 def gaps(history: RunHistory) -> tuple[str, ...]:
     """Returns one sentence for each kind of gap; empty if the record is whole."""
-    return tuple(_unread(history)) + tuple(_thinned(history))
+    return (*_lost(history), *_unread(history), *_thinned(history))
+
+
+def _lost(history: RunHistory) -> Iterator[str]:
+    for each in history.of(LostRecord):
+        yield f"worker {each.worker} could not write {counted(each.records, 'record')}: {each.why}"
 
 
 def _unread(history: RunHistory) -> Iterator[str]:

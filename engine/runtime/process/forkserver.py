@@ -23,12 +23,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from io import TextIOWrapper
 from typing import NoReturn
 
 from engine.core.process_messages import ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
+from engine.runtime.process.log_stream import log_stream
 from engine.runtime.process.prctl import adopt, die_with_parent, name_process
 
 # Roles of a child: role -> (module, function). The function gets the child's descriptors.
@@ -89,9 +89,8 @@ def _become(request: ForkMessage, fds: Sequence[int], launcher: Link, launcher_p
         told, log, *own = fds
         os.dup2(log, 1)
         os.dup2(log, 2)
-        if isinstance(sys.stdout, TextIOWrapper):  # a line of a worker that is killed later must not be lost
-            sys.stdout.reconfigure(line_buffering=True)
         os.close(log)
+        sys.stdout, sys.stderr = log_stream(1), log_stream(2)
         name_process(request.name)
         if not os.read(told, 1):
             os._exit(code)

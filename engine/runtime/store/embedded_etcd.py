@@ -8,6 +8,7 @@ this process another process deletes the data. It does not sync to disk, because
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from engine.core.errors import EnvironmentLacksError, InvariantError, ensure
+from engine.core.errors import EnvironmentLacksError, InvariantError, StorageError, ensure
 from engine.files.atomic_write import open_to_append
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
@@ -101,7 +102,8 @@ class EmbeddedEtcd:
     def settings(self) -> EtcdSettings:
         """Waits for its socket and returns the settings of a client; the first call may have to wait until it serves.
 
-        Raises EnvironmentLacksError if it ends or has no socket after `START_TIMEOUT_S`.
+        Raises StorageError if its disk is full, and EnvironmentLacksError if it ends otherwise or has no socket after
+        `START_TIMEOUT_S`.
         """
         if self._process is None:
             raise InvariantError("etcd was not started")
@@ -110,6 +112,8 @@ class EmbeddedEtcd:
             late = time.monotonic() > until_s
             if late or self._process.poll() is not None:
                 reason = self._last_words() if not late else f"no socket after {START_TIMEOUT_S:g} s"
+                if os.strerror(errno.ENOSPC).lower() in reason:
+                    raise StorageError(f"{self._data}: {reason}: the store of a run needs 64 MiB while it runs")
                 raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
             with breakable():
                 time.sleep(_POLL_S)
