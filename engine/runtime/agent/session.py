@@ -40,7 +40,7 @@ from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, sta
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.interrupts import RunInterruptedError, holding
+from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
 from engine.runtime.process.network_namespace import new_network
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
@@ -101,10 +101,7 @@ def run_session(
                 for member in members.values():
                     _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults, guard)
                 interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
-                try:
-                    supervise(agent, dispatch, server, interrupts)
-                except StorageError as error:  # nothing more can be recorded, so nothing more is proved: the run ends
-                    agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
+                _supervise(agent, server, interrupts)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             view = RunView(RunState(job), ())
@@ -139,6 +136,14 @@ def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
     stack.callback(os.close, network)
     recorder.write(PairsRecord(guard="namespace", why=""))
     return Guard((network,))
+
+
+def _supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
+    """Runs until every worker has ended, or until a record of the agent cannot be written: no more could be proved."""
+    try:
+        supervise(agent, dispatch, server, interrupts)
+    except StorageError as error:
+        agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
 
 
 def _ended(recorder: Recorder, ending: Ending) -> Ending:
