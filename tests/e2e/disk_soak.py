@@ -64,10 +64,7 @@ PLACES = {
         f"kill, files of {size} bytes": Place(_KILLED, file_bytes=size)
         for size in (1, 300, 1_000, 3_000, 5_000, 8_000, 12_000, 20_000)
     },
-    **{
-        f"run, its store on a disk of {size} KiB": Place(_PLAIN, size, is_private=True)
-        for size in (600, 40_000, 66_000)
-    },
+    **{f"run, a store on a disk of {size} KiB": Place(_PLAIN, size, is_private=True) for size in (600, 40_000, 66_000)},
 }
 
 
