@@ -85,8 +85,10 @@ def kept_store(folder: Path) -> Iterator[str]:
     peer = ("--listen-peer-urls=unix://peer:0", "--unsafe-no-fsync", "--log-level=error")
     folder.mkdir()
     with subprocess.Popen([find_etcd(), *flags, *peer], cwd=folder, stderr=subprocess.DEVNULL) as server:
-        yield address
-        server.kill()
+        try:
+            yield address
+        finally:
+            server.kill()
 
 
 @contextlib.contextmanager
