@@ -172,9 +172,8 @@ def _unstored(folder: RunFolder, case: Case, ending: Ending, wall_s: float, erro
     """Returns the result of a run whose files could not be written: its figures, no verdict on its weights."""
     cause = StorageError(f"{error}; {ending.view.run_state.progress()}") if ending.error is None else ending.error
     ending = replace(ending, outcome="failed", exit_code=int(error.exit_code), error=cause)
-    result = judged(
-        case.scenario, case.faults, folder.path, Observed(ending.exit_code, str(cause), RunHistory(case.scenario.job))
-    )
+    seen = Observed(ending.exit_code, str(cause), RunHistory(case.scenario.job))
+    result = judged(case.scenario, case.faults, folder.path, seen)
     record_failure(folder, cause)
     summary = _summary(folder, ending, wall_s)
     return replace(result, run_error=cause, summary=summary, is_scenario=case.file is not None)

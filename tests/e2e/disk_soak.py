@@ -62,7 +62,7 @@ PLACES = {
     **{f"inject, a disk of {size} KiB": Place(_INJECT, size) for size in (8, 24, 48, 72, 112)},
     **{
         f"kill, files of {size} bytes": Place(_KILLED, file_bytes=size)
-        for size in (1, 300, 1_000, 3_000, 5_000, 8_000, 12_000, 20_000)
+        for size in (1_000, 3_000, 4_500, 6_000, 8_000, 10_000, 12_000, 20_000)
     },
     **{f"run, a store on a disk of {size} KiB": Place(_PLAIN, size, is_private=True) for size in (600, 40_000, 66_000)},
 }

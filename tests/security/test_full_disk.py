@@ -54,7 +54,7 @@ def test_a_run_on_a_full_disk(name: str, tmp_path: Path, store: str, whole: Sequ
 @pytest.mark.timeout(120)
 def test_a_run_whose_files_may_not_grow(tmp_path: Path, store: str, whole: Sequence[TrajectoryRow]) -> None:
     """Before, a quota on the events ended the run without its result."""
-    verdict = fail_at(PLACES["kill, files of 3000 bytes"], tmp_path / "place", store, whole)
+    verdict = fail_at(PLACES["kill, files of 8000 bytes"], tmp_path / "place", store, whole)
     assert verdict.problems == ()
     assert (verdict.code, verdict.steps > 0) == (74, True)
 

@@ -18,17 +18,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from engine.core.errors import EnvironmentLacksError, InvariantError, StorageError, ensure
+from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, InvariantError, StorageError, ensure
 from engine.files.atomic_write import open_to_append
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd_settings import SOCKET, EtcdSettings, private_settings
 
 START_TIMEOUT_S = 10.0
+_NO_SPACE = os.strerror(errno.ENOSPC).lower()
 _STOP_GRACE_S = 2.0
 _POLL_S = 0.002
 _REMOVER = str(Path(__file__).parents[1] / "process" / "remove_behind.py")
@@ -102,8 +103,7 @@ class EmbeddedEtcd:
     def settings(self) -> EtcdSettings:
         """Waits for its socket and returns the settings of a client; the first call may have to wait until it serves.
 
-        Raises StorageError if its disk is full, and EnvironmentLacksError if it ends otherwise or has no socket after
-        `START_TIMEOUT_S`.
+        Raises EnvironmentLacksError if it ends or has no socket after `START_TIMEOUT_S`.
         """
         if self._process is None:
             raise InvariantError("etcd was not started")
@@ -112,12 +112,21 @@ class EmbeddedEtcd:
             late = time.monotonic() > until_s
             if late or self._process.poll() is not None:
                 reason = self._last_words() if not late else f"no socket after {START_TIMEOUT_S:g} s"
-                if os.strerror(errno.ENOSPC).lower() in reason:
-                    raise StorageError(f"{self._data}: {reason}: the store of a run needs 64 MiB while it runs")
                 raise EnvironmentLacksError(f"etcd did not start: {reason}; see {self.log}")
             with breakable():
                 time.sleep(_POLL_S)
         return private_settings(self._data.parent)
+
+    @contextlib.contextmanager
+    def naming_full_disk(self) -> Iterator[None]:
+        """Turns the error of an etcd that does not start or answer into a StorageError if its disk is full."""
+        try:
+            yield
+        except (CoordinatorUnavailableError, EnvironmentLacksError) as error:
+            if self.log.exists() and _NO_SPACE in self.log.read_text(errors="replace").lower():
+                need = "the store of a run needs 64 MiB until its end"
+                raise StorageError(f"cannot write {str(self._data)!r}: {_NO_SPACE}: {need}") from error
+            raise
 
     def stop(self) -> None:
         """Kills it, even if it is stopped, and deletes its data."""
