@@ -27,7 +27,7 @@ from tests.core.membership_cases import JOINED, forming
 class Told:
     """Orders for three workers, and what each was told, as (worker, message)."""
 
-    def __init__(self, events: Path = Path(os.devnull)) -> None:
+    def __init__(self, events: Path | None = None) -> None:
         self.words: list[tuple[int, Message]] = []
         self.heard_ns: list[int] = []
         self.members: dict[int, Any] = {
@@ -35,7 +35,7 @@ class Told:
             for worker in range(3)
         }
         job = Job(model="mlp", stages=3)
-        recorder = Recorder(open_events(events), -1)
+        recorder = Recorder(open_events(events) if events else os.open(os.devnull, os.O_WRONLY), -1)
         self.effects = EffectExecutor(job, self.members, recorder, RunState(job))
 
     def _ear(self, worker: int) -> Callable[[bytes], None]:

@@ -297,6 +297,17 @@ def test_a_process_that_is_stopped_shows_it_and_is_woken(crew: Crew) -> None:
     crew.until(injector, lambda: process_state(crew.members[1].child) == "S")
 
 
+def test_a_stop_is_seen_before_it_ends_however_late_the_look(crew: Crew) -> None:
+    """The process was woken first where a busy machine delayed the look, and the stop counted as never seen."""
+    injector = crew.injector(kill(do="stop", parameters={"for_ns": 1_000_000}))
+    injector.strike("first")
+    while process_state(crew.members[1].child) != "T":
+        time.sleep(0.001)
+    time.sleep(0.02)
+    injector.look_at_clock()
+    assert [event["how"] for event in crew.events("confirmed")] == ["state: T"]
+
+
 def test_who_does_not_leave_in_time_is_killed(crew: Crew) -> None:
     crew.start(1, *DEAF)
     injector = crew.injector(kill(do="terminate", parameters={"grace_ns": 200_000_000}))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine.core import messages
 from engine.core.errors import ExitCode, Problem
 from engine.core.membership.state import Options, State, begin
 from engine.core.message_codec import ToAgent, kinds
@@ -81,5 +80,6 @@ def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake(
 
 
 def test_every_message_to_the_agent_has_a_handler() -> None:
-    to_agent = {made for made in kinds().values() if issubclass(made, ToAgent) and made.__module__ == messages.__name__}
+    engine = {each for each in kinds().values() if each.__module__.startswith("engine.")}
+    to_agent = {each for each in engine if issubclass(each, ToAgent)}
     assert to_agent == _HANDLERS.keys()
