@@ -96,7 +96,7 @@ class Injector:
         return any(worker in each.victims for each in self._struck.values())
 
     def look_at_clock(self) -> None:
-        """Runs the delayed work that is due, in the order of its times: a look for a sign before the end of its cause."""
+        """Runs the delayed work that is due, in the order of its times: a look for a stop comes before its end."""
         time_ns = now_ns()
         due = sorted((each for each in self._due if each[0] <= time_ns), key=itemgetter(0))
         self._due = [each for each in self._due if each[0] > time_ns]
