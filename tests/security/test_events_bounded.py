@@ -70,7 +70,17 @@ def test_a_record_of_which_the_kernel_took_a_part_is_written_whole(
 
 @pytest.mark.parametrize(
     ("torn", "salvaged"),
-    [(HALF, 0), (HALF + encoded(GO), 1), (HALF + HALF, 0), ("\0" * 300, 0), ('{"event":', 0), ("", 0)],
+    [
+        (HALF, 0),
+        (HALF + encoded(GO), 1),
+        (HALF + HALF, 0),
+        ("\0" * 300, 0),
+        ('{"event":', 0),
+        ("", 0),
+        ("[" * 100_000, 0),
+        ('{"event":' * 50_000, 0),
+    ],
+    ids=range(8),
 )
 def test_a_torn_line_costs_itself_only(tmp_path: Path, torn: str, salvaged: int) -> None:
     """Before, one half line in the middle made all events of the run unreadable."""

@@ -58,7 +58,7 @@ def decoded(line: str) -> Record:
     try:
         plain = json.loads(line)
         kind = plain.pop("event")
-    except (ValueError, LookupError, AttributeError, TypeError):
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise TornLineError(f"expected one event as JSON, found {line[:80]!r}") from None
     record = RECORDS.get(kind)
     if record is None:
