@@ -126,9 +126,9 @@ def find(results: Path, run: str | None) -> RunFolder:
 
     Raises NothingMatchedError if there is no such run, or if it has no events yet.
     """
-    from engine.files.run_folder import RunFolder, find_run
+    from engine.files.run_folder import find_run
 
-    folder = RunFolder(Path(run).resolve()) if run and Path(run).is_dir() else find_run(results, run)
+    folder = find_run(results, run)
     if not folder.events.is_file():
         raise NothingMatchedError(f"no run to report in {str(folder.path)!r}: there is no {folder.events.name}")
     return folder

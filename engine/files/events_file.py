@@ -28,7 +28,7 @@ from engine.core.history.record_lines import (
 from engine.core.history.retention import marked_steps
 from engine.core.history.run_history import RunHistory, history_of
 from engine.core.history.step_files import span_of
-from engine.files.atomic_write import open_to_append, storage_errors
+from engine.files.atomic_write import open_to_append, open_to_read, storage_errors
 from engine.files.step_reader import StepReader
 
 _CHUNK_BYTES = 8_000_000
@@ -83,7 +83,7 @@ def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
     """
     rest = b""
     try:
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:  # a pipe or a device has no end
             file.seek(start)
             while data := file.read(_CHUNK_BYTES):
                 data = rest + data

@@ -145,12 +145,15 @@ def point_latest_to_newest(results: Path) -> None:
 def find_run(results: Path, run: str | None = None) -> RunFolder:
     """Returns the run whose folder's name is `run` or begins with it; None and ``latest`` stand for the newest run.
 
-    The newest run is that of the link, or the last one by name if the link is not bamboo's own.
+    `run` may be the path of a run folder too. The newest run is that of the link, or the last one by name if the link
+    is not bamboo's own.
 
     Raises:
         NothingMatchedError: there is no such run.
         UserError: several names begin with `run`.
     """
+    if run and Path(run).is_dir():
+        return RunFolder(Path(run).resolve())
     names = run_names(results)
     if run is None or run == LATEST:
         run = latest_name(results) or next(reversed(names), "")

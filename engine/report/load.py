@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import pandas as pd
 
 from engine.core.config.job import Job
-from engine.core.history.gaps import gaps
+from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.run_history import RunHistory, history_of
-from engine.core.history.run_records import FaultRecord, RaisedRecord, ScenarioRecord
+from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord
+from engine.core.history.step_files import span_of
 from engine.core.history.verdict_records import TwinRecord
 from engine.core.texts import counted
 from engine.report.actions import MOST_ACTIONS, actions_of
@@ -85,7 +86,8 @@ def load(records: Iterable[Record] | RunHistory, name: str = "", most_actions: i
     recovery = recovery_table(history, actions, steps)
     stamps = [each.at_ns for each in history.training_records if isinstance(each, StampedRecord)]
     stamps += history.commits.at_ns[-1:]
-    stamps.append(actions.sums.end_ns)
+    if history.training_ended is None:  # else it is the last, whatever a damaged file of actions says
+        stamps.append(actions.sums.end_ns)
     twin, judgement = history.first(TwinRecord), judgement_of(history)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
     return RunTables(
@@ -110,12 +112,26 @@ def load(records: Iterable[Record] | RunHistory, name: str = "", most_actions: i
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
-        (*gaps(history), *_unread(actions.sums.unread)),
+        (*gaps(history), *_unread(actions.sums.unread), *_missing(history)),
     )
 
 
 def _unread(num_actions: int) -> list[str]:
     return [f"{counted(num_actions, 'action')} could not be read"] if num_actions else []
+
+
+def _missing(history: RunHistory) -> list[str]:
+    """Returns in words the committed steps whose files of actions are gone, though the run did not leave them out."""
+    if history.files is None or history.of(ActionRecord):
+        return []
+    span, there = span_of(history.job), history.files.ranges().keys()
+    out = left_out_steps(history)
+    firsts = (first for first in range(0, history.committed + 1, span) if first not in there)
+    gone = [first for first in firsts if not any(begin <= first <= end for begin, end in out)]
+    if not gone:
+        return []
+    steps = sum(min(span, history.committed + 1 - first) for first in gone)
+    return [f"the actions of {counted(steps, 'step')} from step {gone[0]} on are gone: no time counts them"]
 
 
 def joined(runs: Sequence[RunTables], name: str) -> pd.DataFrame:

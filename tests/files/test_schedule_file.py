@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from engine.core.errors import UserError
+from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
 from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
 from engine.core.schedules.registry import SCHEDULES
 from engine.files.jobs.job_file import resolve_job
+from engine.files.jobs.schedule_file import own_schedule
 
 SIZES = {"stages": "4", "stages_per_worker": "2", "microbatches": "4"}
 
@@ -50,3 +53,24 @@ def test_a_file_of_other_bytes_is_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"expected a CSV file with compute lists, found .* \(it is not UTF-8 text\)$"):
         schedule_of(str(tmp_path / "x.csv"))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_schedule_that_never_ends_is_refused(tmp_path: Path, kind: str) -> None:
+    """A pipe held `validate` for ever, and a link to /dev/zero took all memory of the host."""
+    path = tmp_path / "lists.csv"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    found = own_schedule(Job(schedule=str(path)))
+    assert isinstance(found, Problem)
+    assert "no regular file" in str(found)
+
+
+def test_a_long_schedule_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lists.csv"
+    with path.open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    assert "longer than" in str(own_schedule(Job(schedule=str(path))))

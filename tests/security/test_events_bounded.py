@@ -19,9 +19,10 @@ from engine.core.history.process_records import KnownRecord
 from engine.core.history.record import VERSION, UnreadLine
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord, FaultRecord, JobRecord
-from engine.core.history.step_files import FOLDER, span_of
+from engine.core.history.step_files import FOLDER, entry, span_of
 from engine.files.events_file import read_events, read_history
 from engine.files.step_reader import StepReader
+from engine.report.load import load
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from engine.runtime.ipc.thinning import Thinning
@@ -188,3 +189,30 @@ def test_a_link_in_the_folder_of_steps_is_not_written_through(tmp_path: Path) ->
     os.close(steps_fd)
     assert (tmp_path / "other").read_bytes() == b""
     assert StepReader(tmp_path).num_bytes == 0
+
+
+def test_a_report_says_that_actions_are_gone(tmp_path: Path) -> None:
+    """A deleted folder of actions gave a recovery with 0 redone actions, as if it had been so."""
+    (tmp_path / "events.jsonl").write_text(lines_of([*BEGIN, *END]))
+    assert load(read_history(tmp_path / "events.jsonl")).gaps == (
+        "the actions of 1 step from step 0 on are gone: no time counts them",
+    )
+
+
+def test_damaged_actions_do_not_make_a_run_longer(tmp_path: Path) -> None:
+    """Random bytes that pass for an action made the run last for a hundred years."""
+    (tmp_path / "events.jsonl").write_text(lines_of([*BEGIN, *END]))
+    StepWriter(open_steps(tmp_path / FOLDER), 0, 10).append(0, entry(0, 0, "0F0", 5, 2**62))
+    assert load(read_history(tmp_path / "events.jsonl")).end_ms < 1e6
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_events_that_never_end_are_refused(tmp_path: Path, kind: str) -> None:
+    """A pipe, or a link to a device without an end, held the status for ever."""
+    path = tmp_path / "events.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(StorageError, match=r"events\.jsonl"):
+        read_history(path)

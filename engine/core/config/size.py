@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-SIZE_FORM = "a size such as 200MB or 2GB"
+SIZE_FORM = "a size in B, kB, MB, GB or TB, such as 200MB"
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _TEXT = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?(B|kB|MB|GB|TB)")
 

@@ -14,6 +14,9 @@ from pathlib import Path
 from engine.core.config.job import FACTORY, Job
 from engine.core.errors import Problem, nearest
 from engine.core.schedules.csv_text import is_text
+from engine.files.atomic_write import open_to_read
+
+_MOST_BYTES = 16 << 20
 
 
 def own_schedule(job: Job) -> str | Problem:
@@ -22,7 +25,7 @@ def own_schedule(job: Job) -> str | Problem:
     if is_text(name) or not (name.endswith(".csv") or FACTORY.fullmatch(name)):
         return name
     try:
-        text = Path(name).read_text(encoding="utf-8") if name.endswith(".csv") else _generated(name, job)
+        text = _read(name) if name.endswith(".csv") else _generated(name, job)
     except UnicodeDecodeError:
         return Problem("schedule", "a CSV file with compute lists", repr(name), "it is not UTF-8 text")
     except OSError as error:
@@ -31,6 +34,15 @@ def own_schedule(job: Job) -> str | Problem:
         reason = f"{type(error).__name__}: {error}"
         return Problem("schedule", "a generator that makes compute lists", repr(name), reason)
     return text if is_text(text) else text + "\n"
+
+
+def _read(name: str) -> str:
+    """Returns the text of a file; raises OSError for a pipe or a device, of which a read may never end."""
+    with open(open_to_read(Path(name).resolve()), "rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(f"it is longer than {_MOST_BYTES} bytes")
+    return data.decode()
 
 
 def _generated(name: str, job: Job) -> str:
