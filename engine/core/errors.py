@@ -41,6 +41,7 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+_MOST_FOUND = 500  # characters of a value in a message
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
 
@@ -88,7 +89,8 @@ class Problem:
         text = ": ".join(part for part in (place, name) if part)
         text += f": expected {self.expected}"
         if self.found:
-            text += f", found {self.found}"
+            is_long = len(self.found) > _MOST_FOUND
+            text += f", found {self.found[:_MOST_FOUND]}{'...' if is_long else ''}"
         if self.hint:
             text += f" ({self.hint})"
         return text

@@ -102,3 +102,9 @@ def test_nearest_spelling() -> None:
     assert nearest("microbatch", ["stages", "microbatches"]) == "did you mean 'microbatches'?"
     assert nearest("zzz", ["stages", "microbatches"]) == ""
     assert nearest("x", []) == ""
+
+
+def test_a_long_value_is_cut_in_a_message() -> None:
+    """A number of 100,000 digits was quoted whole."""
+    text = str(Problem("steps", "a whole number", "9" * 100_000))
+    assert text == f"steps: expected a whole number, found {'9' * 500}..."

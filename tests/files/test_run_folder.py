@@ -119,6 +119,12 @@ def test_a_run_is_found_by_its_name_or_a_unique_beginning(results: Path, run: st
     assert find_run(results, run) == RunFolder(results / found)
 
 
+def test_a_run_is_found_by_the_path_of_its_folder(results: Path) -> None:
+    """`bamboo status` refused the path that `bamboo report` takes."""
+    folder = results / "20260304-120501-gpt-0001"
+    assert find_run(Path("elsewhere"), str(folder)) == RunFolder(folder)
+
+
 def test_a_beginning_of_several_runs_is_a_user_error(results: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_run(results, "20260304")

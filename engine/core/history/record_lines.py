@@ -62,7 +62,7 @@ def decoded(line: str) -> Record:
         raise TornLineError(f"expected one event as JSON, found {line[:80]!r}") from None
     record = RECORDS.get(kind)
     if record is None:
-        raise InvariantError(f"unknown event {kind!r}; use the bamboo that recorded it")
+        raise InvariantError(f"unknown event {str(kind)[:80]!r}; use the bamboo that recorded it")
     if record is JobRecord and plain.get("version") != VERSION:
         raise InvariantError(_other_version(plain.get("version")))
     if plain.keys() != _NEEDED[record]:
