@@ -149,7 +149,7 @@ def start_worker(server: ForkServer, log: Path) -> tuple[Child, Link]:
     """Starts a real worker, which waits to be told its job."""
     near, far = Link.pair()
     fd = os.open(log, os.O_WRONLY | os.O_CREAT)
-    child = server.fork("worker", "worker", fd, [far.fileno(), fd, fd, fd, fd])
+    child = server.fork("worker", "worker", fd, [far.fileno(), *[fd] * 5])
     os.close(fd)
     far.close()
     return child, near
@@ -214,8 +214,10 @@ from engine.runtime.process.fork_client import ForkServer
 from tests.runtime.test_fork_client import start_worker
 server = ForkServer()
 children, links = zip(*(start_worker(server, Path(sys.argv[1]) / str(number)) for number in range(2)))
+until_s = time.monotonic() + 10
 while any(len(os.listdir(f"/proc/{child.pid}/task")) < 2 for child in children):
-    time.sleep(0.001)  # until each waits for the first word of the launcher
+    assert time.monotonic() < until_s  # each waits for the first word of the launcher
+    time.sleep(0.001)
 children[0].signal(signal.SIGSTOP)
 if sys.argv[2] == "before":
     os.kill(server.pid, signal.SIGKILL)
