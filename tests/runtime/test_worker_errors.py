@@ -80,6 +80,6 @@ def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake(
 
 
 def test_every_message_to_the_agent_has_a_handler() -> None:
-    engine = {each for each in kinds().values() if each.__module__.startswith("engine.")}
+    engine = {each for each in kinds().values() if each.__module__.startswith("engine.core.")}
     to_agent = {each for each in engine if issubclass(each, ToAgent)}
     assert to_agent == _HANDLERS.keys()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from engine.core.errors import ensure
 from engine.core.message_codec import MAX_BYTES, Message, decode, encode
 
-_MAX_FDS = 8
+_MAX_FDS = 16
 
 
 def packet(message: Message) -> bytes:
@@ -69,9 +69,10 @@ class Link:
         """Waits for one message; returns it with the descriptors that came with it, which the caller then owns."""
         ancillary_size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(MAX_BYTES, ancillary_size)
+            data, ancillary, flags, _ = self.socket.recvmsg(MAX_BYTES, ancillary_size)
         except ConnectionResetError:
             return None, []
+        ensure(not flags & socket.MSG_CTRUNC, f"a message has at most {_MAX_FDS} descriptors; others were dropped")
         fds = array.array("i")
         for _, _, rights in ancillary:
             fds.frombytes(rights)

@@ -110,7 +110,11 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 def _run(
     control: Control, record_fds: tuple[int, int], board_fd: int, place: MeetingPlace, network_fd: int | None
 ) -> None:
-    member = join(control, control.take(messages.WelcomeMessage), record_fds, board_fd, place, network_fd=network_fd)
+    welcome = control.take(messages.WelcomeMessage)
+    ensure(
+        network_fd is not None or bool(welcome.pair_key), "the transfers of a run lie in its network, or have its key"
+    )
+    member = join(control, welcome, record_fds, board_fd, place, network_fd=network_fd)
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
