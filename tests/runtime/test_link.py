@@ -138,9 +138,9 @@ def test_a_link_from_a_descriptor_owns_it() -> None:
     near.close()
 
 
-def test_descriptors_that_the_kernel_dropped_are_an_error() -> None:
+def test_descriptors_that_the_kernel_dropped_are_an_error(pair: tuple[Link, Link]) -> None:
     """The ninth descriptor of a worker, the network of its run, was lost without a word."""
-    near, far = Link.pair()
+    near, far = pair
     fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
     near.send(PingMessage(), fds[:16])
     assert len(far.receive_with_fds()[1]) == 16
