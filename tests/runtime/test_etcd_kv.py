@@ -248,7 +248,8 @@ def enable_users(settings: EtcdSettings) -> None:
     """Has an etcd ask for a password."""
     client = bare_client(settings, timeout=5)
     auth = rpc.AuthStub(client.channel)
-    auth.UserAdd(rpc.AuthUserAddRequest(name="root", password=PASSWORD))
+    # The socket is there a moment before etcd listens on it.
+    auth.UserAdd(rpc.AuthUserAddRequest(name="root", password=PASSWORD), wait_for_ready=True, timeout=10)
     auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"))
     auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"))
     auth.AuthEnable(rpc.AuthEnableRequest())
