@@ -27,7 +27,6 @@ MIN_TORCH = (2, 10)
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 MIN_COLUMNS = 80
-DNS_SLOW_S = 1.0
 MIN_ETCD = (3, 4)
 ETCD_CLIENT = "etcd3==0.12.0 'protobuf>=4.25,<8' grpcio"
 SLOW_PUT_MS = 20.0
@@ -57,7 +56,6 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_kernel(host_probes.missing_kernel_calls()),
             judge_loopback(host_probes.loopback_error()),
             judge_pairs(host_probes.network_error()),
-            judge_reverse_dns(host_probes.reverse_dns_s()),
             judge_results(results, *host_probes.probe_folder(results)),
             *check_etcd(),
             judge_vision(importlib.util.find_spec("sklearn") is not None),
@@ -116,19 +114,6 @@ def judge_pairs(network_error: str) -> HostCheck:
         why = f"an own network namespace takes CAP_SYS_ADMIN: {network_error}"
         return HostCheck("transfers", "ok", f"every pair of workers proves the run's key ({why})")
     return HostCheck("transfers", "ok", "in a network namespace of the run, so no pair of workers needs a proof")
-
-
-def judge_reverse_dns(duration_s: float | None) -> HostCheck:
-    """Judges the reverse look-up that torch's rendezvous does for each connection."""
-    if duration_s is not None and duration_s <= DNS_SLOW_S:
-        return HostCheck("reverse dns", "ok", f"127.0.0.1 looked up in {duration_s * 1e3:.0f} ms")
-    found = (
-        f"no name for 127.0.0.1 within {host_probes.DNS_TIMEOUT_S:g} s"
-        if duration_s is None
-        else f"{duration_s:.1f} s for 127.0.0.1"
-    )
-    fix = "each start of a run may stall: set RES_OPTIONS='timeout:1 attempts:1', or repair the name server"
-    return HostCheck("reverse dns", "warn", found, fix)
 
 
 def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:

@@ -5,7 +5,6 @@ A child probes torch: the import would cost this process seconds, and a broken b
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -15,8 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from engine.runtime.process.network_namespace import new_network
 from engine.runtime.process.subprocesses import inherited
 
 TORCH_TIMEOUT_S = 60.0
-DNS_TIMEOUT_S = 3.0
 _LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 5.0
 _PR_GET_PDEATHSIG = 2
@@ -87,27 +83,6 @@ def network_error() -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def reverse_dns_s() -> float | None:
-    """Returns the seconds of the slowest reverse look-up of a loopback address, or None after the timeout."""
-    # TCP stores see loopback peers under the second name, which a hosts file rarely has.
-    names = (_LOOPBACK, f"::ffff:{_LOOPBACK}")
-    durations_s: list[float] = []
-
-    def look_up() -> None:
-        for name in names:
-            started = time.monotonic()
-            # "No such name" is an answer too.
-            with contextlib.suppress(OSError):
-                socket.getnameinfo((name, 0), 0)
-            durations_s.append(time.monotonic() - started)
-
-    # A look-up cannot be aborted; its thread ends with the process.
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(DNS_TIMEOUT_S)
-    return max(durations_s) if len(durations_s) == len(names) else None
 
 
 def probe_folder(folder: Path) -> tuple[int, str]:
