@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 DURATION_FORM = "a duration such as 250ms, 5s or 2m"
 # For the schema of scenario files, so that an editor knows the form too.
@@ -14,11 +15,19 @@ _TEXT = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")
 
 def parse_duration(text: str) -> int | None:
     """Returns the nanoseconds that `text` spells, exactly; None if it is no duration or has a fraction of 1 ns."""
-    match = _TEXT.fullmatch(text.strip())
+    return whole_units(text, _TEXT, _UNITS_NS)
+
+
+def whole_units(text: str, form: re.Pattern[str], units: Mapping[str, int]) -> int | None:
+    """Returns the quantity that `text` spells, exactly; None if it has not the form, or is no whole number.
+
+    The groups of the form are the digits before and behind the point, and the unit.
+    """
+    match = form.fullmatch(text.strip())
     if match is None:
         return None
     fraction = match[2] or ""
-    whole, rest = divmod(int(match[1] + fraction) * _UNITS_NS[match[3]], 10 ** len(fraction))
+    whole, rest = divmod(int(match[1] + fraction) * units[match[3]], 10 ** len(fraction))
     return None if rest else whole
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from engine.core.duration import whole_units
+
 SIZE_FORM = "a size in B, kB, MB, GB or TB, such as 200MB"
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _TEXT = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?(B|kB|MB|GB|TB)")
@@ -11,9 +13,4 @@ _TEXT = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?(B|kB|MB|GB|TB)")
 
 def parse_size(text: str) -> int | None:
     """Returns the bytes that `text` spells; None if it is no size, or has a fraction of a byte."""
-    match = _TEXT.fullmatch(text.strip())
-    if match is None:
-        return None
-    fraction = match[2] or ""
-    whole, rest = divmod(int(match[1] + fraction) * _UNITS[match[3]], 10 ** len(fraction))
-    return None if rest else whole
+    return whole_units(text, _TEXT, _UNITS)
