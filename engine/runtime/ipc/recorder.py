@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.process_records import LostRecord
@@ -43,13 +45,7 @@ class Recorder:
         """Records one action of this worker, in the epoch that it had accepted, from start to end."""
         if self.steps is None:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
-        try:
-            self.steps.append(step, entry(epoch, step, action, start_ns, end_ns))
-        except OSError as error:
-            self._lose(error)
-        else:
-            if self._lost.records:
-                self._tell_loss()
+        self._record(self.steps.append, step, entry(epoch, step, action, start_ns, end_ns))
 
     def write(self, record: StampedRecord) -> None:
         """Records anything else, stamped with the time of recording unless it has another.
@@ -57,8 +53,11 @@ class Recorder:
         Raises:
             StorageError: a record of the agent could not be written.
         """
+        self._record(self._append, record)
+
+    def _record(self, write: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._append(record)
+            write(*arguments)
         except OSError as error:
             self._lose(error)
         else:
