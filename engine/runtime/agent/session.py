@@ -157,10 +157,10 @@ def _ended(recorder: Recorder, ending: Ending) -> Ending:
 
 
 def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:
-    """Records the end of training whose process is about to end, and releases its resources."""
-    recorder.write(InterruptRecord(signal=number.name))
-    recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
-    stack.close()
+    """Records the end of training whose process is about to end, and releases its resources, also on a full disk."""
+    with stack, contextlib.suppress(StorageError):
+        recorder.write(InterruptRecord(signal=number.name))
+        recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
 
 
 def _ticking(
