@@ -252,15 +252,18 @@ def test_the_policy_stops_a_script_that_is_not_ours(browser: Browser, run: RunTa
     browser.complaints.clear()
 
 
-def test_a_long_run_opens_quickly(browser: Browser, tmp_path: Path) -> None:
-    """Measures processor time, because other processes of the machine lengthen wall-clock time."""
+def test_a_long_run_opens_quickly(chromium: str, tmp_path: Path) -> None:
+    """Measures processor time, because other processes of the machine lengthen wall-clock time.
+
+    A browser may open a file in another process, which counts anew: so this one has opened no page before.
+    """
     run = load(MadeUpRun(stages=8, steps=200, dead=((50, 3), (120, 5))).events(), "long")
-    before_s = browser.work_s()
-    taken_s = opened(browser, run, tmp_path)
-    work_s = browser.work_s() - before_s
-    print(f"200 steps of 8 workers drawn in {taken_s:.2f} s, of which {work_s:.2f} s of work")
+    with Browser(chromium, tmp_path / "home") as browser:
+        taken_s = opened(browser, run, tmp_path)
+        work_s = browser.work_s()
+        print(f"200 steps of 8 workers drawn in {taken_s:.2f} s, of which {work_s:.2f} s of work")
+        assert browser.complaints == []
     assert 0 < work_s < GOAL_S
-    assert browser.complaints == []
 
 
 def test_a_page_is_small(run: RunTables) -> None:
