@@ -15,6 +15,7 @@ from engine.core.membership.events import (
     PlanAcknowledged,
     StepCommitted,
     Suspicion,
+    TakenOver,
     Tick,
 )
 from engine.core.membership.protocol import step
@@ -89,5 +90,6 @@ def sample(kind: type[Event], state: State) -> Event:
         Notice(40, worker, S),
         Done(40, worker, epoch),
         Tick(40),
+        TakenOver(40),
     )
     return next(event for event in events if type(event) is kind)

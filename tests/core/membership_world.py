@@ -15,7 +15,6 @@ from typing import Any
 from engine.core.exclusion import Cause
 from engine.core.membership import effects, events
 from engine.core.membership.effects import Effect
-from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Options, Phase, State, begin, resume, to_json
 from engine.core.messages import PlanMessage
@@ -157,7 +156,7 @@ class World:
                 self.join(worker)
             elif not worker.alive:
                 self.say(events.ExitSeen, worker.number, -9)
-        self.emit(pending_effects(self.state))
+        self.deliver(events.TakenOver, ())
 
     def has_ended(self) -> bool:
         """Whether the job is over."""
@@ -326,6 +325,8 @@ class World:
         """Makes the plan."""
         if worker.mode == FENCED or len(effect.document.inventories) != len(effect.document.members):
             raise Violation("a plan without every inventory")
+        if effect.document.committed < worker.committed:
+            raise Violation(f"a plan after step {effect.document.committed} forgets step {worker.committed}")
         if worker.mode <= PLANNED:
             worker.mode = PLANNED
             self.say(events.PlanAcknowledged, worker.number, worker.epoch, str(effect.epoch))

@@ -34,6 +34,7 @@ from engine.core.membership.events import (
     PlanAcknowledged,
     StepCommitted,
     Suspicion,
+    TakenOver,
     Tick,
 )
 from engine.core.membership.pending_effects import pending_effects
@@ -85,6 +86,8 @@ def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event]) -> Non
         return
     new, _ = step(state, event)
     assert new.phase in (phase, *rule.leads_to)
+    if kind is TakenOver:
+        return  # each one is another coordinator
     again, effects = step(new, event)
     assert again.decided() == new.decided(), "an event that is repeated decides nothing"
     assert not [effect for effect in effects if not isinstance(effect, Fence)]
@@ -94,7 +97,8 @@ def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event]) -> Non
 @pytest.mark.parametrize("kind", EVENTS)
 def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event]) -> None:
     state = in_phase(phase)
-    assert step(state, sample(kind, state)) == (state, ())
+    told_again = pending_effects(state) if kind is TakenOver else ()
+    assert step(state, sample(kind, state)) == (state, told_again)
 
 
 def test_the_last_to_join_starts_the_first_epoch() -> None:
@@ -450,3 +454,49 @@ def test_the_end_is_repeated_too(phase: Phase) -> None:
     state = in_phase(phase)
     effects: tuple[Effect, ...] = heard(state, Tick(S))
     assert effects == pending_effects(state) != ()
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING, Phase.DRAINING])
+def test_another_coordinator_asks_all_members_again(phase: Phase) -> None:
+    state = in_phase(phase)
+    new, effects = step(resume(to_json(state), 40), TakenOver(40))
+    assert (new.phase, new.epoch, new.verdict, new.planned) == (Phase.FAILING_OVER, state.epoch + 1, (), False)
+    assert (new.members, new.owners, new.committed, new.out) == (
+        state.members,
+        state.owners,
+        state.committed,
+        state.out,
+    )
+    assert effects == pending_effects(new)
+    assert {PublishEpoch, GatherInventories} <= {type(effect) for effect in effects}
+    assert recovered(new).phase is (Phase.DRAINING if phase is Phase.DRAINING else Phase.RUNNING)
+
+
+def test_a_take_over_forgets_answers_looks_and_ends_of_the_last_step() -> None:
+    state = told(in_phase(Phase.FAILING_OVER), InventoryReceived(6, 0, 2, "nothing", (1,)), Suspicion(7, 0, 2, 1))
+    new = told(state, TakenOver(40))
+    assert (new.inventories, new.copies, new.look, new.repeats) == ({}, {}, (), {})
+    done = told(in_phase(Phase.DRAINING), Done(30, 0, 1))
+    assert told(done, TakenOver(40)).done == ()
+
+
+def test_a_take_over_keeps_a_slot_whose_owner_is_unknown() -> None:
+    """The heir of the slot is a worker that was healed in the open step, which only its inventory tells."""
+    state = told(running(), ExitSeen(5, 2, -9), ExitSeen(6, 1, -9))
+    assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 1))
+    new = told(state, TakenOver(40))
+    assert (new.phase, new.owners) == (Phase.FAILING_OVER, (0, 0, 1))
+    assert told(new, InventoryReceived(41, 0, new.epoch, "all", (0, 1, 2))).owners == (0, 0, 0)
+
+
+def test_a_take_over_before_the_first_epoch_loses_nothing() -> None:
+    state = told(forming(), *JOINED[:2])
+    assert step(state, TakenOver(40)) == (state, ())
+    assert told(state, TakenOver(40), *JOINED).phase is Phase.RUNNING
+
+
+def test_a_take_over_at_a_boundary_keeps_the_hand_over() -> None:
+    state = in_phase(Phase.RECONFIGURING)
+    new = told(state, TakenOver(40))
+    assert (new.owners, new.leaving, new.committed) == (state.owners, (2,), 0)
+    assert 2 not in committed(recovered(new), ((1,), (0,), (0,))).members

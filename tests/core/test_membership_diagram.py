@@ -21,7 +21,7 @@ def test_the_picture_shows_every_change_of_phase() -> None:
         arrow = f"    {phase} --> {target}: ".replace("failing over", "failing_over")
         assert len([line for line in lines if line.startswith(arrow)]) == 1
     assert "    running --> reconfiguring: step committed" in lines
-    assert "    failing_over --> failing_over: exit seen, lease expired, tick" in lines
+    assert "    failing_over --> failing_over: exit seen, lease expired, tick, taken over" in lines
     assert len([line for line in lines if "-->" in line]) == len(pairs) + 3
 
 

@@ -266,7 +266,7 @@ def whoever_is_past_help_has_finished(patch: Patch) -> None:
     patch.setattr(membership_verdicts, "cannot_go_on", cannot_go_on)
 
 
-@planted("finished after step -1")
+@planted("forgets step")
 def another_coordinator_forgets_the_commits(patch: Patch) -> None:
     patch.setattr(
         "tests.core.membership_world.resume",
@@ -275,6 +275,12 @@ def another_coordinator_forgets_the_commits(patch: Patch) -> None:
 
 
 @planted("two different PublishEpoch")
+def another_coordinator_begins_no_epoch(patch: Patch) -> None:
+    """Its predecessor may have told the epoch that it makes of other answers."""
+    patch_rule(patch, events.TakenOver, lambda state, event: state._replace(inventories={}, digests={}, verdict=()))
+
+
+@planted("had finished and left, but nothing was done to it")
 def another_coordinator_forgets_the_verdicts(patch: Patch) -> None:
     def resume(text: str, now_ns: int) -> State:
         state = membership_state.resume(text, now_ns)

@@ -125,6 +125,11 @@ class Tick(Event):
     """Time has passed; comes several times within the shortest deadline."""
 
 
+@dataclass(frozen=True, slots=True)
+class TakenOver(Event):
+    """A new coordinator goes on from the written state; the words that only its predecessor knew are lost."""
+
+
 EVENTS: tuple[type[Event], ...] = (
     Joined,
     Heartbeat,
@@ -137,4 +142,5 @@ EVENTS: tuple[type[Event], ...] = (
     Notice,
     Done,
     Tick,
+    TakenOver,
 )

@@ -26,6 +26,7 @@ from engine.core.membership.events import (
     Spoken,
     StepCommitted,
     Suspicion,
+    TakenOver,
     Tick,
 )
 from engine.core.membership.pending_effects import pending_effects
@@ -46,6 +47,8 @@ from engine.core.membership.transitions import (
     looks_at_clock,
     loses_node,
     suspects,
+    takes_over,
+    takes_over_at_end,
 )
 
 
@@ -62,6 +65,7 @@ _UNDONE = Impossible("no worker is done before the last step is committed, and w
 _FROZEN = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
 _LATE = changes_nothing  # it repeats an answer that has been counted
 _OVER = changes_nothing  # the job has ended, or is about to
+_UNLOST = changes_nothing  # no worker has voted, and the agents tell again of every worker that has joined
 
 _COLUMNS = (
     (Phase.FORMING,),
@@ -84,6 +88,7 @@ _ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
     Notice:           (leaves_early,   leaves,         leaves,         _OVER,          _OVER),
     Done:             (_UNASKED,       _UNDONE,        _UNDONE,        is_done,        _OVER),
     Tick:             (looks_at_clock, looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
+    TakenOver:        (_UNLOST,        takes_over,     takes_over,     takes_over_at_end, _OVER),
 }
 # fmt: on
 
@@ -121,6 +126,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     new = rule.decide(state, event)
     if isinstance(event, Tick) and _is_quiet(new, event.now_ns):
         return new._replace(repeated_ns=event.now_ns), pending_effects(new)
+    if isinstance(event, TakenOver):
+        return new, pending_effects(new)
     if new.decided() == state.decided():
         return new, ()
     before = pending_effects(state)

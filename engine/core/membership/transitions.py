@@ -24,6 +24,7 @@ from engine.core.membership.events import (
     PlanAcknowledged,
     StepCommitted,
     Suspicion,
+    TakenOver,
     Tick,
 )
 from engine.core.membership.failure_detector import alive, heard, last_seen, ticked, unresponsive
@@ -208,6 +209,21 @@ def looks_at_clock(state: State, event: Tick) -> State:
         late = [excluded(worker, Cause.NO_ANSWER, f"did not {failed_to} {within}") for worker in owing]
         return new_epoch(state, now_ns, late)
     return nobody_died(state, now_ns, (), f"no worker moved {within}")
+
+
+@rule(Phase.FAILING_OVER)
+def takes_over(state: State, event: TakenOver) -> State:
+    """Makes an empty verdict: every member says again what it holds, and votes again.
+
+    The votes, the suspicions and the preparations that the last coordinator had heard are lost.
+    """
+    return new_epoch(state, event.now_ns, (), "another coordinator has taken over")
+
+
+@rule(Phase.FAILING_OVER, Phase.FINISHED)
+def takes_over_at_end(state: State, event: TakenOver) -> State:
+    """Does the same after the last commit; the job is finished if all holders of a stage were done and have ended."""
+    return takes_over.decide(state, event)
 
 
 def _owed(state: State) -> tuple[int, list[int], str]:
