@@ -171,6 +171,14 @@ class WorkerFailedError(BambooError):
     exit_code = ExitCode.NOT_RECOVERED
 
 
+class TransferFailedError(WorkerFailedError):
+    """A transfer with worker `peer` failed, or a group of workers was not formed, where `peer` is None."""
+
+    def __init__(self, text: str, peer: int | None = None):
+        super().__init__(text)
+        self.peer = peer
+
+
 class CoordinatorUnavailableError(BambooError):
     """The coordinator's store gave no answer within the deadline, or refused; the request may have been applied."""
 

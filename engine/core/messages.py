@@ -214,10 +214,11 @@ class FinishedMessage(ToAgent):
 
 @message
 class SuspicionMessage(TextsToAgent):
-    """A transfer has failed, or a group could not be formed: `text` says how; the worker waits for an epoch."""
+    """A transfer with `peer` has failed, or a group could not be formed; the worker waits for an epoch."""
 
     epoch: int
     text: str
+    peer: int | None
 
 
 @message

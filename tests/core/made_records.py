@@ -106,7 +106,7 @@ SAMPLES: tuple[Record, ...] = (
     UnconfirmedRecord(**AGENT, fault="1:0", how="it did not strike"),
     RequestRecord(**AGENT, request="request-1.json", faults=("a", "b")),
     RefusedRecord(**AGENT, request="request-1.json", reason="x"),
-    SuspicionRecord(**AGENT, of=0, text="x"),
+    SuspicionRecord(**AGENT, of=0, text="x", peer=1),
     RaisedRecord(**AGENT, of=0, step=1, error="x"),
     NoticeRecord(**AGENT, of=0, grace_s=30.0),
     StaysRecord(**AGENT, of=0, text="cannot leave"),

@@ -8,6 +8,7 @@ import pytest
 
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, excluded
+from engine.core.membership.broken_edges import Edge, by_suspicion
 from engine.core.membership.effects import (
     AnnounceCommit,
     Effect,
@@ -275,7 +276,9 @@ def test_a_plan_before_the_inventories_counts_for_nothing() -> None:
 def test_a_suspicion_is_looked_into() -> None:
     state, effects = step(running(), Suspicion(5, 2, 1, peer=1))
     assert effects == (Look(1, (1, 2)),)
-    assert step(state, Suspicion(6, 0, 1, peer=2)) == (state, ()), "the first one is looked into"
+    assert step(state, Suspicion(6, 2, 1, peer=1)) == (state, ()), "it is known"
+    state = told(state, Suspicion(6, 0, 1, peer=2))
+    assert state.looked_ns == 5, "the look does not begin again"
     dead = told(state, ExitSeen(6, 0, -9))
     assert dead.verdict == (excluded(0, Cause.DEATH, "was ended by SIGKILL"),)
     look_ns = state.options.look_ns
@@ -290,6 +293,33 @@ def suspected(state: State) -> State:
     look_ns, now_ns = state.options.look_ns, state.ticked_ns
     state = told(state, Suspicion(now_ns, 1, state.epoch, 2), Tick(now_ns + look_ns))
     return recovered(state, now_ns + look_ns) if state.phase is Phase.FAILING_OVER else state
+
+
+@pytest.mark.parametrize(
+    ("edges", "order"),
+    [
+        ([(1, 2)], (2, 1)),
+        ([(2, 1)], (1, 2)),
+        ([(1, 2), (2, 1)], (2, 1)),
+        ([(1, 0), (1, 2)], (1, 2, 0)),
+        ([(1, 0), (2, 1), (2, 3)], (1, 2, 3, 0)),
+        ([(0, 2), (1, 2), (2, 1)], (2, 1, 0)),
+        ([(1, 1)], (1,)),
+    ],
+)
+def test_the_end_with_the_most_edges_is_suspected_before_one_that_only_reports(
+    edges: list[tuple[int, int]], order: tuple[int, ...]
+) -> None:
+    assert by_suspicion([Edge(*edge) for edge in edges]) == order
+
+
+def test_a_worker_that_reports_is_not_the_one_given_up() -> None:
+    state = running()
+    for _ in range(3):
+        now_ns, look_ns = state.ticked_ns, state.options.look_ns
+        state = told(state, Suspicion(now_ns, 2, state.epoch, 1), Tick(now_ns + look_ns))
+        state = recovered(state, now_ns + look_ns)
+    assert state.members == (0, 2)
 
 
 def test_a_pair_that_fails_again_and_again_loses_one() -> None:

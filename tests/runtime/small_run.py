@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.core.action import Action
 from engine.core.config.job import Job
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import TransferFailedError
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import CommitMessage, InventoryMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership, Slot
@@ -191,7 +191,7 @@ def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kil
             while executor.run_step().then != "end":
                 pass
             control.send(Report(tuple((*slot, *_hashes(replicas.stages[slot])) for slot in replicas.whole())))
-        except (Fenced, WorkerFailedError):
+        except (Fenced, TransferFailedError):
             pass  # the test hears of a death by itself
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import TransferFailedError
 from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
@@ -285,7 +285,7 @@ def _take_and_tell(plane: DataPlane, source: int, outcome: list[str], *, posts: 
         if posts:  # the other worker may have left since
             plane.post(source, 1, (spec(1000),))
         plane.take(source, 1)
-    except WorkerFailedError as error:
+    except TransferFailedError as error:
         outcome.append(str(error).partition(" failed:")[0])
 
 
@@ -339,10 +339,10 @@ def is_left(prefix: str) -> list[str]:
     plane.post(0, 0, (spec(1),))
     texts = []
     for _ in range(2):  # the failure stays
-        with pytest.raises(WorkerFailedError) as failed:
+        with pytest.raises(TransferFailedError) as failed:
             plane.take(0, 0)
         texts.append(str(failed.value).partition(" failed: ")[0])
-    with pytest.raises(WorkerFailedError) as failed:
+    with pytest.raises(TransferFailedError) as failed:
         _send_and_reap(plane)
     plane.close()
     return [*texts, str(failed.value).partition(" failed: ")[0]]
@@ -365,7 +365,7 @@ def test_a_dead_worker_is_suspected_by_name(peers: PeerServer) -> None:
 
 
 def finds_nobody(prefix: str) -> str:
-    with pytest.raises(WorkerFailedError) as failed:
+    with pytest.raises(TransferFailedError) as failed:
         plane_of(prefix, 0, timeout_s=0.2)
     return str(failed.value).partition(" failed: ")[0]
 

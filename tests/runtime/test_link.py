@@ -39,10 +39,10 @@ def test_the_longest_partition_of_a_built_in_model_fits() -> None:
 
 def test_messages_arrive_whole_and_in_order_both_ways(pair: tuple[Link, Link]) -> None:
     near, far = pair
-    assert near.send(SuspicionMessage(1, "a\nb \u00e9"))
+    assert near.send(SuspicionMessage(1, "a\nb \u00e9", 2))
     assert near.send(PingMessage())
     assert far.send(Result({"a": [1, 2]}))
-    assert far.receive() == SuspicionMessage(1, "a\nb \u00e9")
+    assert far.receive() == SuspicionMessage(1, "a\nb \u00e9", 2)
     assert far.receive() == PingMessage()
     assert near.receive() == Result({"a": [1, 2]})
 

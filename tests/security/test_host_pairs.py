@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, Store
 
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import TransferFailedError
 from engine.core.pair_proof import claim_of, indirect, proof, unclaimed
 from engine.runtime.doctor.host_checks import judge_pairs
 from engine.runtime.process.network_namespace import inside, new_network
@@ -83,7 +83,7 @@ def takes_part(store: str, worker: int, key: str, late_s: float, relay: int, pat
     guard = PairGuard(key=bytes.fromhex(key), tell=lambda peer, words: told.append((peer, words)))
     try:
         group = guard.form(Altered(its_store, relay) if relay else its_store, "group", worker, (0, 1), TIMEOUT_S)
-    except WorkerFailedError as error:
+    except TransferFailedError as error:
         return {"told": told, "error": str(error)}
     number = torch.zeros(1)
     sent, taken = (

@@ -169,7 +169,7 @@ MESSAGES = {
     "refused": RefusedMessage(tuple(Problem(LONG, LONG, LONG, LONG, LONG) for _ in range(20))),
     "failed": FailedMessage(LONG, 3),
     "suffered": SufferedMessage("fault-1", LONG),
-    "suspicion": SuspicionMessage(0, LONG),
+    "suspicion": SuspicionMessage(0, LONG, None),
     "cut": CutMessage(tuple(range(4096)), tuple(f"{number}-{CJK * 300}" for number in range(8192))),
     "done": DoneMessage({"text": LONG, "raised": [{"traceback": LONG} for _ in range(64)]}),
 }

@@ -216,10 +216,11 @@ class RefusedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspicionRecord(StampedRecord):
-    """A transfer of worker `of` has failed."""
+    """A transfer of worker `of` with `peer` has failed, or a group has not been formed at it."""
 
     of: int
     text: str
+    peer: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

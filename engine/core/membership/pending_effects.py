@@ -6,6 +6,7 @@ no progress. An order that was lost, sent twice, or decided by a coordinator tha
 
 from __future__ import annotations
 
+from engine.core.membership.broken_edges import ends_of
 from engine.core.membership.effects import (
     AnnounceCommit,
     Effect,
@@ -39,7 +40,7 @@ def pending_effects(state: State) -> tuple[Effect, ...]:
         found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
     found += (Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited)
     if state.look:
-        found.append(Look(epoch, state.look))
+        found.append(Look(epoch, ends_of(state.look)))
     if state.phase in GATHERING:
         found.append(_gathering(state))
     elif state.phase is not Phase.FORMING:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Exclusion, Verdict, exclusion_of, verdict_of
+from engine.core.membership.broken_edges import Edge
 
 _S = 1_000_000_000
 
@@ -104,7 +105,7 @@ class State(NamedTuple):
     done: tuple[int, ...]
     leaving: tuple[int, ...]  # workers that have given notice
     leaving_at_start: tuple[int, ...]  # workers that had given notice when this epoch was made
-    look: tuple[int, ...]  # the two ends of the failed transfer for which a look is open
+    look: tuple[Edge, ...]  # the failed transfers of this epoch; a look is open if there is one
     repeats: Mapping[str, int]  # by symptom: empty verdicts since the last commit
     exit_code: int
     lost_stages: tuple[int, ...]
@@ -188,7 +189,12 @@ def resume(text: str, now_ns: int) -> State:
         options = Options(**fields.pop("options"))
         phase, verdict = Phase(fields.pop("phase")), verdict_of(fields)
         out = {int(worker): exclusion_of(entry) for worker, entry in fields["out"].items()}
-        known = {name: _frozen(value) for name, value in fields.items()} | {"verdict": verdict, "out": out}
+        look = tuple(Edge(*edge) for edge in fields["look"])
+        known = {name: _frozen(value) for name, value in fields.items()} | {
+            "verdict": verdict,
+            "out": out,
+            "look": look,
+        }
         joined = [worker for worker in known["members"] if worker in known["nodes"]]
         return State(options=options, phase=phase, **known, **_just_now(joined, now_ns))
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
+from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
 from engine.core.membership.events import (
     Done,
     Event,
@@ -83,12 +84,11 @@ def is_heard(state: State, event: Heartbeat) -> State:
 
 @rule()
 def suspects(state: State, event: Suspicion) -> State:
-    """Opens a look for the first suspicion of an epoch; later suspicions are its consequences."""
-    if state.look:
+    """Opens a look for the first suspicion of an epoch; later ones count when one of the ends is given up."""
+    edge = Edge(event.worker, event.peer if event.peer in state.members else event.worker)
+    if edge in state.look:
         return state
-    pair = {event.worker, event.worker if event.peer is None else event.peer}
-    look = tuple(sorted(worker for worker in pair if worker in state.members))
-    return state._replace(look=look, looked_ns=event.now_ns)
+    return state._replace(look=(*state.look, edge), looked_ns=state.looked_ns if state.look else event.now_ns)
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
@@ -200,7 +200,8 @@ def looks_at_clock(state: State, event: Tick) -> State:
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
     if state.look and now_ns - state.looked_ns >= options.look_ns:
-        return nobody_died(state, now_ns, state.look, f"a transfer failed at {numbered('worker', state.look, ' and ')}")
+        first = numbered("worker", ends_of(state.look[:1]), " and ")
+        return nobody_died(state, now_ns, by_suspicion(state.look), f"a transfer failed at {first}")
     patience_ns, owing, failed_to = _owed(state)
     if now_ns - state.moved_ns < patience_ns:
         return state

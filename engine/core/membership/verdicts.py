@@ -104,16 +104,15 @@ def _holders(state: State, slot: int) -> tuple[int, ...]:
 def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
     """Returns the next epoch with the same members; after `max_repeats` of them, without one of the suspects.
 
-    This is the suspect with the highest number whose slots all have heirs; if there is none, the job halts.
+    This is the first suspect whose slots all have heirs; if there is none, the job halts.
     """
     count = state.repeats.get(symptom, 0) + 1
     if count <= state.options.max_repeats:
         new = state._replace(repeats={**state.repeats, symptom: count})
         return new_epoch(new, now_ns, (), f"{symptom}, but no worker has died")
     told = symptom if count == 1 else f"{symptom}, {count} times in a row"
-    highest_first = sorted(suspects, reverse=True)
     lost = heirs(state, ()).lost  # slots that are lost already
-    victim = next((worker for worker in highest_first if heirs(state, (worker,)).lost == lost), None)
+    victim = next((worker for worker in suspects if heirs(state, (worker,)).lost == lost), None)
     if victim is None:
         return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
     return new_epoch(state, now_ns, [excluded(victim, Cause.GIVEN_UP, f"is given up: {told}")])

@@ -128,8 +128,8 @@ def _on_finished(agent: Agent, member: WorkerHandle, finished: messages.Finished
 
 @_handles(messages.SuspicionMessage)
 def _on_suspicion(agent: Agent, member: WorkerHandle, suspicion: messages.SuspicionMessage) -> None:
-    agent.recorder.write(SuspicionRecord(of=member.worker, text=suspicion.text))
-    agent.decide(Suspicion(now_ns(), member.worker, suspicion.epoch))
+    agent.recorder.write(SuspicionRecord(of=member.worker, text=suspicion.text, peer=suspicion.peer))
+    agent.decide(Suspicion(now_ns(), member.worker, suspicion.epoch, suspicion.peer))
 
 
 @_handles(UnprovenMessage)

@@ -77,7 +77,7 @@ class ShardedStages:
         self._plane, self._ownership = plane, ownership
 
     def meet(self, stage: int) -> None:
-        """Barrier of all owners of a stage; raises Fenced, Stopped or WorkerFailedError as any wait does."""
+        """Barrier of all owners of a stage; raises Fenced, Stopped or TransferFailedError as any wait does."""
         group = ReduceGroup(self._plane, self._ownership, self._worker, stage)
         keys = {each: group.key(Purpose.MEETING, group.pipelines(each)[0]) for each in (*group.others, self._worker)}
         for other in group.others:

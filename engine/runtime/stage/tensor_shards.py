@@ -26,7 +26,7 @@ def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor. For a shard it is a collective: every worker with a shard must call it.
 
-    Raises WorkerFailedError if another worker is gone.
+    Raises TransferFailedError if another worker is gone.
     """
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:

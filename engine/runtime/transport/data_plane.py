@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 from torch.distributed import Store, Work
 
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import TransferFailedError
 from engine.models.layers import Tensors
 from engine.runtime.process.sockets import shut_down
 from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
@@ -44,7 +44,7 @@ class Waiter(Protocol):
 class DataPlane:
     """Point-to-point transfers among `workers`; `workers[rank]` has that rank in this epoch's group.
 
-    The constructor returns when all workers have joined; raises WorkerFailedError if one does not within `timeout_s`.
+    The constructor returns when all workers have joined; raises TransferFailedError if one does not within `timeout_s`.
     `guard` keeps strangers out; it wants a `name` that no other group of the run has.
     """
 
@@ -65,7 +65,7 @@ class DataPlane:
             formed = guard.form(store, name, worker, workers, timeout_s)
         self._group, self._sockets = formed.gloo, formed.sockets
         self._arrived: dict[tuple[int, Key], Tensors] = {}
-        self._failed: WorkerFailedError | None = None
+        self._failed: TransferFailedError | None = None
         self._channels: dict[tuple[object, ...], queue.SimpleQueue[_Item | None]] = {}
         self._waiters: list[threading.Thread] = []
         self._sends: list[tuple[int, list[Work], Tensors]] = []
@@ -77,7 +77,7 @@ class DataPlane:
         `channel` names a channel other than the usual one of `source`.
         """
         tensors = tuple(spec.empty() for spec in border)
-        with suspecting(f"transfer from worker {source}"):
+        with suspecting(f"transfer from worker {source}", source):
             works = [
                 self._group.recv([tensor], self._rank[source], key * MAX_TENSORS + part)
                 for part, tensor in enumerate(tensors)
@@ -101,7 +101,7 @@ class DataPlane:
         return self._arrived.pop((source, key), None)
 
     def take(self, source: int, key: Key) -> Tensors:
-        """Waits for a posted transfer and returns its tensors; raises Stopped, or WorkerFailedError if it broke."""
+        """Waits for a posted transfer and returns its tensors; raises Stopped, or TransferFailedError if it broke."""
 
         def look() -> Tensors | None:
             if self._failed is not None:
@@ -127,12 +127,12 @@ class DataPlane:
                 for part, tensor in enumerate(tensors)
             ]
         except RuntimeError as error:
-            raise _suspicion(f"transfer to worker {target}", error) from error
+            raise _suspicion(f"transfer to worker {target}", error, target) from error
 
     def reap(self) -> None:
         """Releases the sends of a committed step. It does not block: they have all been received."""
         for target, works, _ in self._sends:
-            with suspecting(f"transfer to worker {target}"):
+            with suspecting(f"transfer to worker {target}", target):
                 for work in works:
                     work.wait()
         self._sends = []
@@ -153,7 +153,7 @@ class DataPlane:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                self._failed = _suspicion(f"transfer {'to' if key is None else 'from'} worker {peer}", error)
+                self._failed = _suspicion(f"transfer {'to' if key is None else 'from'} worker {peer}", error, peer)
                 self._waiter.wake()
                 return
             if key is not None:
@@ -162,15 +162,15 @@ class DataPlane:
             del item, tensors, works  # so that a waiting thread keeps no tensor alive
 
 
-def _suspicion(what: str, error: RuntimeError) -> WorkerFailedError:
-    """Returns the exception for an error of gloo; it names no failed worker, because gloo does not tell."""
-    return WorkerFailedError(f"{what} failed: {error}")
+def _suspicion(what: str, error: RuntimeError, peer: int | None) -> TransferFailedError:
+    """Returns the exception for an error of gloo."""
+    return TransferFailedError(f"{what} failed: {error}", peer)
 
 
 @contextlib.contextmanager
-def suspecting(what: str) -> Iterator[None]:
-    """Turns the RuntimeError of gloo into a WorkerFailedError. Sends use `try` instead, to save microseconds."""
+def suspecting(what: str, peer: int | None = None) -> Iterator[None]:
+    """Turns the RuntimeError of gloo into a TransferFailedError. Sends use `try` instead, to save microseconds."""
     try:
         yield
     except RuntimeError as error:
-        raise _suspicion(what, error) from error
+        raise _suspicion(what, error, peer) from error

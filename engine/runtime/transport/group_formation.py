@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import TransferFailedError
 from engine.core.history.run_records import MarkRecord
 from engine.core.messages import EpochMessage
 from engine.runtime.ipc.control import Control
@@ -37,7 +37,7 @@ class GroupFormation:
         self._guard = guard
         self._before = descriptors_by_inode().keys()
         self._plane: DataPlane | None = None
-        self._failed: WorkerFailedError | None = None
+        self._failed: TransferFailedError | None = None
         threading.Thread(target=self._form, args=(worker, epoch), name="forming", daemon=True).start()
 
     def _form(self, worker: int, epoch: EpochMessage) -> None:
@@ -47,12 +47,12 @@ class GroupFormation:
                 self._control, self._store, worker, epoch.members, guard=self._guard, name=f"epoch-{epoch.epoch}"
             )
             self._recorder.write(MarkRecord(phase="regroup", epoch=epoch.epoch))
-        except WorkerFailedError as error:
+        except TransferFailedError as error:
             self._failed = error
         self._control.wake()
 
     def plane(self) -> DataPlane:
-        """Waits for the plane; raises Stopped, Fenced, or WorkerFailedError if it could not be formed."""
+        """Waits for the plane; raises Stopped, Fenced, or TransferFailedError if it could not be formed."""
 
         def look() -> DataPlane | None:
             if self._failed is not None:

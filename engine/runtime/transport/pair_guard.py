@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from engine.core.errors import WorkerFailedError
+from engine.core.errors import TransferFailedError
 from engine.core.pair_proof import NUM_BYTES, claim_of, indirect, proof, unclaimed
 from engine.runtime.process.network_namespace import inside
 from engine.runtime.process.sockets import LOOPBACK, close_ports, connections_of, descriptors_by_inode, shut_down
@@ -62,7 +62,7 @@ class PairGuard:
     def form(self, store: Store, name: str, worker: int, workers: Sequence[int], timeout_s: float) -> Group:
         """Returns the group of `workers` whose `name` no other group of the run has, when all have joined.
 
-        Raises RuntimeError, or WorkerFailedError if the proof has failed too often.
+        Raises RuntimeError, or TransferFailedError if the proof has failed too often.
         """
         rank, size = list(workers).index(worker), len(workers)
         if not self.key:
@@ -83,7 +83,7 @@ class PairGuard:
                 shut_down(group.sockets)
             if _ENOUGH in verdicts:
                 break
-        raise WorkerFailedError(
+        raise TransferFailedError(
             f"no group without a doubt was formed in {attempt + 1} attempts: an unknown process may disturb them"
         )
 

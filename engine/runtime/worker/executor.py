@@ -87,7 +87,7 @@ class Executor:
     def run_step(self) -> CommitMessage:
         """Runs the open step to its commit, takes the optimizer steps and returns the commit.
 
-        Raises Stopped, Fenced or WorkerFailedError from a wait before the commit, and the exceptions of layers.
+        Raises Stopped, Fenced or TransferFailedError from a wait before the commit, and the exceptions of layers.
         """
         self.run_actions()
         commit = self.context.control.take(CommitMessage)

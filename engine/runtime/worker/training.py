@@ -24,7 +24,7 @@ from typing import Literal
 
 from engine.core import messages
 from engine.core.config.job_wants import is_due
-from engine.core.errors import InvariantError, WorkerFailedError
+from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.message_codec import CUT, cut, in_messages
 from engine.core.ownership import Ownership, Slot
@@ -76,8 +76,8 @@ class Training:
                 return self._finish()
             except Fenced:
                 continue
-            except WorkerFailedError as suspicion:
-                control.send(messages.SuspicionMessage(control.accepted, str(suspicion)))
+            except TransferFailedError as suspicion:
+                control.send(messages.SuspicionMessage(control.accepted, str(suspicion), suspicion.peer))
 
     def _advance(self) -> None:
         """Runs the open step, and the audit, the validation and the heal after its commit."""
