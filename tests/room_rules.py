@@ -27,6 +27,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.config": _PLANS,
     "engine.core.analysis": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
+    "engine.core.worker": _GROUND | {"engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,

@@ -212,6 +212,13 @@ class ReplicasDifferError(InvariantError):
     notice = "replicas-differ"
 
 
+@dataclass(frozen=True, slots=True)
+class Impossible:
+    """A cell of a protocol's table for a pair of state and input that only a bug can cause, with the reason."""
+
+    reason: str
+
+
 def ensure(holds: bool, promise: str) -> None:
     """Raises InvariantError with the text of a promise of the design, if it does not hold."""
     if not holds:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from engine.core.errors import ExitCode, InvariantError
+from engine.core.errors import ExitCode, Impossible, InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, excluded
 from engine.core.membership.broken_edges import Edge, by_suspicion
 from engine.core.membership.effects import (
@@ -39,7 +39,7 @@ from engine.core.membership.events import (
     Tick,
 )
 from engine.core.membership.pending_effects import pending_effects
-from engine.core.membership.protocol import TABLE, Impossible, step
+from engine.core.membership.protocol import TABLE, step
 from engine.core.membership.state import Phase, Sighting, State, resume, to_json
 from engine.core.messages import PlanMessage
 from tests.core.membership_cases import (

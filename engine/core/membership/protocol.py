@@ -8,9 +8,7 @@ out an effect; a coordinator that has been replaced fails at this write and does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from engine.core.errors import InvariantError
+from engine.core.errors import Impossible, InvariantError
 from engine.core.membership.effects import Effect, Fence
 from engine.core.membership.events import (
     Answer,
@@ -50,14 +48,6 @@ from engine.core.membership.transitions import (
     takes_over,
     takes_over_at_end,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Impossible:
-    """A pair of phase and event that only a bug can cause, with the reason."""
-
-    reason: str
-
 
 _UNASKED = Impossible("no worker is asked for an answer before the first epoch")
 _UNTRAINED = Impossible("no worker trains before the first epoch")

@@ -1,0 +1,1 @@
+"""The protocol of a worker as a pure machine."""

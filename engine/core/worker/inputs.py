@@ -1,0 +1,119 @@
+"""The inputs of the worker machine: messages of the agent, and the answers of the driver to outputs.
+
+Rules: a message that waits in an `Inbox` is an input when the main thread waits, or between two of its actions if it
+interrupts. `PlanPrepared`, `NoticeGiven` and a message that asks for a prepared plan are inputs at any time. No rule of
+a worker reads a clock, so no input has a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.message_codec import ToWorker
+from engine.core.messages import CommitMessage
+from engine.core.ownership import Ownership
+from engine.core.worker.epoch_plan import EpochPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Input):
+    """The agent has sent a message of the protocol."""
+
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeGiven(Input):
+    """The worker got SIGTERM: its sender is going to end it soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built(Input):
+    """The worker has joined: its stages are built, and the first group is formed.
+
+    `validate_every` and `audit_every` are in steps; 0 is never.
+    """
+
+    worker: int
+    ownership: Ownership
+    validate_every: int
+    audit_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counted(Input):
+    """The answer to `CountHeld`: the inventory as text, and the places of the slots with a whole replica."""
+
+    holds: str
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed(Input):
+    """An answer to `FormGroup`: the group of the epoch is formed."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailed(Input):
+    """The other answer to `FormGroup`: the group of the epoch cannot be formed."""
+
+    epoch: int
+    failure: TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMade(Input):
+    """The answer to `MakePlan`."""
+
+    plan: EpochPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPrepared(Input):
+    """The answer to `PreparePlan`; there is none if the plan cannot be used."""
+
+    number: int
+    plan: EpochPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken(Input):
+    """The answer to `TakeStep` and to `CatchUp`: every replica here has taken the step."""
+
+    commit: CommitMessage
+
+
+@dataclass(frozen=True, slots=True)
+class NextStepMade(Input):
+    """The answer to `TakeNextStep`: the ownership with all shadows, some of which may be new and need a heal."""
+
+    ownership: Ownership
+    is_healing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnded(Input):
+    """An answer to `Run`: the program has run up to its optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassEnded(Input):
+    """An answer to `Validate`; only the owner of the last stage has a result."""
+
+    loss: float | None = None
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed(Input):
+    """The other answer to `Run`, `Validate`, `Audit` and `ReleaseSends`; `peer` is the other end, if it is known."""
+
+    text: str
+    peer: int | None
