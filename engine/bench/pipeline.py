@@ -37,7 +37,7 @@ from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.handlers import Call, Handler, register
-from engine.runtime.worker.worker import GroupMember, join
+from engine.runtime.worker.worker import GroupMember, gloo_backend, join
 from engine.runtime.worker.worker_context import WorkerContext
 
 _LEAD_NS = 5_000_000  # between the agreement on a start and the start
@@ -84,7 +84,7 @@ class OurSide:
 
     def tidy(self) -> None:
         """Drops the tensors that were sent, and the state of the step."""
-        self.plane.reap()
+        self.plane.release_sent()
         self.executor.forget_step()
 
 
@@ -94,7 +94,8 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, memory_f
     control = Control(Link.from_fd(control_fd))
     place = MeetingPlace(memory_fd, bell_fd)
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
-    joined = join(control, welcome, (events_fd, steps_fd), board_fd, place, _premade)
+    backend = gloo_backend(control, welcome, place)
+    joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary

@@ -20,10 +20,15 @@ from typing import Any
 import pytest
 
 from engine.runtime.agent.worker_handles import meeting_place
+from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import forkserver
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.transport.gloo_backend import GlooBackend
+from engine.runtime.transport.gloo_transport import GlooJoining, GlooTransport
 from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
+from engine.runtime.transport.transfer_key import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose
+from engine.runtime.transport.transport import Waiter
 from tests.runtime.peer_messages import Call, Result
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -106,7 +111,30 @@ def connect(group: str) -> Rendezvous:
     return Rendezvous(_places[0], group)
 
 
+def backend_of(prefix: str, waiter: Waiter, worker: int) -> GlooBackend:
+    """Returns the backend of a peer that is a worker; the groups of a prefix are theirs alone."""
+    return GlooBackend(waiter, worker, lambda group: connect(f"{prefix}/{group}"))
+
+
+def plane_of(prefix: str, worker: int, members: Sequence[int] = (0, 1), timeout_s: float = 10.0) -> GlooTransport:
+    """Joins a group of peers that are workers, with a control of its own."""
+    near, far = Link.pair()
+    _far_ends.append(far)
+    return GlooJoining(Control(near), connect(prefix), worker, members, timeout_s=timeout_s).join()
+
+
+def an_order(number: int) -> ProgramKey:
+    """Returns a key in program order that stands for nothing else."""
+    return ProgramKey(ProgramPurpose.ACTIVATION, 0, 0, number, number)
+
+
+def an_aside(number: int) -> AsideKey:
+    """Returns a key aside that stands for nothing else."""
+    return AsideKey(AsidePurpose.STREAM, 0, 0, number, number)
+
+
 _places: list[MeetingPlace] = []  # the only one, in a peer
+_far_ends: list[Link] = []  # of controls: when one closes, the process ends
 
 
 def be_peer(link_fd: int, memory_fd: int, bell_fd: int, *fds: int) -> int:

@@ -36,13 +36,12 @@ from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tied import tied_stages
-from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.worker_context import WorkerContext
 from tests.runtime.peer_messages import Report, SmallPlan, an_epoch
-from tests.runtime.peers import PeerServer, connect
+from tests.runtime.peers import PeerServer, backend_of
 
 WIDTH = 32  # of the synthetic vectors
 _TIMEOUT_S = 30.0
@@ -152,6 +151,7 @@ def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kil
     starts = starts_of(job, model)
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
     replicas, plane, executor = None, None, None
+    backend = backend_of(prefix, control, worker)
     doom: Any = Doom(kill)
     while True:
         epoch = control.next_epoch()
@@ -164,14 +164,16 @@ def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kil
         ownership = Ownership(grid, told.owners, told.shadows)
         if epoch.regroup:
             if plane is not None:
-                plane.close()
-            plane = DataPlane(control, connect(f"{prefix}/{epoch.epoch}"), worker, epoch.members, 60.0)
+                plane.abandon()
+            plane = backend.joining(epoch.epoch, epoch.members).join()
         if replicas is None or executor is None:
             replicas = Replicas(job, model, starts, ownership.held_by(worker))
             borders = borders_of(job, model, data)
             replicas.learn(borders)
             board, recorder = ProgressBoard.create(worker + 1), _recorder(worker)
-            context = WorkerContext(job, worker, starts, borders, replicas, data, control, recorder, board, doom)
+            context = WorkerContext(
+                job, worker, starts, borders, replicas, data, control, recorder, board, doom, backend
+            )
             executor = Executor(context)
         executor.catch_up(told.commit)
         if told.inventories is None:

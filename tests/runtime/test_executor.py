@@ -227,7 +227,7 @@ def lone_executor(**values: Any) -> Executor:
     model = build_model(job, data.facts)
     nothing: Any = Nothing()
     replicas = Replicas(job, model, (0,), [(0, 0)])
-    return Executor(WorkerContext(job, 0, (0,), (), replicas, data, nothing, nothing, nothing, nothing))
+    return Executor(WorkerContext(job, 0, (0,), (), replicas, data, nothing, nothing, nothing, nothing, nothing))
 
 
 def test_a_commit_is_taken_once_and_none_is_missed() -> None:

@@ -17,6 +17,7 @@ from engine.models.model_loader import build_model, open_data
 from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
+from engine.runtime.transport.transfer_key import AsideKey
 from tests.runtime.small_run import ALL_KINDS, STATEFUL, small_job
 
 STEP, SLOT, NUM_MICROBATCHES = 1, (0, 0), 6
@@ -24,24 +25,25 @@ OWNERSHIP = Ownership(Grid(1, NUM_MICROBATCHES), (0,), ((1,),))
 
 
 class Wire:
-    """Stands for both planes."""
+    """Stands for the messages aside of both."""
 
     def __init__(self) -> None:
-        self.sent: dict[int, Tensor] = {}
-        self.posted: list[int] = []
+        self.sent: dict[AsideKey, Tensor] = {}
+        self.posted: list[AsideKey] = []
+        self.aside = self
 
-    def send_on_own_channel(self, target: int, key: int, tensor: Tensor) -> None:
+    def send(self, target: int, key: AsideKey, tensors: Tensors) -> None:
         assert target == 1
-        self.sent[key] = tensor
+        (self.sent[key],) = tensors
 
-    def post(self, source: int, key: int, border: Any, channel: object) -> None:
+    def post(self, source: int, key: AsideKey, border: Any) -> None:
         self.posted.append(key)
 
-    def take(self, source: int, key: int) -> Tensors:
+    def take(self, source: int, key: AsideKey) -> Tensors:
         assert key in self.posted
         return (self.sent.pop(key),)
 
-    def take_arrived(self, source: int, key: int) -> Tensors | None:
+    def take_arrived(self, source: int, key: AsideKey) -> Tensors | None:
         return self.take(source, key) if key in self.sent else None
 
 

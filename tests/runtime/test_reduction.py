@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
-from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
-from tests.runtime.peers import PeerServer, connect
+from tests.runtime.peers import PeerServer, plane_of
 
 STAGE = 1
-# The far end of a control link must outlive its thread: when it closes, the process ends.
-far_ends: list[Link] = []
 
 
 def gradients_of(pipeline: int, shapes: list[list[int]]) -> list[Tensor]:
@@ -47,12 +42,10 @@ def expected(num_pipelines: int, shapes: list[list[int]], order: list[int] | Non
 
 def reduces(prefix: str, worker: int, owners: list[int], ranks: list[int], shapes: list[list[int]]) -> Any:
     """Reduces twice over one plane; returns shapes, bits, what was gathered, and whether the local parts are intact."""
-    near, far = Link.pair()
-    far_ends.append(far)
     num_pipelines = len(owners) // 2
     ownership = Ownership(Grid(2, 1, num_pipelines), tuple(owners))
-    plane = DataPlane(Control(near), connect(prefix), worker, ranks, 10.0)
-    group = ReduceGroup(plane, ownership, worker, STAGE)
+    plane = plane_of(prefix, worker, ranks)
+    group = ReduceGroup(plane.in_order, ownership, worker, STAGE)
     local = {each: gradients_of(each, shapes) for each in group.pipelines(worker)}
     answers = []
     for _ in range(2):
@@ -71,9 +64,9 @@ def reduces(prefix: str, worker: int, owners: list[int], ranks: list[int], shape
     assert answers[0] == answers[1]
     intact = all(bits(part) == bits(gradients_of(each, shapes)) for each, part in local.items())
     # A plane is closed when everybody has what they need.
-    plane.reap()
+    plane.release_sent()
     mean_over_pipelines(group, {each: [torch.zeros(1)] for each in local})
-    plane.reap()
+    plane.release_sent()
     plane.close()
     return [*answers[0], intact]
 

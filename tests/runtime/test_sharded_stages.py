@@ -17,9 +17,8 @@ from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tensor_shards import whole_tensor
-from engine.runtime.transport.data_plane import DataPlane
 from tests.runtime.peer_messages import an_epoch
-from tests.runtime.peers import PeerServer, connect
+from tests.runtime.peers import PeerServer, backend_of, connect
 
 JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)
 # The far end of a control link must outlive its thread: when it closes, the process ends.
@@ -41,11 +40,12 @@ def takes_a_step(prefix: str, worker: int) -> Any:
     """Puts the stage together, takes it apart, takes an optimizer step; returns what was held, and hashes."""
     near, far = Link.pair()
     far_ends.append(far)
-    plane = DataPlane(Control(near), connect(f"{prefix}-plane"), worker, [0, 1], 10.0)
+    backend = backend_of(prefix, Control(near), worker)
+    plane = backend.joining(0, [0, 1]).join()
     replicas, ownership = replicas_of(worker)
     stage = replicas.stages[worker, 0]
     before = hash_tensors(stage.optimizers[0].state_tensors())
-    shards = ShardedStages(worker, replicas, ownership, connect(prefix))
+    shards = ShardedStages(worker, replicas, ownership, backend)
     shards.enter(plane, ownership)
     sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
     shards.unshard(0)
@@ -60,7 +60,7 @@ def takes_a_step(prefix: str, worker: int) -> Any:
     after = [hash_tensors(optimizer.state_tensors()) for optimizer in stage.optimizers.values()]
     whole = sum(whole_tensor(each).numel() for each in states)
     shards.meet(0)
-    plane.reap()
+    plane.release_sent()
     plane.close()
     return {"sizes": sizes, "kept": before == together, "local": local, "whole": whole, "after": after}
 
@@ -89,9 +89,10 @@ def waits_alone(prefix: str, worker: int) -> Any:
     near, far = Link.pair()
     far_ends.append(far)
     store = connect(prefix)
-    plane = DataPlane(Control(near), connect(f"{prefix}-plane"), worker, [0, 1], 10.0)
+    backend = backend_of(prefix, Control(near), worker)
+    plane = backend.joining(0, [0, 1]).join()
     replicas, ownership = replicas_of(worker)
-    shards = ShardedStages(worker, replicas, ownership, store)
+    shards = ShardedStages(worker, replicas, ownership, backend)
     shards.enter(plane, ownership)
     outcome = "stayed away"
     if worker == 0:

@@ -13,8 +13,6 @@ from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.ownership import Slot
 from engine.models.model_loader import build_model, open_data
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
 from engine.runtime.replica import state_transfer as heal
 from engine.runtime.replica.gradient_log import LogEntry, losses_of, take_step
 from engine.runtime.replica.replicas import Replicas
@@ -22,13 +20,13 @@ from engine.runtime.replica.state_transfer import send_state, state_of, take_sta
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.bulk_transfer import chunks_of
-from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.gloo_transport import GlooTransport
 from engine.runtime.transport.tensor_spec import TensorSpec
-from tests.runtime.peers import PeerServer, connect
+from tests.runtime.peers import PeerServer, an_aside, an_order, plane_of
 from tests.runtime.small_run import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
 
 SLOT = (0, 1)
-KEY = 7
+KEY = an_aside(7)
 ONE = TensorSpec((1,), torch.float32, False)
 JOBS: dict[str, dict[str, Any]] = {
     "adamw": NORMED,
@@ -39,14 +37,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "gpt": TIED_GPT,
     "large": {"model": "mlp", "model_args": {"width": 900, "depth": 3}, "stages": 2},
 }
-# The far end of a control link must outlive its thread: when it closes, the process ends.
-far_ends: list[Link] = []
-
-
-def plane_of(prefix: str, worker: int) -> DataPlane:
-    near, far = Link.pair()
-    far_ends.append(far)
-    return DataPlane(Control(near), connect(prefix), worker, (0, 1), 10.0)
 
 
 def replicas_of(job: Job, slots: Sequence[Slot]) -> Replicas:
@@ -89,7 +79,7 @@ def state_bits(replicas: Replicas) -> list[list[Any]]:
 def sends(prefix: str, values: dict[str, Any], num_steps: int) -> Any:
     replicas = trained(small_job(**values), num_steps)
     plane = plane_of(prefix, 0)
-    send_state(plane, (1,), KEY, replicas.stages[SLOT])
+    send_state(plane.aside, (1,), KEY, replicas.stages[SLOT])
     _part(plane, 1)
     return state_bits(replicas)
 
@@ -99,7 +89,7 @@ def takes(prefix: str, values: dict[str, Any]) -> Any:
     replicas.await_heal(SLOT)
     assert replicas.whole() == ()
     plane = plane_of(prefix, 1)
-    take_state(plane, 0, KEY, replicas.stages[SLOT])
+    take_state(plane.aside, 0, KEY, replicas.stages[SLOT])
     replicas.healed(SLOT)
     assert replicas.whole() == (SLOT,)
     stage = replicas.stages[SLOT]
@@ -108,12 +98,12 @@ def takes(prefix: str, values: dict[str, Any]) -> Any:
     return state_bits(replicas)
 
 
-def _part(plane: DataPlane, other: int) -> None:
+def _part(plane: GlooTransport, other: int) -> None:
     """Leaves when the other has all that it needs."""
-    plane.post(other, KEY + 3, (ONE,))
-    plane.send(other, KEY + 3, (torch.ones(1),))
-    plane.take(other, KEY + 3)
-    plane.reap()
+    plane.in_order.post(other, an_order(3), (ONE,))
+    plane.in_order.send(other, an_order(3), (torch.ones(1),))
+    plane.in_order.take(other, an_order(3))
+    plane.release_sent()
     plane.close()
 
 
@@ -141,20 +131,20 @@ def test_what_is_sent_is_as_of_the_boundary_though_forwards_have_run_since(name:
 def sends_and_waits(prefix: str) -> None:
     """What the other expects first of all it sends last, when it has heard that the replica is whole."""
     replicas, plane = trained(small_job(**NORMED), 1), plane_of(prefix, 0)
-    send_state(plane, (1,), KEY, replicas.stages[SLOT])
-    plane.post(1, KEY + 1, (ONE,))
-    plane.take(1, KEY + 1)
-    plane.send(1, KEY + 2, (torch.ones(1),))
+    send_state(plane.aside, (1,), KEY, replicas.stages[SLOT])
+    plane.in_order.post(1, an_order(1), (ONE,))
+    plane.in_order.take(1, an_order(1))
+    plane.in_order.send(1, an_order(2), (torch.ones(1),))
     _part(plane, 1)
 
 
 def takes_while_it_expects_another(prefix: str) -> Any:
     replicas, plane = replicas_of(small_job(**NORMED), []), plane_of(prefix, 1)
-    plane.post(0, KEY + 2, (ONE,))
+    plane.in_order.post(0, an_order(2), (ONE,))
     replicas.await_heal(SLOT)
-    take_state(plane, 0, KEY, replicas.stages[SLOT])
-    plane.send(0, KEY + 1, (torch.ones(1),))
-    plane.take(0, KEY + 2)
+    take_state(plane.aside, 0, KEY, replicas.stages[SLOT])
+    plane.in_order.send(0, an_order(1), (torch.ones(1),))
+    plane.in_order.take(0, an_order(2))
     _part(plane, 0)
     return True
 
@@ -171,7 +161,7 @@ def sends_a_wrong_bit(prefix: str, what: str) -> None:
     wrong = next(tensor for place, tensor in state_of(stage) if place[0] == what)
     hash_of = heal._hash_of
     heal._hash_of = lambda tensor: hash_of(tensor) if tensor.data_ptr() != wrong.data_ptr() else "0"
-    send_state(plane, (1,), KEY, stage)
+    send_state(plane.aside, (1,), KEY, stage)
     _part(plane, 1)
 
 
@@ -180,7 +170,7 @@ def finds_a_wrong_bit(prefix: str) -> list[Any]:
     replicas.await_heal(SLOT)
     plane = plane_of(prefix, 1)
     with pytest.raises(InvariantError) as refused:
-        take_state(plane, 0, KEY, replicas.stages[SLOT])
+        take_state(plane.aside, 0, KEY, replicas.stages[SLOT])
     _part(plane, 0)
     return [str(refused.value), replicas.whole()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,18 @@ from engine.core.schedules.registry import SCHEDULES
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
-from engine.runtime.transport.transfers import Purpose, Receive, Receiver, carrier_key, receives_of, transfer_key
+from engine.runtime.transport.transfer_key import (
+    AsideKey,
+    AsidePurpose,
+    ProgramKey,
+    ProgramPurpose,
+    aside_key,
+    carrier_key,
+    program_key,
+    validation_key,
+)
+from engine.runtime.transport.transfers import Receive, Receiver, receives_of
+from tests.runtime.peers import an_order
 
 
 def spec(*shape: int, grad: bool = True) -> TensorSpec:
@@ -30,18 +42,17 @@ BORDERS: list[Border] = [(spec(4, 2), spec(4, grad=False)), (spec(4, 3),), (spec
 
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(4, 8, pipelines=3), Grid(3, 130, pipelines=2)])
 def test_no_two_transfers_of_a_step_have_one_key(grid: Grid) -> None:
-    keys = [
-        transfer_key(grid, purpose, pipeline, stage, index)
-        for purpose, (pipeline, stage) in itertools.product(Purpose, grid.slots())
-        for index in range(grid.microbatches + 64)
-    ]
+    keys: list[int] = []
+    for slot, index in itertools.product(grid.slots(), range(grid.microbatches + 64)):
+        keys += [program_key(grid, purpose, *slot, index).number for purpose in ProgramPurpose]
+        keys += [aside_key(grid, purpose, *slot, index).number for purpose in AsidePurpose]
     assert len(set(keys)) == len(keys)
     assert min(keys) >= 0
 
 
 def test_an_index_beyond_its_range_is_a_bug() -> None:
     with pytest.raises(InvariantError):
-        transfer_key(Grid(2, 4), Purpose.TIE, 0, 0, 4 + 64)
+        program_key(Grid(2, 4), ProgramPurpose.TIE, 0, 0, 4 + 64)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -49,23 +60,23 @@ def test_an_index_beyond_its_range_is_a_bug() -> None:
 def test_receiver_and_sender_agree_on_order_keys_and_shapes(schedule: str, owners: tuple[int, ...]) -> None:
     ownership = Ownership(Grid(3, 5, pipelines=2), owners)
     program = build_program(schedule, ownership)
-    sent: dict[tuple[int, int], list[int]] = {}
-    received: dict[tuple[int, int], list[int]] = {}
+    sent: dict[tuple[int, int], list[ProgramKey]] = {}
+    received: dict[tuple[int, int], list[ProgramKey]] = {}
     for worker, actions in program.items():
         routes = routes_of(worker, program, ownership)
         for action in actions:
             if action.op in SEND_OPS:
                 for target in routes.targets[carried(action)]:
                     sent.setdefault((worker, target), []).append(carrier_key(ownership.grid, action))
-        for receive in receives_of(actions, routes, ownership.grid, BORDERS):
+        for receive in receives_of(actions, routes, BORDERS, partial(carrier_key, ownership.grid)):
             received.setdefault((receive.source, worker), []).append(receive.key)
     assert received == sent
     assert all(len(set(keys)) == len(keys) for keys in sent.values())
 
 
-def receives(program: Program, worker: int, ownership: Ownership, validation: bool = False) -> list[Receive]:
+def receives(program: Program, worker: int, ownership: Ownership) -> list[Receive[ProgramKey]]:
     routes = routes_of(worker, program, ownership)
-    return receives_of(program[worker], routes, ownership.grid, BORDERS, validation)
+    return receives_of(program[worker], routes, BORDERS, partial(carrier_key, ownership.grid))
 
 
 def test_forward_carries_the_border_and_backward_the_gradients_that_it_needs() -> None:
@@ -81,38 +92,40 @@ def test_forward_carries_the_border_and_backward_the_gradients_that_it_needs() -
 
 def test_validation_has_keys_of_its_own() -> None:
     ownership = one_slot_each(Grid(2, 3))
-    validation = receives(build_validation(ownership), 1, ownership, validation=True)
+    program = build_validation(ownership)
+    key_of = partial(validation_key, ownership.grid)
+    validation: list[Receive[AsideKey]] = receives_of(program[1], routes_of(1, program, ownership), BORDERS, key_of)
     training = receives(build_program("1f1b", ownership), 1, ownership)
     assert len(validation) == len(training) == 3
-    assert not {each.key for each in validation} & {each.key for each in training}
+    assert not {each.key.number for each in validation} & {each.key.number for each in training}
 
 
-class Plane:
+class Posts:
     """Notes what is posted and hands out zeros; of what is posted, `arrived` says what need not be waited for."""
 
     def __init__(self, arrived: bool) -> None:
         self.arrived = arrived
-        self.posted: list[tuple[int, int]] = []
-        self.taken: list[tuple[int, int]] = []
+        self.posted: list[tuple[int, ProgramKey]] = []
+        self.taken: list[tuple[int, ProgramKey]] = []
 
-    def post(self, source: int, key: int, border: Border) -> None:
+    def post(self, source: int, key: ProgramKey, border: Border) -> None:
         self.posted.append((source, key))
 
-    def has_arrived(self, source: int, key: int) -> bool:
+    def has_arrived(self, source: int, key: ProgramKey) -> bool:
         return self.arrived and (source, key) in self.posted
 
-    def take(self, source: int, key: int) -> Tensors:
+    def take(self, source: int, key: ProgramKey) -> Tensors:
         assert (source, key) in self.posted
         self.taken.append((source, key))
         return tuple(torch.zeros(1) for _ in range(2))
 
 
 VALUES = [Value(Kind.ACTIVATION, 0, 0, key) for key in range(9)]
-RECEIVES = [Receive(VALUES[key], key % 2, key, (spec(1), spec(1, grad=False))) for key in range(9)]
+RECEIVES = [Receive(VALUES[key], key % 2, an_order(key), (spec(1), spec(1, grad=False))) for key in range(9)]
 
 
 def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
-    plane: Any = Plane(arrived=False)
+    plane: Any = Posts(arrived=False)
     receiver = Receiver(plane, RECEIVES)
     assert plane.posted == []
     receiver.begin()
@@ -123,13 +136,13 @@ def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
         value, tensors = receiver.take()
         assert value == VALUES[number]
         assert plane.posted == [(each.source, each.key) for each in RECEIVES[: number + num_ahead]]
-        assert plane.taken[-1] == (number % 2, number)
+        assert plane.taken[-1] == (number % 2, an_order(number))
         assert [tensor.requires_grad for tensor in tensors] == [True, False]
     assert len(plane.posted) == 9
 
 
 def test_nothing_is_posted_while_there_is_no_time_for_it() -> None:
-    plane: Any = Plane(arrived=True)
+    plane: Any = Posts(arrived=True)
     receiver = Receiver(plane, RECEIVES)
     receiver.begin()
     num_ahead = len(plane.posted)
@@ -142,6 +155,6 @@ def test_nothing_is_posted_while_there_is_no_time_for_it() -> None:
 
 
 def test_a_program_without_receives_posts_nothing() -> None:
-    plane: Any = Plane(arrived=False)
+    plane: Any = Posts(arrived=False)
     Receiver(plane, []).begin()
     assert plane.posted == []

@@ -31,7 +31,7 @@ def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
         return evaluate(stage, inputs)
 
     monkeypatch.setattr(Stage, "evaluate", watched)
-    plane: Any = None
+    plane: Any = SimpleNamespace(aside=None)
     assert Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run() is not None
     assert seen == [(5, 8 + number, True) for number in range(job.validation_microbatches)]
     assert control.at == (5, 7 + job.validation_microbatches, False)

@@ -17,7 +17,7 @@ from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.gloo_transport import GlooJoining
 from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 
 _SETTLE_S = 0.02  # so that no worker is still busy with the beginning of training
@@ -42,7 +42,9 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, memory_f
     told = control.take(Round)
     control.recorder = recorder = Recorder(events_fd, told.worker)
     store = Rendezvous(MeetingPlace(memory_fd, bell_fd), "round")
-    plane = DataPlane(control, store, told.worker, told.ranks)  # kept open, because others would notice its end
+    plane = GlooJoining(
+        control, store, told.worker, told.ranks
+    ).join()  # kept open, because others would notice its end
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(ReadyMessage())

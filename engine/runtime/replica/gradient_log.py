@@ -18,8 +18,9 @@ from engine.models.layers import Tensors
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
-from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec, laid_out_as
+from engine.runtime.transport.transfer_key import ProgramKey
+from engine.runtime.transport.transport import Channel
 
 Gradients = Mapping[int, Mapping[str, Tensor]]  # by layer and name
 
@@ -65,18 +66,18 @@ def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
     }
 
 
-def send_entry(plane: DataPlane, targets: Iterable[int], key: Key, entry: LogEntry) -> None:
+def send_entry(channel: Channel[ProgramKey], targets: Iterable[int], key: ProgramKey, entry: LogEntry) -> None:
     """Sends an entry to the shadows of its slot."""
-    send_bulk(plane, targets, key, list(entry.tensors()))
+    send_bulk(channel, targets, key, list(entry.tensors()))
 
 
-def take_entry(plane: DataPlane, source: int, key: Key, stage: Stage) -> LogEntry:
+def take_entry(channel: Channel[ProgramKey], source: int, key: ProgramKey, stage: Stage) -> LogEntry:
     """Waits for the log entry of the slot that `stage` is a replica of, and returns it."""
     pipelines = stage.job.pipelines
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
     losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
-    arrived = iter(receive_bulk(plane, source, key, gradients + buffers * pipelines + losses * pipelines))
+    arrived = iter(receive_bulk(channel, source, key, gradients + buffers * pipelines + losses * pipelines))
     return LogEntry(
         laid_out(stage, [next(arrived) for _ in gradients]),
         tuple(tuple(next(arrived) for _ in buffers) for _ in range(pipelines)),

@@ -7,8 +7,8 @@ Rules: a stream is one tensor of bytes. It is a copy, because the next backward 
 parameter with a gradient, the losses, the buffers before each forward since the last stream, and the gradients. A
 shadow sets its buffers and its count of forwards to that point, unless it has run these forwards itself. It keeps the
 newest gradients aside, and moves them into its replica only in `settle`, before it reports its inventory. `settle` also
-takes a stream that has arrived completely. Streams use their own channel, so that no other transfer waits behind them.
-For each slot one receive is posted ahead.
+takes a stream that has arrived completely. Streams are messages aside, so that no other transfer waits behind them. For
+each slot one receive is posted ahead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from engine.core.value import Kind, Value
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.buffers import BufferSnapshot, overwrite
 from engine.runtime.stage.stage import Stage
-from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transfers import Purpose, transfer_key
+from engine.runtime.transport.transfer_key import AsideKey, AsidePurpose, aside_key
+from engine.runtime.transport.transport import Transport
 
 _ALIGNED = 64  # bytes: torch's alignment
 
@@ -46,9 +46,9 @@ class GradientStreams:
         self._coming: dict[Slot, deque[int]] = {}  # the rest of them in the open step
         self._newest: dict[Slot, tuple[int, list[Tensor | None]]] = {}  # (number of backwards, gradients)
 
-    def enter(self, plane: DataPlane, ownership: Ownership, routes: Routes, actions: Sequence[Action]) -> None:
-        """Sets the data plane, the ownership, the routes and the actions of the next program."""
-        self._plane = plane
+    def enter(self, plane: Transport, ownership: Ownership, routes: Routes, actions: Sequence[Action]) -> None:
+        """Sets the plane, the ownership, the routes and the actions of the next program."""
+        self._channel = plane.aside
         self._ownership = ownership
         self._routes = routes
         self._receipts = {}
@@ -73,35 +73,35 @@ class GradientStreams:
         if self._ownership.owner(*slot) == self.worker:
             stream = packed(self.replicas.stages[slot], microbatch, self.job.log_every)
             for target in self._routes.targets[_value(slot, microbatch)]:
-                self._plane.send_on_own_channel(target, self._key(slot, microbatch), stream)
+                self._channel.send(target, self._key(slot, microbatch), (stream,))
             return
-        (arrived,) = self._plane.take(*self._next(slot))
+        (arrived,) = self._channel.take(*self._next(slot))
         self._take_in(slot, arrived)
         self._post(slot)
 
     def settle(self) -> None:
         """Moves the newest accumulators, without waiting, into the replicas; later ones of this program are ignored."""
         for slot in [slot for slot, microbatches in self._coming.items() if microbatches]:
-            arrived = self._plane.take_arrived(*self._next(slot))
+            arrived = self._channel.take_arrived(*self._next(slot))
             if arrived is not None:
                 self._take_in(slot, arrived[0])
         for slot, (added, gradients) in self._newest.items():
             self.replicas.stages[slot].take_added(added, gradients)
         self.clear()
 
-    def _next(self, slot: Slot) -> tuple[int, Key]:
+    def _next(self, slot: Slot) -> tuple[int, AsideKey]:
         """Returns the source and the key of the next stream of a slot."""
         microbatch = self._coming[slot][0]
         return self._routes.sources[_value(slot, microbatch)], self._key(slot, microbatch)
 
-    def _key(self, slot: Slot, microbatch: int) -> Key:
-        return transfer_key(self._ownership.grid, Purpose.STREAM, *slot, microbatch)
+    def _key(self, slot: Slot, microbatch: int) -> AsideKey:
+        return aside_key(self._ownership.grid, AsidePurpose.STREAM, *slot, microbatch)
 
     def _post(self, slot: Slot) -> None:
         if self._coming[slot]:
             specs = specs_of(self.replicas.stages[slot], self._coming[slot][0], self.job.log_every)
             source, key = self._next(slot)
-            self._plane.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),), channel=slot)
+            self._channel.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),))
 
     def _take_in(self, slot: Slot, arrived: Tensor) -> None:
         microbatch, replica = self._coming[slot].popleft(), self.replicas.stages[slot]

@@ -18,10 +18,10 @@ from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
-from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfer_key import AsideKey
+from engine.runtime.transport.transport import Channel
 
-_CHANNEL = "heal"  # its own channel: other receives must not wait behind a heal
 StatePlace = tuple[str, int, str, str]  # (kind, layer or pipeline, parameter or number, name of the state tensor)
 
 
@@ -38,7 +38,7 @@ def state_of(stage: Stage) -> Iterator[tuple[StatePlace, Tensor]]:
             yield ("buffer", pipeline, str(number), ""), buffer
 
 
-def send_state(plane: DataPlane, targets: Iterable[int], key: Key, stage: Stage) -> None:
+def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey, stage: Stage) -> None:
     """Starts sending the state of a slot at the step boundary; the open step may have begun."""
     state = list(state_of(stage))
     header = json.dumps(
@@ -46,18 +46,18 @@ def send_state(plane: DataPlane, targets: Iterable[int], key: Key, stage: Stage)
     ).encode()
     as_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for target in targets:
-        plane.send(target, key, (torch.tensor([len(header)]),))
-        plane.send(target, key, (as_bytes,))
-        send_bulk(plane, (target,), key, [tensor for _, tensor in state])
+        channel.send(target, key, (torch.tensor([len(header)]),))
+        channel.send(target, key, (as_bytes,))
+        send_bulk(channel, (target,), key, [tensor for _, tensor in state])
 
 
-def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
+def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: Stage) -> None:
     """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs."""
-    (length,) = _take(plane, source, key, TensorSpec((1,), torch.int64, False)).tolist()
-    header = _take(plane, source, key, TensorSpec((length,), torch.uint8, False))
+    (length,) = _take(channel, source, key, TensorSpec((1,), torch.int64, False)).tolist()
+    header = _take(channel, source, key, TensorSpec((length,), torch.uint8, False))
     entries = json.loads(header.numpy().tobytes())
     specs = [TensorSpec.from_json(spec) for _, spec, _, _ in entries]
-    tensors = receive_bulk(plane, source, key, specs, _CHANNEL)
+    tensors = receive_bulk(channel, source, key, specs)
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
     boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
@@ -69,9 +69,9 @@ def take_state(plane: DataPlane, source: int, key: Key, stage: Stage) -> None:
     _compare(stage, {tuple(place): digest for place, _, _, digest in entries})
 
 
-def _take(plane: DataPlane, source: int, key: Key, spec: TensorSpec) -> Tensor:
-    plane.post(source, key, (spec,), _CHANNEL)
-    (tensor,) = plane.take(source, key)
+def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSpec) -> Tensor:
+    channel.post(source, key, (spec,))
+    (tensor,) = channel.take(source, key)
     return tensor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.runtime.transport.data_plane import suspecting
+from engine.runtime.transport.suspicion import suspecting
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:

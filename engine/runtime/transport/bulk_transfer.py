@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from engine.runtime.transport.data_plane import DataPlane, Key
 from engine.runtime.transport.tensor_spec import TensorSpec, bytes_of
+from engine.runtime.transport.transport import AnyKey, Channel
 
 _LARGE = 1 << 20  # bytes from which a tensor has chunks of its own
 _CHUNK = 16 << 20  # maximum bytes of a chunk
@@ -34,7 +34,7 @@ def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
     return [*chunks, together] if together else chunks
 
 
-def send_bulk(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Sequence[Tensor]) -> None:
+def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, tensors: Sequence[Tensor]) -> None:
     """Starts a bulk transfer to each target; the tensors must not change before the commit of the step."""
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
     payloads = [
@@ -43,19 +43,17 @@ def send_bulk(plane: DataPlane, targets: Iterable[int], key: Key, tensors: Seque
     ]
     for target in targets:
         for chunk in payloads:
-            plane.send(target, key, (chunk,))
+            channel.send(target, key, (chunk,))
 
 
-def receive_bulk(
-    plane: DataPlane, source: int, key: Key, specs: Sequence[TensorSpec], channel: object = None
-) -> list[Tensor]:
-    """Waits for a bulk transfer from `source`, on `channel` if given; returns its tensors, contiguous."""
+def receive_bulk(channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Waits for a bulk transfer from `source`; returns its tensors, contiguous."""
     tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
     payload = [bytes_of(tensor) for tensor in tensors]
     for chunk in chunks_of([len(each) for each in payload]):
         size = sum(end - start for _, start, end in chunk)
-        plane.post(source, key, (TensorSpec((size,), torch.uint8, False),), channel)
-        (arrived,) = plane.take(source, key)
+        channel.post(source, key, (TensorSpec((size,), torch.uint8, False),))
+        (arrived,) = channel.take(source, key)
         at = 0
         for index, start, end in chunk:
             payload[index][start:end] = arrived[at : at + end - start]

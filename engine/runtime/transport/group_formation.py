@@ -1,8 +1,4 @@
-"""Forms the data plane of an epoch in a thread, and gives up when a higher epoch comes.
-
-Gloo's constructor returns when all members have joined. If one dies first, the constructor would block for long.
-`give_up` therefore shuts down its sockets, and ends its wait at the rendezvous.
-"""
+"""Joins the group of an epoch in a thread, and gives up when a higher epoch comes."""
 
 from __future__ import annotations
 
@@ -13,48 +9,33 @@ from engine.core.history.run_records import MarkRecord
 from engine.core.messages import EpochMessage
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.process.sockets import descriptors_by_inode, shut_down
-from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.pair_guard import PairGuard
-from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
+from engine.runtime.transport.transport import Transport, TransportBackend
 
 
 class GroupFormation:
-    """One attempt to form the plane of `epoch`; a worker's rank is its position among the members."""
+    """One attempt to form the group of `epoch`."""
 
-    def __init__(
-        self,
-        control: Control,
-        place: MeetingPlace,
-        recorder: Recorder,
-        worker: int,
-        epoch: EpochMessage,
-        guard: PairGuard,
-    ):
+    def __init__(self, control: Control, backend: TransportBackend, recorder: Recorder, epoch: EpochMessage):
         self._control = control
-        self._store = Rendezvous(place, f"epoch-{epoch.epoch}")
         self._recorder = recorder
-        self._guard = guard
-        self._before = descriptors_by_inode().keys()
-        self._plane: DataPlane | None = None
+        self._joining = backend.joining(epoch.epoch, epoch.members)
+        self._plane: Transport | None = None
         self._failed: TransferFailedError | None = None
-        threading.Thread(target=self._form, args=(worker, epoch), name="forming", daemon=True).start()
+        threading.Thread(target=self._form, args=(epoch.epoch,), name="forming", daemon=True).start()
 
-    def _form(self, worker: int, epoch: EpochMessage) -> None:
+    def _form(self, epoch: int) -> None:
         try:
             self._control.mark("regroup")  # a fault in this phase strikes while the group forms
-            self._plane = DataPlane(
-                self._control, self._store, worker, epoch.members, guard=self._guard, name=f"epoch-{epoch.epoch}"
-            )
-            self._recorder.write(MarkRecord(phase="regroup", epoch=epoch.epoch))
+            self._plane = self._joining.join()
+            self._recorder.write(MarkRecord(phase="regroup", epoch=epoch))
         except TransferFailedError as error:
             self._failed = error
         self._control.wake()
 
-    def plane(self) -> DataPlane:
-        """Waits for the plane; raises Stopped, Fenced, or TransferFailedError if it could not be formed."""
+    def plane(self) -> Transport:
+        """Waits for the group; raises Stopped, Fenced, or TransferFailedError if it could not be formed."""
 
-        def look() -> DataPlane | None:
+        def look() -> Transport | None:
             if self._failed is not None:
                 raise self._failed
             return self._plane
@@ -62,9 +43,8 @@ class GroupFormation:
         return self._control.wait_until(look)
 
     def give_up(self) -> None:
-        """Closes the plane, or aborts its formation."""
+        """Leaves the group, or abandons its formation."""
         if self._plane is not None:
-            self._plane.close()
+            self._plane.abandon()
         else:
-            self._store.give_up()
-            shut_down(descriptors_by_inode().keys() - self._before)
+            self._joining.abandon()

@@ -20,16 +20,16 @@ from torch import Tensor
 from engine.core.ownership import Ownership
 from engine.models.layers import Tensors
 from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
-from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transfers import Purpose, transfer_key
+from engine.runtime.transport.transfer_key import ProgramKey, ProgramPurpose, program_key
+from engine.runtime.transport.transport import Channel
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGroup:
     """The owners of one stage, from the view of `worker`, one of them."""
 
-    plane: DataPlane
+    channel: Channel[ProgramKey]
     ownership: Ownership
     worker: int
     stage: int
@@ -43,9 +43,9 @@ class ReduceGroup:
         """Returns the pipelines in which a worker owns the stage."""
         return self.ownership.pipelines_of(worker, self.stage)
 
-    def key(self, purpose: Purpose, pipeline: int, index: int = 0) -> int:
+    def key(self, purpose: ProgramPurpose, pipeline: int, index: int = 0) -> ProgramKey:
         """Returns the key of a transfer from the owner of the stage in `pipeline`."""
-        return transfer_key(self.ownership.grid, purpose, pipeline, self.stage, index)
+        return program_key(self.ownership.grid, purpose, pipeline, self.stage, index)
 
 
 def mean_over_pipelines(group: ReduceGroup, parts: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
@@ -78,17 +78,17 @@ def _mean_of_one_dtype(group: ReduceGroup, parts: Mapping[int, Sequence[Tensor]]
     border = (TensorSpec((chunk_size,), like[0].dtype, False),)
     for other in group.others:
         for pipeline in group.pipelines(other):
-            group.plane.post(other, group.key(Purpose.SCATTER, pipeline, index), border)
-        group.plane.post(other, group.key(Purpose.GATHER, group.pipelines(other)[0], index), border)
+            group.channel.post(other, group.key(ProgramPurpose.SCATTER, pipeline, index), border)
+        group.channel.post(other, group.key(ProgramPurpose.GATHER, group.pipelines(other)[0], index), border)
     for other in group.others:
         for pipeline, mine in chunks.items():
-            group.plane.send(other, group.key(Purpose.SCATTER, pipeline, index), (mine[owners.index(other)],))
+            group.channel.send(other, group.key(ProgramPurpose.SCATTER, pipeline, index), (mine[owners.index(other)],))
     total = _summed_chunk(group, {each: mine[owners.index(group.worker)] for each, mine in chunks.items()}, index)
     for other in group.others:
-        group.plane.send(other, group.key(Purpose.GATHER, group.pipelines(group.worker)[0], index), (total,))
+        group.channel.send(other, group.key(ProgramPurpose.GATHER, group.pipelines(group.worker)[0], index), (total,))
     sums = {group.worker: total}
     for other in group.others:
-        (sums[other],) = group.plane.take(other, group.key(Purpose.GATHER, group.pipelines(other)[0], index))
+        (sums[other],) = group.channel.take(other, group.key(ProgramPurpose.GATHER, group.pipelines(other)[0], index))
     whole = torch.cat([sums[owner] for owner in owners])[:size]
     return [
         part.view(gradient.shape)
@@ -101,7 +101,7 @@ def _summed_chunk(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) ->
     parts = dict(mine)
     for other in group.others:
         for pipeline in group.pipelines(other):
-            (parts[pipeline],) = group.plane.take(other, group.key(Purpose.SCATTER, pipeline, index))
+            (parts[pipeline],) = group.channel.take(other, group.key(ProgramPurpose.SCATTER, pipeline, index))
     total = parts[0].clone()
     for pipeline in range(1, len(parts)):
         total += parts[pipeline]
@@ -116,9 +116,11 @@ def gather_over_pipelines(group: ReduceGroup, parts: Mapping[int, Tensors]) -> t
     """
     found = dict(parts)
     for pipeline, part in parts.items():
-        send_bulk(group.plane, group.others, group.key(Purpose.ENDING, pipeline), part)
+        send_bulk(group.channel, group.others, group.key(ProgramPurpose.ENDING, pipeline), part)
     specs = [TensorSpec.of(tensor) for tensor in part]
     for other in group.others:
         for pipeline in group.pipelines(other):
-            found[pipeline] = tuple(receive_bulk(group.plane, other, group.key(Purpose.ENDING, pipeline), specs))
+            found[pipeline] = tuple(
+                receive_bulk(group.channel, other, group.key(ProgramPurpose.ENDING, pipeline), specs)
+            )
     return tuple(found[pipeline] for pipeline in range(len(found)))

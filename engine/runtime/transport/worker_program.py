@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import Routes, routes_of
 from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.transfers import Receive, carrier_key, receives_of
+from engine.runtime.transport.transfer_key import ProgramKey, carrier_key
+from engine.runtime.transport.transfers import Receive, receives_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,8 @@ class WorkerProgram:
     owned: frozenset[Slot]
     actions: tuple[tuple[Action, str], ...]  # (action, its text)
     routes: Routes
-    receives: Sequence[Receive]
-    targets: Mapping[Action, tuple[tuple[int, ...], int]]  # send -> (target workers, key)
+    receives: Sequence[Receive[ProgramKey]]
+    targets: Mapping[Action, tuple[tuple[int, ...], ProgramKey]]  # send -> (target workers, key)
     next_forwards: Mapping[Action, Action]
     is_awaited: bool  # it begins with an own forward: the other workers wait for its first SEND
 
@@ -35,14 +37,15 @@ def worker_program(worker: int, program: Program, ownership: Ownership, borders:
     actions = program.get(worker, ())
     routes = routes_of(worker, program, ownership)
     owned = frozenset(ownership.slots_of(worker))
+    key_of = partial(carrier_key, ownership.grid)
     return WorkerProgram(
         ownership,
         owned,
         tuple((action, str(action)) for action in actions),
         routes,
-        receives_of(actions, routes, ownership.grid, borders),
+        receives_of(actions, routes, borders, key_of),
         {
-            action: (routes.targets.get(carried(action), ()), carrier_key(ownership.grid, action))
+            action: (routes.targets.get(carried(action), ()), key_of(action))
             for action in actions
             if action.op in SEND_OPS
         },

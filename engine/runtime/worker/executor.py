@@ -24,8 +24,8 @@ from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.value_store import ValueStore
-from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.transfers import Receiver
+from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.handlers import Method, run_in_order
 from engine.runtime.worker.microbatch_loader import MicrobatchLoader
@@ -47,7 +47,7 @@ class Executor:
         self._loader = MicrobatchLoader(context.job, context.data)
         self._index = 0  # actions begun in the open step by all its programs: heartbeats must not go back
 
-    def enter(self, plane: DataPlane, program: WorkerProgram) -> None:
+    def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
         self._plane = plane
         self._worker_program = program
@@ -92,12 +92,12 @@ class Executor:
         self.run_actions()
         commit = self.context.control.take(CommitMessage)
         self._take(commit, self._steps)
-        self._plane.reap()
+        self._plane.release_sent()
         return commit
 
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps."""
-        self._receiver = Receiver(self._plane, self._worker_program.receives)
+        self._receiver = Receiver(self._plane.in_order, self._worker_program.receives)
         if not self._worker_program.is_awaited:
             self._receiver.begin()
         self.streams.begin()
@@ -236,9 +236,9 @@ class Executor:
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
-        tensors = self.value_store.to_send(carried(action))
+        tensors, channel = self.value_store.to_send(carried(action)), self._plane.in_order
         for target in targets:
-            self._plane.send(target, key, tensors)
+            channel.send(target, key, tensors)
         self._receiver.begin()
 
 

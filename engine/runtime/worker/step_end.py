@@ -20,10 +20,10 @@ from engine.core.value import Kind, Value
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, losses_of, send_entry, take_entry, take_step
 from engine.runtime.replica.state_transfer import send_state, take_state
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
-from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transfers import Purpose, transfer_key
+from engine.runtime.transport.transfer_key import AsidePurpose, ProgramKey, ProgramPurpose, aside_key, program_key
+from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.worker_context import WorkerContext
 
 
@@ -40,7 +40,7 @@ class StepEnd:
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
         self._uses = uses_of(context.replicas.model.ties, context.starts)
 
-    def enter(self, plane: DataPlane, ownership: Ownership, routes: Routes) -> None:
+    def enter(self, plane: Transport, ownership: Ownership, routes: Routes) -> None:
         """Sets the plane, the ownership and the routes of the next program, in which all transfers run again."""
         self._plane = plane
         self._ownership = ownership
@@ -59,8 +59,8 @@ class StepEnd:
     def _source(self, kind: Kind, slot: Slot) -> int:
         return self._routes.sources[Value(kind, *slot)]
 
-    def _key(self, purpose: Purpose, slot: Slot, index: int = 0) -> int:
-        return transfer_key(self._ownership.grid, purpose, *slot, index)
+    def _key(self, purpose: ProgramPurpose, slot: Slot, index: int = 0) -> ProgramKey:
+        return program_key(self._ownership.grid, purpose, *slot, index)
 
     def _owns(self, slot: Slot) -> bool:
         return self._ownership.owner(*slot) == self.worker
@@ -68,19 +68,19 @@ class StepEnd:
     def heal(self, action: Action, step: int) -> None:
         """Runs a HEAL: the owner sends the state of a slot to its new shadows, a new shadow fills its replica."""
         slot = (action.pipeline, action.stage)
-        key = self._key(Purpose.HEAL, slot)
+        key = aside_key(self._ownership.grid, AsidePurpose.HEAL, *slot)
         if self._owns(slot):
             before = self._plane.bytes_sent
-            send_state(self._plane, self._targets(Kind.STATE, slot), key, self.replicas.stages[slot])
+            send_state(self._plane.aside, self._targets(Kind.STATE, slot), key, self.replicas.stages[slot])
             self.bytes_healed += self._plane.bytes_sent - before
         else:
             self.replicas.await_heal(slot)
-            take_state(self._plane, self._source(Kind.STATE, slot), key, self.replicas.stages[slot])
+            take_state(self._plane.aside, self._source(Kind.STATE, slot), key, self.replicas.stages[slot])
             self.replicas.healed(slot)
 
     def reduce(self, action: Action, step: int) -> None:
         """Reduces a stage over the pipelines, for all slots of it owned here; sends the gradients of tied uses."""
-        group = ReduceGroup(self._plane, self._ownership, self.worker, action.stage)
+        group = ReduceGroup(self._plane.in_order, self._ownership, self.worker, action.stage)
         owned = {each: self.replicas.stages[each, action.stage] for each in group.pipelines(self.worker)}
         losses = {pipeline: losses_of(replica) for pipeline, replica in owned.items()}
         endings = gather_over_pipelines(
@@ -115,22 +115,22 @@ class StepEnd:
                     for target in self._targets(Kind.REDUCED, slot):
                         if target in takers:
                             gradient = self._reduced[slot].gradients[use.layer][use.name]
-                            self._plane.send(target, self._tie_key(pipeline, use), (gradient,))
+                            self._plane.in_order.send(target, self._tie_key(pipeline, use), (gradient,))
 
-    def _tie_key(self, pipeline: int, use: Use) -> int:
+    def _tie_key(self, pipeline: int, use: Use) -> ProgramKey:
         index = sum(len(uses) for uses in self._uses[: use.tie]) + use.order
-        return self._key(Purpose.TIE, (pipeline, use.stage), index)
+        return self._key(ProgramPurpose.TIE, (pipeline, use.stage), index)
 
     def log(self, action: Action, step: int) -> None:
         """Runs a LOG: the owner completes the entry of a slot and sends it to the shadows; a shadow receives it."""
         slot = (action.pipeline, action.stage)
-        key = self._key(Purpose.LOG, slot)
+        key = self._key(ProgramPurpose.LOG, slot)
         if not self._owns(slot):
             source = self._source(Kind.LOGGED, slot)
-            self.logged[slot] = take_entry(self._plane, source, key, self.replicas.stages[slot])
+            self.logged[slot] = take_entry(self._plane.in_order, source, key, self.replicas.stages[slot])
             return
         entry = self.logged.get(slot) or self._with_tied_sums(slot)
-        send_entry(self._plane, self._targets(Kind.LOGGED, slot), key, entry)
+        send_entry(self._plane.in_order, self._targets(Kind.LOGGED, slot), key, entry)
         self.logged[slot] = entry
 
     def _with_tied_sums(self, slot: Slot) -> LogEntry:
@@ -153,8 +153,8 @@ class StepEnd:
         if (pipeline, use) not in self._tied:
             source, key = self._source(Kind.REDUCED, slot), self._tie_key(pipeline, use)
             like = self._reduced[pipeline, mine.stage].gradients[mine.layer][mine.name]
-            self._plane.post(source, key, (TensorSpec.of(like),))
-            (self._tied[pipeline, use],) = self._plane.take(source, key)
+            self._plane.in_order.post(source, key, (TensorSpec.of(like),))
+            (self._tied[pipeline, use],) = self._plane.in_order.take(source, key)
         return self._tied[pipeline, use]
 
     def vote(self, action: Action, step: int, loaded: LoadedMarks) -> None:

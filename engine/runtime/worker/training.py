@@ -32,9 +32,8 @@ from engine.core.process_messages import ByeMessage
 from engine.core.recovery.inventory import to_json
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.stage.state_hash import marked_hash
-from engine.runtime.transport.data_plane import DataPlane
 from engine.runtime.transport.group_formation import GroupFormation
-from engine.runtime.transport.rendezvous import MeetingPlace
+from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.planner_thread import PlannerThread, PreparedPlan
@@ -51,10 +50,9 @@ class Excluded(Exception):
 class Training:
     """The training of one worker; `ownership` is the ownership of the open step."""
 
-    def __init__(self, context: WorkerContext, ownership: Ownership, place: MeetingPlace, plane: DataPlane):
+    def __init__(self, context: WorkerContext, ownership: Ownership, plane: Transport):
         self.context = context
         self.ownership = ownership
-        self._place = place
         self._plane = plane
         self._forming: GroupFormation | None = None
         self._executor = Executor(context)
@@ -129,6 +127,7 @@ class Training:
         if self._forming is not None:
             self._plane = self._forming.plane()
             self._forming = None
+        self._plane.epoch = epoch.epoch
         self._program = "usual" if worker_program is None else "plan"
         self._is_over = go.end
         self._begin(worker_program or self._planner.default_program(self.ownership))
@@ -156,8 +155,8 @@ class Training:
         if epoch.regroup:
             if self._forming is not None:
                 self._forming.give_up()
-            self._plane.close()
-            self._forming = GroupFormation(control, self._place, context.recorder, context.worker, epoch, context.guard)
+            self._plane.abandon()
+            self._forming = GroupFormation(control, context.backend, context.recorder, epoch)
         planned = self._planner.plan(control.take(messages.PlanMessage))
         self._catch_up(planned, epoch.commit)
         control.send(messages.PlannedMessage(control.accepted, planned.plan.digest, planned.plan.lost_stages))

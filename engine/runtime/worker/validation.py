@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from engine.core.action import Action, Op
@@ -11,8 +12,9 @@ from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
 from engine.models.layers import Tensors
-from engine.runtime.transport.data_plane import DataPlane
-from engine.runtime.transport.transfers import Receiver, carrier_key, receives_of
+from engine.runtime.transport.transfer_key import validation_key
+from engine.runtime.transport.transfers import Receiver, receives_of
+from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.worker_context import WorkerContext
 
 
@@ -27,19 +29,19 @@ class Validated:
 class Validation:
     """One worker's share of the validation passes under one ownership."""
 
-    def __init__(self, context: WorkerContext, plane: DataPlane, ownership: Ownership):
+    def __init__(self, context: WorkerContext, plane: Transport, ownership: Ownership):
         self.context = context
-        self.plane = plane
+        self.channel = plane.aside
         self.grid = replace(ownership.grid, microbatches=context.job.validation_microbatches)
         alone = replace(ownership, grid=self.grid)
         program = build_validation(alone)
         self.actions = program.get(context.worker, ())
         self.routes = routes_of(context.worker, program, alone)
-        self.receives = receives_of(self.actions, self.routes, self.grid, context.borders, validation=True)
+        self.receives = receives_of(self.actions, self.routes, context.borders, partial(validation_key, self.grid))
 
     def run(self) -> Validated | None:
         """Runs the pass; the owner of the last stage gets the result, the others None."""
-        receiver = Receiver(self.plane, self.receives)
+        receiver = Receiver(self.channel, self.receives)
         made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
         results: list[Validated] = []
         for action in self.actions:
@@ -50,7 +52,7 @@ class Validation:
             elif action.op is Op.SEND_F:
                 tensors = made.pop((action.stage, action.microbatch))
                 for target in self.routes.targets[carried(action)]:
-                    self.plane.send(target, carrier_key(self.grid, action, validation=True), tensors)
+                    self.channel.send(target, validation_key(self.grid, action), tensors)
             else:
                 self._move(inside=True)
                 self._forward(action, made, results)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,10 +42,11 @@ from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
-from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.pair_guard import PairGuard
 from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
+from engine.runtime.transport.transport import Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.training import Excluded, Training
@@ -59,8 +61,7 @@ class GroupMember(NamedTuple):
 
     context: WorkerContext
     ownership: Ownership
-    place: MeetingPlace
-    plane: DataPlane
+    plane: Transport
 
 
 def main(
@@ -114,7 +115,7 @@ def _run(
     ensure(
         network_fd is not None or bool(welcome.pair_key), "the transfers of a run lie in its network, or have its key"
     )
-    member = join(control, welcome, record_fds, board_fd, place, network_fd=network_fd)
+    member = join(control, welcome, record_fds, board_fd, gloo_backend(control, welcome, place, network_fd))
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
@@ -123,16 +124,27 @@ def _run(
     training.run()
 
 
+def gloo_backend(
+    control: Control, welcome: messages.WelcomeMessage, place: MeetingPlace, network_fd: int | None = None
+) -> GlooBackend:
+    """Returns the backend of a worker that has been welcomed."""
+
+    def tell(peer: int | None, words: str) -> None:
+        control.send(UnprovenMessage(peer, words))
+
+    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
+    return GlooBackend(control, welcome.worker, partial(Rendezvous, place), guard)
+
+
 def join(
     control: Control,
     welcome: messages.WelcomeMessage,
     record_fds: tuple[int, int],
     board_fd: int,
-    place: MeetingPlace,
+    backend: TransportBackend,
     data_of: Callable[[Job], Data] = open_data,
-    network_fd: int | None = None,
 ) -> GroupMember:
-    """Learns the partition, builds this worker's stages, forms the data plane and learns the borders between stages."""
+    """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages."""
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
     torch.set_num_threads(job.threads)
     board = ProgressBoard(board_fd, welcome.num_lines)
@@ -148,21 +160,15 @@ def join(
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)
     replicas = Replicas(job, model, starts, ownership.held_by(worker))
-    store = Rendezvous(place, "epoch-0")
-    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), _teller(control))
-    plane = DataPlane(control, store, worker, welcome.ranks, guard=guard, name="epoch-0")
+    plane = backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas)
-    shards = ShardedStages(worker, replicas, ownership, store, guard) if job.fsdp else None
+    shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
     context = WorkerContext(
-        job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, shards, guard
+        job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards
     )
-    return GroupMember(context, ownership, place, plane)
-
-
-def _teller(control: Control) -> Callable[[int | None, str], None]:
-    return lambda peer, words: control.send(UnprovenMessage(peer, words))
+    return GroupMember(context, ownership, plane)
 
 
 def _partition(job: Job, model: Model, data: Data) -> tuple[int, ...]:

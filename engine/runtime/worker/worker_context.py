@@ -11,8 +11,8 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
-from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
 from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.transport import TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
 
 
@@ -30,5 +30,5 @@ class WorkerContext:
     recorder: Recorder
     board: ProgressBoard
     failpoints: Failpoints
+    backend: TransportBackend
     shards: ShardedStages | None = None
-    guard: PairGuard = UNGUARDED

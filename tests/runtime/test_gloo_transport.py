@@ -18,9 +18,9 @@ from engine.core.errors import TransferFailedError
 from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
-from engine.runtime.transport.data_plane import DataPlane
+from engine.runtime.transport.gloo_transport import GlooJoining, GlooTransport
 from engine.runtime.transport.tensor_spec import TensorSpec
-from tests.runtime.peers import PeerServer, connect
+from tests.runtime.peers import PeerServer, an_aside, an_order, connect, plane_of
 
 ROUNDS = 9
 TIMEOUT_S = 10.0
@@ -32,10 +32,6 @@ def new_control() -> Control:
     near, far = Link.pair()
     far_ends.append(far)
     return Control(near)
-
-
-def plane_of(prefix: str, worker: int, workers: tuple[int, ...] = (0, 1), timeout_s: float = TIMEOUT_S) -> DataPlane:
-    return DataPlane(new_control(), connect(prefix), worker, workers, timeout_s)
 
 
 def run_peers(peers: PeerServer, *functions: Any) -> list[Any]:
@@ -52,21 +48,23 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
 def sends_out_of_step(prefix: str) -> None:
     plane = plane_of(prefix, 0)
     for key in range(40):
-        plane.send(1, key, (torch.full((8, 3), float(key)), torch.full((2,), key, dtype=torch.int64)))
-    plane.post(1, 100, (spec(0),))
-    plane.take(1, 100)
-    plane.reap()
+        plane.in_order.send(
+            1, an_order(key), (torch.full((8, 3), float(key)), torch.full((2,), key, dtype=torch.int64))
+        )
+    plane.in_order.post(1, an_order(100), (spec(0),))
+    plane.in_order.take(1, an_order(100))
+    plane.release_sent()
     plane.close()
 
 
 def takes_all(prefix: str) -> list[list[Any]]:
     plane = plane_of(prefix, 1)
     for key in range(40):
-        plane.post(0, key, (spec(8, 3), spec(2, dtype=torch.int64)))
+        plane.in_order.post(0, an_order(key), (spec(8, 3), spec(2, dtype=torch.int64)))
     # Taken in another order than posted, which is the order of sending.
-    taken = {key: plane.take(0, key) for key in reversed(range(40))}
-    plane.send(0, 100, (torch.empty(0),))
-    plane.reap()
+    taken = {key: plane.in_order.take(0, an_order(key)) for key in reversed(range(40))}
+    plane.in_order.send(0, an_order(100), (torch.empty(0),))
+    plane.release_sent()
     plane.close()
     return [[key, *(sorted(set(tensor.flatten().tolist())) for tensor in taken[key])] for key in sorted(taken)]
 
@@ -88,15 +86,15 @@ def samples() -> list[Tensor]:
 
 def sends_aside(prefix: str) -> bool:
     plane = plane_of(prefix, 0)
-    plane.send(1, 1, (torch.ones(4),))
-    plane.post(1, 2, (spec(1),))
-    plane.take(1, 2)
+    plane.in_order.send(1, an_order(1), (torch.ones(4),))
+    plane.in_order.post(1, an_order(2), (spec(1),))
+    plane.in_order.take(1, an_order(2))
     stream = torch.full((1 << 20,), 7.0)
     released = weakref.ref(stream)
-    plane.send_on_own_channel(1, 7, stream)
+    plane.aside.send(1, an_aside(7), (stream,))
     del stream
-    plane.post(1, 3, (spec(1),))
-    plane.take(1, 3)  # it has been received
+    plane.in_order.post(1, an_order(3), (spec(1),))
+    plane.in_order.take(1, an_order(3))  # it has been received
     until_s = time.monotonic() + TIMEOUT_S
     while released() is not None and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -106,14 +104,14 @@ def sends_aside(prefix: str) -> bool:
 
 def posts_aside_first(prefix: str) -> list[Any]:
     plane = plane_of(prefix, 1)
-    plane.post(0, 7, (spec(1 << 20),), channel="streams")
-    plane.post(0, 1, (spec(4),))
-    (first,) = plane.take(0, 1)
-    too_early = plane.take_arrived(0, 7)
-    plane.send(0, 2, (torch.zeros(1),))
-    (stream,) = plane.take(0, 7)
-    plane.send(0, 3, (torch.zeros(1),))
-    plane.reap()
+    plane.aside.post(0, an_aside(7), (spec(1 << 20),))
+    plane.in_order.post(0, an_order(1), (spec(4),))
+    (first,) = plane.in_order.take(0, an_order(1))
+    too_early = plane.aside.take_arrived(0, an_aside(7))
+    plane.in_order.send(0, an_order(2), (torch.zeros(1),))
+    (stream,) = plane.aside.take(0, an_aside(7))
+    plane.in_order.send(0, an_order(3), (torch.zeros(1),))
+    plane.release_sent()
     plane.close()
     return [first.tolist(), too_early, stream.unique().tolist()]
 
@@ -127,19 +125,19 @@ def test_what_is_sent_aside_is_let_go_and_holds_nobody_up(peers: PeerServer) -> 
 
 def sends_samples(prefix: str) -> None:
     plane = plane_of(prefix, 0)
-    plane.send(1, 0, tuple(samples()))
-    plane.post(1, 1, (spec(1),))
-    plane.take(1, 1)
-    plane.reap()
+    plane.in_order.send(1, an_order(0), tuple(samples()))
+    plane.in_order.post(1, an_order(1), (spec(1),))
+    plane.in_order.take(1, an_order(1))
+    plane.release_sent()
     plane.close()
 
 
 def compares_samples(prefix: str) -> list[bool]:
     plane = plane_of(prefix, 1)
-    plane.post(0, 0, tuple(TensorSpec.of(tensor) for tensor in samples()))
-    taken = plane.take(0, 0)
-    plane.send(0, 1, (torch.ones(1),))
-    plane.reap()
+    plane.in_order.post(0, an_order(0), tuple(TensorSpec.of(tensor) for tensor in samples()))
+    taken = plane.in_order.take(0, an_order(0))
+    plane.in_order.send(0, an_order(1), (torch.ones(1),))
+    plane.release_sent()
     plane.close()
     return [
         one.dtype == other.dtype
@@ -156,24 +154,24 @@ def test_every_kind_of_tensor_arrives_as_it_was(peers: PeerServer) -> None:
 
 def sends_one(prefix: str) -> None:
     plane = plane_of(prefix, 0)
-    plane.send(1, 0, (torch.ones(1 << 20),))
-    plane.post(1, 1, (spec(1),))
-    plane.take(1, 1)
-    plane.reap()
+    plane.in_order.send(1, an_order(0), (torch.ones(1 << 20),))
+    plane.in_order.post(1, an_order(1), (spec(1),))
+    plane.in_order.take(1, an_order(1))
+    plane.release_sent()
     plane.close()
 
 
 def computes_meanwhile(prefix: str) -> bool:
     plane = plane_of(prefix, 1)
-    plane.post(0, 0, (spec(1 << 20),))
+    plane.in_order.post(0, an_order(0), (spec(1 << 20),))
     deadline_s = time.monotonic() + 10
     # Nothing here asks for the transfer; it must come on its own.
-    while not plane.has_arrived(0, 0) and time.monotonic() < deadline_s:
+    while not plane.in_order.has_arrived(0, an_order(0)) and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    came = plane.has_arrived(0, 0)
-    plane.take(0, 0)
-    plane.send(0, 1, (torch.ones(1),))
-    plane.reap()
+    came = plane.in_order.has_arrived(0, an_order(0))
+    plane.in_order.take(0, an_order(0))
+    plane.in_order.send(0, an_order(1), (torch.ones(1),))
+    plane.release_sent()
     plane.close()
     return came
 
@@ -185,21 +183,21 @@ def test_transfers_overlap_with_whatever_the_main_thread_does(peers: PeerServer)
 
 def sends_large(prefix: str) -> None:
     plane = plane_of(prefix, 0)
-    plane.send(1, 0, (torch.ones(1 << 22),))  # far more than sockets hold
+    plane.in_order.send(1, an_order(0), (torch.ones(1 << 22),))  # far more than sockets hold
     connect(prefix).set("sent", b"yes")
-    plane.post(1, 1, (spec(1),))
-    plane.take(1, 1)
-    plane.reap()
+    plane.in_order.post(1, an_order(1), (spec(1),))
+    plane.in_order.take(1, an_order(1))
+    plane.release_sent()
     plane.close()
 
 
 def posts_when_it_was_sent(prefix: str) -> float:
     plane = plane_of(prefix, 1)
     connect(prefix).wait(["sent"], timedelta(seconds=TIMEOUT_S))
-    plane.post(0, 0, (spec(1 << 22),))
-    (tensor,) = plane.take(0, 0)
-    plane.send(0, 1, (torch.ones(1),))
-    plane.reap()
+    plane.in_order.post(0, an_order(0), (spec(1 << 22),))
+    (tensor,) = plane.in_order.take(0, an_order(0))
+    plane.in_order.send(0, an_order(1), (torch.ones(1),))
+    plane.release_sent()
     plane.close()
     return tensor.sum().item()
 
@@ -213,21 +211,23 @@ def exchanges(prefix: str, worker: int) -> list[float]:
     """Three workers, ranked against their numbers: each sends to both others and takes from both."""
     workers = (7, 2, 5)
     plane = plane_of(prefix, worker, workers)
-    assert plane._group.rank() == workers.index(worker)
+    assert plane._wires.gloo.rank() == workers.index(worker)
     others = [each for each in workers if each != worker]
     for other in others:
         for key in (3, 1):
-            plane.post(other, key, (spec(2),))
+            plane.in_order.post(other, an_order(key), (spec(2),))
     for other in others:
         for key in (3, 1):
-            plane.send(other, key, (torch.tensor([float(worker), float(other * 10 + key)]),))
-    taken = [value for other in others for key in (1, 3) for value in plane.take(other, key)[0].tolist()]
+            plane.in_order.send(other, an_order(key), (torch.tensor([float(worker), float(other * 10 + key)]),))
+    taken = [
+        value for other in others for key in (1, 3) for value in plane.in_order.take(other, an_order(key))[0].tolist()
+    ]
     for other in others:
-        plane.post(other, 9, (spec(0),))
-        plane.send(other, 9, (torch.empty(0),))
+        plane.in_order.post(other, an_order(9), (spec(0),))
+        plane.in_order.send(other, an_order(9), (torch.empty(0),))
     for other in others:
-        plane.take(other, 9)
-    plane.reap()
+        plane.in_order.take(other, an_order(9))
+    plane.release_sent()
     plane.close()
     return taken
 
@@ -252,10 +252,10 @@ def closes_while_blocked(prefix: str) -> list[Any]:
     for number in range(ROUNDS):
         store = connect(f"{prefix}/{number}")
         with_store = connected_sockets()
-        plane = DataPlane(new_control(), store, 0, (0, 1), TIMEOUT_S)
+        plane = GlooJoining(new_control(), store, 0, (0, 1)).join()
         opened.append(connected_sockets() - with_store)
         for key in range(3):
-            plane.post(1, key, (spec(1000),))
+            plane.in_order.post(1, an_order(key), (spec(1000),))
         outcome: list[str] = []
         blocked = threading.Thread(target=_take_and_tell, args=(plane, 1, outcome))
         blocked.start()
@@ -280,11 +280,11 @@ def is_left_behind(prefix: str) -> list[str]:
     return outcomes
 
 
-def _take_and_tell(plane: DataPlane, source: int, outcome: list[str], *, posts: bool = False) -> None:
+def _take_and_tell(plane: GlooTransport, source: int, outcome: list[str], *, posts: bool = False) -> None:
     try:
         if posts:  # the other worker may have left since
-            plane.post(source, 1, (spec(1000),))
-        plane.take(source, 1)
+            plane.in_order.post(source, an_order(1), (spec(1000),))
+        plane.in_order.take(source, an_order(1))
     except TransferFailedError as error:
         outcome.append(str(error).partition(" failed:")[0])
 
@@ -305,12 +305,12 @@ def is_stopped_while_blocked(prefix: str) -> list[float]:
     for number in range(ROUNDS):
         near, far = Link.pair()
         far_ends.append(far)
-        plane = DataPlane(Control(near), connect(f"{prefix}/{number}"), 0, (0, 1), TIMEOUT_S)
-        plane.post(1, 0, (spec(10),))
+        plane = GlooJoining(Control(near), connect(f"{prefix}/{number}"), 0, (0, 1)).join()
+        plane.in_order.post(1, an_order(0), (spec(10),))
         said_s: list[float] = []
         threading.Timer(0.02, _say_stop, (far, said_s)).start()
         with pytest.raises(Stopped):
-            plane.take(1, 0)
+            plane.in_order.take(1, an_order(0))
         took_s.append(time.monotonic() - said_s[0])
         plane.close()
     return took_s
@@ -328,19 +328,19 @@ def test_the_agents_word_wakes_a_blocked_take(peers: PeerServer) -> None:
 
 def dies(prefix: str) -> None:
     plane = plane_of(prefix, 0)
-    plane.post(1, 200, (spec(1),))
-    plane.take(1, 200)  # the other has joined
+    plane.in_order.post(1, an_order(200), (spec(1),))
+    plane.in_order.take(1, an_order(200))  # the other has joined
     os._exit(0)
 
 
 def is_left(prefix: str) -> list[str]:
     plane = plane_of(prefix, 1)
-    plane.send(0, 200, (torch.ones(1),))
-    plane.post(0, 0, (spec(1),))
+    plane.in_order.send(0, an_order(200), (torch.ones(1),))
+    plane.in_order.post(0, an_order(0), (spec(1),))
     texts = []
     for _ in range(2):  # the failure stays
         with pytest.raises(TransferFailedError) as failed:
-            plane.take(0, 0)
+            plane.in_order.take(0, an_order(0))
         texts.append(str(failed.value).partition(" failed: ")[0])
     with pytest.raises(TransferFailedError) as failed:
         _send_and_reap(plane)
@@ -348,11 +348,11 @@ def is_left(prefix: str) -> list[str]:
     return [*texts, str(failed.value).partition(" failed: ")[0]]
 
 
-def _send_and_reap(plane: DataPlane) -> None:
+def _send_and_reap(plane: GlooTransport) -> None:
     # The first sends after a death may still find the socket open.
     for key in range(1, 100):
-        plane.send(0, key, (torch.ones(1 << 16),))
-        plane.reap()
+        plane.in_order.send(0, an_order(key), (torch.ones(1 << 16),))
+        plane.release_sent()
 
 
 def test_a_dead_worker_is_suspected_by_name(peers: PeerServer) -> None:
@@ -377,10 +377,10 @@ def test_a_worker_that_never_joins_is_a_suspicion(peers: PeerServer) -> None:
 def lists_listeners(prefix: str, worker: int) -> list[str]:
     plane = plane_of(prefix, worker)
     listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    plane.post(1 - worker, 0, (spec(0),))
-    plane.send(1 - worker, 0, (torch.empty(0),))
-    plane.take(1 - worker, 0)
-    plane.reap()
+    plane.in_order.post(1 - worker, an_order(0), (spec(0),))
+    plane.in_order.send(1 - worker, an_order(0), (torch.empty(0),))
+    plane.in_order.take(1 - worker, an_order(0))
+    plane.release_sent()
     plane.close()
     return sorted(set(listening))
 

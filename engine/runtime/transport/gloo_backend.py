@@ -1,0 +1,50 @@
+"""The backend of Gloo: the groups of one worker, which meet at the rendezvous of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+from torch.distributed import Store
+
+from engine.runtime.transport.gloo_transport import GlooJoining
+from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
+from engine.runtime.transport.rendezvous import Rendezvous
+from engine.runtime.transport.suspicion import suspecting
+from engine.runtime.transport.transport import Waiter
+
+_TIMEOUT = timedelta(seconds=1800)
+_COLLECTIVES = "guarded"  # the name by which torch calls for a group of collectives
+
+
+class GlooBackend:
+    """The groups of `worker`; `meet` returns the rendezvous of a group by its name, which no other group has."""
+
+    def __init__(self, waiter: Waiter, worker: int, meet: Callable[[str], Rendezvous], guard: PairGuard = UNGUARDED):
+        self._waiter = waiter
+        self._meet = meet
+        self._worker = worker
+        self._guard = guard
+
+    def joining(self, epoch: int, members: Sequence[int]) -> GlooJoining:
+        """Returns the attempt to join the group of an epoch."""
+        name = f"epoch-{epoch}"
+        return GlooJoining(self._waiter, self._meet(name), self._worker, members, epoch, guard=self._guard, name=name)
+
+    def open_collectives(self, name: str, workers: Sequence[int]) -> None:
+        """Makes `workers` torch's process group of this process; raises TransferFailedError if it is not formed."""
+
+        def guarded(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+            return self._guard.form(store, name, self._worker, workers, timeout.total_seconds()).gloo
+
+        distributed.Backend.register_backend(_COLLECTIVES, guarded, devices=["cpu"])
+        with suspecting("joining the other owners"):
+            distributed.init_process_group(
+                _COLLECTIVES,
+                store=self._meet(name),
+                rank=workers.index(self._worker),
+                world_size=len(workers),
+                timeout=_TIMEOUT,
+            )
