@@ -32,6 +32,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS,
+    "engine.core.coordinator": _PLANS
+    | {"engine.core.recovery", "engine.core.membership", "engine.core.history", "engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.history"},
     "engine.files.jobs": _PLANS | {"engine.files"},

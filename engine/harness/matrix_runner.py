@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.runtime.process.lanes import Lanes
 
 # number of the result, number of cells, result, expected seconds for the rest
-Tell = Callable[[int, int, CellResult, float], None]
+TellResult = Callable[[int, int, CellResult, float], None]
 _MOST_OF_FILE_NAME = 200  # bytes; a file system takes 255, with the beginning and the ending of the name
 LANE = "engine.harness.matrix_lane"
 
@@ -53,7 +53,7 @@ class MatrixRun:
         lanes: Lanes,
         cells: Sequence[PlannedCell],
         expected_s: Mapping[str, float],
-        tell: Tell = lambda number, count, result, left_s: None,
+        tell: TellResult = lambda number, count, result, left_s: None,
     ) -> list[CellResult]:
         """Runs cells, appends each result to the folder and reports it by `tell`; returns the results as they ended."""
         from engine.files.matrix_results import append_result

@@ -21,7 +21,7 @@ from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import CommitMessage, InventoryMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
-from engine.core.recovery.ballot import Ballot
+from engine.core.recovery.ballot import open_ballot
 from engine.core.recovery.inventory import from_json, to_json
 from engine.core.recovery.planner import PlanInput, make_plan
 from engine.models.data import Data
@@ -242,7 +242,7 @@ class SmallRun:
         self._tell_all(an_epoch(self.epoch, tuple(sorted(self.links)), regroup=regroup))
 
     def _tell_plan(self, inventories: tuple[str, ...] | None, healing: Collection[tuple[int, Slot]]) -> None:
-        self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
+        self.ballot = open_ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
         plan = SmallPlan(
             owners=self.ownership.owners,
             shadows=self.ownership.shadows,
@@ -278,12 +278,12 @@ class SmallRun:
         return rows
 
     def _count(self, worker: int, vote: VoteMessage, until: int) -> None:
-        commit = self.ballot.add(worker, vote)
+        self.ballot, commit = self.ballot.add(worker, vote)
         if commit is not None:
             self.step += 1
             self.commits.append(CommitMessage(commit.step, commit.clip_factor, "end" if self.step == until else "step"))
             self._tell_all(self.commits[-1])
-            self.ballot = Ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
+            self.ballot = open_ballot(self.epoch, self.step, self.ownership, self.job.clip_norm)
 
     def _bury(self, worker: int) -> None:
         self.links.pop(worker).close()

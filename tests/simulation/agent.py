@@ -16,8 +16,8 @@ from engine.core.membership.protocol import step
 from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.messages import PlanMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
-from engine.core.recovery.ballot import Ballot
 from engine.core.recovery.ballot import Commit as Outcome
+from engine.core.recovery.ballot import open_ballot
 from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import Case, Violation
 from tests.simulation.plans import Document, next_program, planned
@@ -61,7 +61,7 @@ class Agent:
         how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
         self.ownership = first_ownership(grid, *how)
         self.state = first_state(self.ownership, case.steps)
-        self.ballot = Ballot(1, 0, self.ownership, CLIP_NORM)
+        self.ballot = open_ballot(1, 0, self.ownership, CLIP_NORM)
         self.last: Outcome | None = None
         self.leaving: tuple[int, ...] = ()
         self.prepared_epoch: PreparedEpoch | None = None  # before the last commit
@@ -83,7 +83,7 @@ class Agent:
         if epoch != self.state.epoch:
             raise Violation(f"a vote of epoch {epoch} counts in epoch {self.state.epoch}")
         layers, norms = ((), ()) if norm is None else ((slot[1],), (norm,))
-        outcome = self.ballot.add(worker, VoteMessage(epoch, number, *slot, layers, norms, loss))
+        self.ballot, outcome = self.ballot.add(worker, VoteMessage(epoch, number, *slot, layers, norms, loss))
         if outcome is None:
             return
         self.world.judge.committed(outcome, self.ballot.ownership)
@@ -132,7 +132,7 @@ class Agent:
         if self.state.phase is not Phase.RUNNING:
             return
         if self.ballot.epoch != effect.epoch:
-            self.ballot = Ballot(effect.epoch, self.state.committed + 1, self.ownership, CLIP_NORM)
+            self.ballot = open_ballot(effect.epoch, self.state.committed + 1, self.ownership, CLIP_NORM)
         for number in self.state.members:
             self.world.tell(self.world.workers[number], "go", effect.epoch)
 
@@ -145,7 +145,7 @@ class Agent:
             healed, _ = next_program(
                 *(case.schedule, ownership, case.redundancy, case.level, case.log_every, members, leaving)
             )
-            self.ballot = Ballot(effect.epoch, effect.step + 1, healed, CLIP_NORM)
+            self.ballot = open_ballot(effect.epoch, effect.step + 1, healed, CLIP_NORM)
         self.world.decided(effect.step)
         for number in self.state.members:
             worker = self.world.workers[number]

@@ -11,15 +11,18 @@ result does not depend on the order of the votes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
 from engine.core.errors import ensure, required
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 
+Voter = tuple[int, Slot]  # worker and slot
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+
+class Commit(NamedTuple):
     """The mean loss over pipelines, the global gradient norm, and the factor that clips it."""
 
     step: int
@@ -28,51 +31,58 @@ class Commit:
     clip_factor: float
 
 
-@dataclass(slots=True)
-class Ballot:
-    """The votes for one step by the replicas of one ownership, in one epoch. Pure: no clock, no I/O."""
+class Ballot(NamedTuple):
+    """The votes for one step by the replicas of one ownership, in one epoch; `open_ballot` makes it."""
 
     epoch: int
     step: int
     ownership: Ownership
     clip_norm: float
-    votes: dict[tuple[int, Slot], VoteMessage] = field(default_factory=dict)
-    missing: set[tuple[int, Slot]] = field(init=False)  # votes, as (worker, slot)
+    missing: frozenset[Voter]
+    votes: Mapping[Voter, VoteMessage]
 
-    def __post_init__(self) -> None:
-        slots = self.ownership.grid.slots()
-        self.missing = {(worker, slot) for slot in slots for worker in self.ownership.replicas(*slot)}
-
-    def add(self, worker: int, vote: VoteMessage) -> Commit | None:
-        """Takes a worker's vote; returns the commit if it was the last one missing.
+    def add(self, worker: int, vote: VoteMessage) -> tuple[Ballot, Commit | None]:
+        """Returns the ballot with a worker's vote, and the commit if the vote was the last one missing.
 
         A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
         """
         slot = (vote.pipeline, vote.stage)
         if vote.epoch != self.epoch:
-            return None
+            return self, None
         ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
         ensure(worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}")
-        self.votes[worker, slot] = vote
-        self.missing.discard((worker, slot))
-        return None if self.missing else self._commit()
+        votes = {**self.votes, (worker, slot): vote}
+        new = self._replace(votes=votes, missing=self.missing - {(worker, slot)})
+        return new, None if new.missing else _commit(new)
 
-    def _of_owner(self, pipeline: int, stage: int) -> VoteMessage:
-        return self.votes[self.ownership.owner(pipeline, stage), (pipeline, stage)]
 
-    def _commit(self) -> Commit:
-        grid = self.ownership.grid
-        total = 0.0
-        for pipeline in range(grid.pipelines):
-            loss = self._of_owner(pipeline, grid.stages - 1).loss
-            total += required(loss, "the last stage votes with its loss")
-        squared = 0.0
-        for stage in range(grid.stages):
-            vote = self._of_owner(0, stage)
-            for _, norm in sorted(zip(vote.layers, vote.squared_norms, strict=True)):
-                squared += norm
-        norm = math.sqrt(squared) if squared >= 0 else math.nan
-        return Commit(self.step, total / grid.pipelines, norm, clip_factor(norm, self.clip_norm))
+def open_ballot(epoch: int, step: int, ownership: Ownership, clip_norm: float) -> Ballot:
+    """Returns the ballot for a step, without a vote."""
+    return Ballot(epoch, step, ownership, clip_norm, _voters(ownership), {})
+
+
+@lru_cache(maxsize=256)
+def _voters(ownership: Ownership) -> frozenset[Voter]:
+    return frozenset((worker, slot) for slot in ownership.grid.slots() for worker in ownership.replicas(*slot))
+
+
+def _commit(ballot: Ballot) -> Commit:
+    ownership = ballot.ownership
+    grid = ownership.grid
+
+    def of_owner(pipeline: int, stage: int) -> VoteMessage:
+        return ballot.votes[ownership.owner(pipeline, stage), (pipeline, stage)]
+
+    total = 0.0
+    for pipeline in range(grid.pipelines):
+        total += required(of_owner(pipeline, grid.stages - 1).loss, "the last stage votes with its loss")
+    squared = 0.0
+    for stage in range(grid.stages):
+        vote = of_owner(0, stage)
+        for _, norm in sorted(zip(vote.layers, vote.squared_norms, strict=True)):
+            squared += norm
+    norm = math.sqrt(squared) if squared >= 0 else math.nan
+    return Commit(ballot.step, total / grid.pipelines, norm, clip_factor(norm, ballot.clip_norm))
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import asdict
 from math import inf
 from typing import Any
 
@@ -167,7 +166,7 @@ class EffectExecutor:
         self._told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then)
         at_ns = now_ns()  # before a worker can act on the commit
         self.broadcast(self._told)
-        self.recorder.write(CommitRecord(at_ns=at_ns, **asdict(commit), last=effect.then == "end"))
+        self.recorder.write(CommitRecord(at_ns=at_ns, **commit._asdict(), last=effect.then == "end"))
         if effect.then == "step":
             self.run_state.heal(state.members, self._leaving)
 

@@ -31,7 +31,7 @@ from engine.core.messages import (
     VoteMessage,
 )
 from engine.core.ownership import Ownership
-from engine.core.recovery.ballot import Ballot, Commit
+from engine.core.recovery.ballot import Ballot, Commit, open_ballot
 from engine.runtime.agent.worker_handles import WorkerHandle
 
 
@@ -97,7 +97,7 @@ class RunState:
 
     def open(self, epoch: int, ownership: Ownership) -> None:
         """Opens the ballot of an epoch for the step after the last committed one."""
-        self._ballot = Ballot(epoch, self.committed + 1, ownership, self.job.clip_norm)
+        self._ballot = open_ballot(epoch, self.committed + 1, ownership, self.job.clip_norm)
 
     def freeze(self) -> None:
         """Ignores votes until the next epoch begins to train."""
@@ -118,7 +118,7 @@ class RunState:
             self._loaded.add(vote.step, worker, vote.pipeline, dict(zip(vote.loaded, vote.marks, strict=True)))
         if self._ballot is None:
             return None
-        commit = self._ballot.add(worker, vote)
+        self._ballot, commit = self._ballot.add(worker, vote)
         if commit is not None:
             # Every voter has sent its hashes of the previous step before its vote.
             self.close_book()

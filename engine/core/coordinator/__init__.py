@@ -1,0 +1,1 @@
+"""The coordinator: a pure machine that decides for the whole job."""

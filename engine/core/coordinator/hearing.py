@@ -1,0 +1,149 @@
+"""Hearing: the rule for each kind of message of a worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from engine.core import messages
+from engine.core.coordinator.decisions import decide
+from engine.core.coordinator.equal_ends import survives
+from engine.core.coordinator.inputs import Heard
+from engine.core.coordinator.orders import Decided, tell_all
+from engine.core.coordinator.outputs import CoordinatorOutput, Fail, Note, Write
+from engine.core.coordinator.preparation import answered, at_commit
+from engine.core.coordinator.state import CoordinatorState
+from engine.core.errors import DivergedError
+from engine.core.history.process_records import UnprovenRecord
+from engine.core.history.run_records import (
+    FinishedRecord,
+    PartitionRecord,
+    RaisedRecord,
+    SuspicionRecord,
+    ValidationRecord,
+)
+from engine.core.membership.events import (
+    Done,
+    Heartbeat,
+    InventoryReceived,
+    Joined,
+    PlanAcknowledged,
+    StepCommitted,
+    Suspicion,
+)
+from engine.core.message_codec import LastWords, Message
+from engine.core.process_messages import UnprovenMessage
+
+MessageRule = Callable[[CoordinatorState, Heard, Any], Decided]
+
+
+def _on_cut(state: CoordinatorState, heard: Heard, cut: messages.CutMessage) -> Decided:
+    record = PartitionRecord(starts=cut.starts, layers=cut.layers)
+    return state, (Write(record), tell_all(state, messages.PartitionMessage(cut.starts)))
+
+
+def _on_border(state: CoordinatorState, heard: Heard, border: messages.BorderMessage) -> Decided:
+    return state, (tell_all(state, border),)
+
+
+def _on_ready(state: CoordinatorState, heard: Heard, ready: messages.ReadyMessage) -> Decided:
+    return decide(state, Joined(heard.now_ns, heard.worker, heard.node))
+
+
+def _on_heartbeat(state: CoordinatorState, heard: Heard, at: messages.HeartbeatMessage) -> Decided:
+    return decide(state, Heartbeat(heard.now_ns, heard.worker, at.epoch, at.step, at.index, at.inside))
+
+
+def _on_vote(state: CoordinatorState, heard: Heard, vote: messages.VoteMessage) -> Decided:
+    """Counts a vote; the last missing one commits the step. Raises DivergedError for a norm that is not finite."""
+    if state.ballot is None:
+        return state, ()
+    ballot, commit = state.ballot.add(heard.worker, vote)
+    new = state._replace(ballot=ballot)
+    if commit is None or state.is_stopping:
+        return new, ()
+    if not math.isfinite(commit.grad_norm):
+        raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
+    ownership = ballot.ownership
+    event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
+    preparation, events = at_commit(state.preparation, event, state.membership, ownership)
+    return decide(new._replace(commit=commit, preparation=preparation), *events)
+
+
+def _on_validation(state: CoordinatorState, heard: Heard, outcome: messages.ValidationMessage) -> Decided:
+    record = ValidationRecord(step=outcome.step, loss=outcome.loss, metric=outcome.metric)
+    new = state._replace(validated=max(state.validated, outcome.step))
+    return new, (Write(record), tell_all(new, messages.ValidatedMessage(outcome.step)))
+
+
+def _on_finished(state: CoordinatorState, heard: Heard, finished: messages.FinishedMessage) -> Decided:
+    peak_stash, peak_memory_kib = finished.peak_stash, finished.peak_memory_kib
+    record = FinishedRecord(of=heard.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib)
+    return _after(record, decide(state, Done(heard.now_ns, heard.worker, finished.epoch)))
+
+
+def _on_suspicion(state: CoordinatorState, heard: Heard, suspicion: messages.SuspicionMessage) -> Decided:
+    record = SuspicionRecord(of=heard.worker, text=suspicion.text, peer=suspicion.peer)
+    return _after(record, decide(state, Suspicion(heard.now_ns, heard.worker, suspicion.epoch, suspicion.peer)))
+
+
+def _on_unproven(state: CoordinatorState, heard: Heard, unproven: UnprovenMessage) -> Decided:
+    record = UnprovenRecord(of=heard.worker, peer=unproven.peer, text=unproven.text)
+    other = "another worker" if unproven.peer is None else f"worker {unproven.peer}"
+    again = f"worker {heard.worker} forms its group again, which may hold an unknown process"
+    return state, (Write(record), Note(f"{again}: {other} {unproven.text}"))
+
+
+def _on_raised(state: CoordinatorState, heard: Heard, raised: messages.RaisedMessage) -> Decided:
+    step = raised.step if state.started else -1
+    record = RaisedRecord(at_ns=raised.at_ns, of=heard.worker, step=step, **asdict(raised.exception))
+    if not state.is_stopping and state.started:
+        state, goes_on = survives(state, heard.worker, raised)
+        if goes_on:
+            return state, (Write(record),)  # the end of its process makes the verdict
+    return _after(record, _on_failed(state, heard, raised))
+
+
+def _on_failed(state: CoordinatorState, heard: Heard, last: LastWords) -> Decided:
+    has_commit = state.membership.committed >= 0
+    return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
+
+
+def _on_inventory(state: CoordinatorState, heard: Heard, told: messages.InventoryMessage) -> Decided:
+    return decide(state, InventoryReceived(heard.now_ns, heard.worker, told.epoch, told.holds, told.whole))
+
+
+def _on_planned(state: CoordinatorState, heard: Heard, told: messages.PlannedMessage) -> Decided:
+    return decide(state, PlanAcknowledged(heard.now_ns, heard.worker, told.epoch, told.digest, told.lost_stages))
+
+
+def _on_prepared(state: CoordinatorState, heard: Heard, told: messages.PreparedMessage) -> Decided:
+    preparation = answered(state.preparation, heard.worker, told.number, told.digest)
+    return state._replace(preparation=preparation), ()
+
+
+def _after(record: Any, result: Decided) -> Decided:
+    """Returns a result with a record in front of its outputs."""
+    first: CoordinatorOutput = Write(record)
+    return result[0], (first, *result[1])
+
+
+RULES: dict[type[Message], MessageRule] = {
+    messages.CutMessage: _on_cut,
+    messages.BorderMessage: _on_border,
+    messages.ReadyMessage: _on_ready,
+    messages.HeartbeatMessage: _on_heartbeat,
+    messages.VoteMessage: _on_vote,
+    messages.ValidationMessage: _on_validation,
+    messages.FinishedMessage: _on_finished,
+    messages.SuspicionMessage: _on_suspicion,
+    messages.RefusedMessage: _on_failed,
+    messages.FailedMessage: _on_failed,
+    messages.RaisedMessage: _on_raised,
+    messages.InventoryMessage: _on_inventory,
+    messages.PlannedMessage: _on_planned,
+    messages.PreparedMessage: _on_prepared,
+    UnprovenMessage: _on_unproven,
+}

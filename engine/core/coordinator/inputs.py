@@ -1,0 +1,78 @@
+"""Inputs of the coordinator, each with the time at which it came.
+
+Rule: `now_ns` is nanoseconds on the monotonic clock of the coordinator. `TakenOver` is the first input of a coordinator
+that goes on with the state of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from engine.core.membership.events import TakenOver
+from engine.core.message_codec import Message
+
+
+class Place(NamedTuple):
+    """The last action that a worker has begun; `is_struck`: a fault was injected into the worker."""
+
+    step: int
+    action: str
+    is_struck: bool = False
+
+
+class Heard(NamedTuple):
+    """A message of a worker on the host `node`."""
+
+    now_ns: int
+    worker: int
+    message: Message
+    node: str = ""
+
+
+class Noticed(NamedTuple):
+    """A worker will leave within `grace_ns`."""
+
+    now_ns: int
+    worker: int
+    grace_ns: int
+
+
+class Ended(NamedTuple):
+    """The process of a worker has ended at a place, if that is known; a negative `code` is the number of a signal."""
+
+    now_ns: int
+    worker: int
+    code: int
+    at: Place | None = None
+
+
+class NodeLost(NamedTuple):
+    """The lease of a host has expired."""
+
+    now_ns: int
+    node: str
+
+
+class Passed(NamedTuple):
+    """Time has passed; `places` are those of the workers, as far as they are known."""
+
+    now_ns: int
+    places: Mapping[int, Place] = MappingProxyType({})
+
+
+class Interrupted(NamedTuple):
+    """The job is to end after the open step, within `grace_ns`."""
+
+    now_ns: int
+    grace_ns: int
+
+
+class Stopping(NamedTuple):
+    """The run is ending: from now on nothing is decided."""
+
+    now_ns: int
+
+
+CoordinatorInput = Heard | Noticed | Ended | NodeLost | Passed | Interrupted | Stopping | TakenOver

@@ -1,0 +1,139 @@
+"""The machine of the coordinator: `step(state, input) -> (state, outputs)`, a pure function given by two tables.
+
+    dead worker      coordinator                            other workers
+    exits ---------> verdict, written to the store
+                     EpochMessage ----------------------->  leave every wait and freeze
+                     <------------------- InventoryMessage  report their replicas; begin to form a new group
+                     plan document, written to the store
+                     PlanMessage ------------------------>  make the plan
+                     <--------------------- PlannedMessage  report its digest
+                     GoMessage -------------------------->  run the rest of the step
+                     <------------------------ VoteMessage  every replica is ready for the optimizer
+                     CommitMessage ---------------------->  run the optimizer
+
+Rules: the driver writes a state for which `is_to_be_kept` holds to the store, by compare-and-swap on the state before,
+and then carries out the outputs. A message of a worker that is out is ignored: the worker may not know yet that it is
+out. Messages without a rule are no matter of the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.core import messages
+from engine.core.coordinator.decisions import decide
+from engine.core.coordinator.hearing import RULES
+from engine.core.coordinator.inputs import (
+    CoordinatorInput,
+    Ended,
+    Heard,
+    Interrupted,
+    NodeLost,
+    Noticed,
+    Passed,
+    Stopping,
+)
+from engine.core.coordinator.orders import Decided, commit_record
+from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
+from engine.core.coordinator.preparation import noticed
+from engine.core.coordinator.state import CoordinatorState
+from engine.core.history.run_records import NoticeRecord, StaysRecord
+from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, TakenOver, Tick
+from engine.core.membership.verdicts import unable_to_leave
+from engine.core.texts import numbered
+
+_ANSWERS = (
+    messages.InventoryMessage,
+    messages.PlannedMessage,
+    messages.FinishedMessage,
+    messages.SuspicionMessage,
+)
+
+
+def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
+    """Returns the state after an input, and the outputs to carry out.
+
+    Raises InvariantError for an input that only a bug can cause, DivergedError for a norm that is not finite.
+    """
+    return _TABLE[type(given)](state, given)
+
+
+def is_to_be_kept(
+    old: CoordinatorState, new: CoordinatorState, given: CoordinatorInput, outputs: tuple[CoordinatorOutput, ...]
+) -> bool:
+    """Returns whether the new state must be in the store before the outputs are carried out.
+
+    An answer that has no effect is not kept: the next coordinator asks again.
+    """
+    if new.membership.decided() == old.membership.decided():
+        return False
+    is_answer = isinstance(given, Heard) and isinstance(given.message, _ANSWERS)
+    return not is_answer or any(isinstance(each, Tell | Kill | Release | Stop) for each in outputs)
+
+
+def _hears(state: CoordinatorState, heard: Heard) -> Decided:
+    rule = RULES.get(type(heard.message))
+    if rule is None or heard.worker in state.membership.out:
+        return state, ()
+    return rule(state, heard, heard.message)
+
+
+def _is_noticed(state: CoordinatorState, notice: Noticed) -> Decided:
+    worker, grace_ns = notice.worker, notice.grace_ns
+    state = state._replace(
+        preparation=noticed(state.preparation, worker, notice.now_ns + grace_ns),
+        graces_ns={**state.graces_ns, worker: grace_ns},
+    )
+    record = NoticeRecord(of=worker, grace_s=grace_ns / 1e9)
+    new, outputs = decide(state, Notice(notice.now_ns, worker, grace_ns))
+    for each, stages in unable_to_leave(new.membership).items():
+        grace_s = new.graces_ns.get(each, grace_ns) / 1e9
+        text = f"is to leave within {grace_s:g} s, but no other worker can take over {numbered('stage', stages)}"
+        if new.staying.get(each) != text:
+            new = new._replace(staying={**new.staying, each: text})
+            outputs = (*outputs, Note(f"worker {each} {text}"), Write(StaysRecord(of=each, text=text)))
+    return new, (Write(record), *outputs)
+
+
+def _ends(state: CoordinatorState, ended: Ended) -> Decided:
+    worker = ended.worker
+    known = state._replace(codes={**state.codes, worker: ended.code})
+    if ended.at is not None:
+        known = known._replace(places={**state.places, worker: ended.at})
+    words = state.raised[worker].words if worker in state.raised else ""
+    return decide(known, ExitSeen(ended.now_ns, worker, ended.code, words))
+
+
+def _loses_node(state: CoordinatorState, lost: NodeLost) -> Decided:
+    return decide(state, LeaseExpired(lost.now_ns, lost.node))
+
+
+def _passes(state: CoordinatorState, passed: Passed) -> Decided:
+    return decide(state._replace(places={**state.places, **passed.places}), Tick(passed.now_ns))
+
+
+def _is_interrupted(state: CoordinatorState, interrupted: Interrupted) -> Decided:
+    return decide(state, Notice(interrupted.now_ns, None, interrupted.grace_ns))
+
+
+def _takes_over(state: CoordinatorState, taken: TakenOver) -> Decided:
+    """Writes the last commit again: its record may be missing. The coming epoch tells it to the workers again."""
+    new, outputs = decide(state, taken)
+    return new, (*([Write(commit_record(state))] if state.commit else []), *outputs)
+
+
+def _stops(state: CoordinatorState, stopping: Stopping) -> Decided:
+    return state._replace(is_stopping=True), ()
+
+
+_TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]] = {
+    Heard: _hears,
+    Noticed: _is_noticed,
+    Ended: _ends,
+    NodeLost: _loses_node,
+    Passed: _passes,
+    Interrupted: _is_interrupted,
+    Stopping: _stops,
+    TakenOver: _takes_over,
+}

@@ -1,0 +1,221 @@
+"""Orders: the outputs for each effect of the membership protocol.
+
+Rule: an effect states a result and may come again. The second time it has no output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+from engine.core import messages
+from engine.core.config.job_wants import is_due
+from engine.core.coordinator.equal_ends import put_out, repeated
+from engine.core.coordinator.outputs import Arm, CoordinatorOutput, Kill, Note, Reached, Release, Stop, Tell, Write
+from engine.core.coordinator.state import CoordinatorState
+from engine.core.errors import ensure, required
+from engine.core.exclusion import Verdict, in_words
+from engine.core.history.process_records import CutShortRecord
+from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
+from engine.core.membership.effects import (
+    AnnounceCommit,
+    Effect,
+    Evict,
+    Fence,
+    Finish,
+    GatherInventories,
+    Halt,
+    Look,
+    OrderHandOver,
+    PublishEpoch,
+    PublishPlanInput,
+    StartTraining,
+)
+from engine.core.membership.state import GATHERING, Phase
+from engine.core.message_codec import ToWorker
+from engine.core.ownership import with_shadows
+from engine.core.process_messages import ByeMessage
+from engine.core.recovery.ballot import open_ballot
+
+Outputs = tuple[CoordinatorOutput, ...]
+Decided = tuple[CoordinatorState, Outputs]
+_TRAINING = (Phase.RUNNING, Phase.DRAINING)
+_with_shadows = lru_cache(maxsize=256)(with_shadows)
+
+
+def carry_out(state: CoordinatorState, effects: Iterable[Effect]) -> Decided:
+    """Returns the state and the outputs after some effects; a run that ends only kills."""
+    outputs: list[CoordinatorOutput] = []
+    for effect in effects:
+        if not state.is_stopping or isinstance(effect, Evict):
+            state, found = _CARRY_OUT[type(effect)](state, effect)
+            outputs += found
+    return state, tuple(outputs)
+
+
+def tell_all(state: CoordinatorState, message: ToWorker) -> Tell:
+    """Returns the order to tell every worker, owners of the first stage first: the others wait for them."""
+    known = state.membership
+    workers = (*known.members, *(worker for worker in known.out if worker not in known.members))
+    return Tell(_first_stage_first(workers, known.owners, known.options.stages), message)
+
+
+@lru_cache(maxsize=256)
+def _first_stage_first(workers: tuple[int, ...], owners: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    def first_stage(worker: int) -> float:
+        return min((place % stages for place, owner in enumerate(owners) if owner == worker), default=inf)
+
+    return tuple(sorted(sorted(workers), key=first_stage))
+
+
+def stopped(state: CoordinatorState, stop: Stop) -> Decided:
+    """Returns the end of the run."""
+    return state._replace(is_stopping=True), (stop,)
+
+
+def _publish_epoch(state: CoordinatorState, effect: PublishEpoch) -> Decided:
+    if effect.verdict and not state.started:  # before training there are no heirs
+        return stopped(state, _not_recovered(effect.verdict))
+    if state.epoch is not None and effect.epoch <= state.epoch.epoch:
+        return state, ()
+    known = state.membership
+    epoch = messages.EpochMessage(
+        epoch=effect.epoch,
+        members=effect.members,
+        gather=known.phase in GATHERING,
+        regroup=known.phase is Phase.FAILING_OVER,
+        commit=state.told,  # for a worker whose wait for it ends with the epoch
+        digest=None if known.phase in GATHERING else next(iter(known.digests.values()), None),
+        go=_go(state) if known.phase in _TRAINING else None,  # then no answer is awaited
+    )
+    record = EpochRecord(
+        epoch=effect.epoch,
+        members=effect.members,
+        verdict=effect.verdict,
+        reason=effect.reason,
+        planned=effect.planned,
+        owners=known.owners,
+        shadows=known.shadows,
+    )
+    new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
+    outputs = (tell_all(new, epoch), Write(record), Reached("agree", effect.epoch))
+    if effect.verdict and (stop := repeated(new)):
+        return new._replace(is_stopping=True), (*outputs, stop)
+    return new, (*outputs, *put_out(new, state.owners))
+
+
+def _not_recovered(verdict: Iterable[Any]) -> Stop:
+    return Stop("training did not recover: " + in_words(verdict))
+
+
+def _send_plan(state: CoordinatorState, effect: PublishPlanInput) -> Decided:
+    if effect.epoch <= state.planned:
+        return state, ()
+    document = effect.document
+    new = state._replace(planned=effect.epoch, leaving=document.leaving, owners=document.owners)
+    outputs: list[CoordinatorOutput] = []
+    if document.owners != state.owners:  # an heir became known by its inventory
+        heirs = HeirsRecord(epoch=effect.epoch, owners=document.owners, shadows=document.shadows)
+        outputs.append(Write(heirs))
+    is_prepared = state.membership.phase not in GATHERING
+    if not is_prepared:
+        outputs.append(tell_all(new, document))
+    plan = PlanRecord(epoch=effect.epoch, committed=document.committed, prepared=is_prepared)
+    # In a prepared epoch no worker sends an inventory.
+    reached = (Reached("inventory", effect.epoch), Reached("plan", effect.epoch))
+    return new, (*outputs, Write(plan), *reached)
+
+
+def _start_training(state: CoordinatorState, effect: StartTraining) -> Decided:
+    if effect.epoch <= state.started:
+        return state, ()
+    ballot = open_ballot(effect.epoch, state.membership.committed + 1, state.ownership, state.job.clip_norm)
+    new, go = state._replace(started=effect.epoch, ballot=ballot), _go(state)
+    epoch = required(state.epoch, "training starts in an epoch")
+    told = (tell_all(new, go),) if epoch.go is None else ()
+    record = GoRecord(epoch=effect.epoch, end=go.end)
+    return new, (Arm(effect.epoch), *told, Write(record), Reached("replay", effect.epoch))
+
+
+def _go(state: CoordinatorState) -> messages.GoMessage:
+    """Returns the message that lets workers run their plan."""
+    known = state.membership
+    return messages.GoMessage(
+        end=known.phase is Phase.DRAINING,
+        validate=known.committed > state.validated
+        and is_due(state.job.validate_every, known.committed, known.committed >= known.last_step),
+    )
+
+
+def _send_commit(state: CoordinatorState, effect: AnnounceCommit) -> Decided:
+    if state.told is not None and effect.step <= state.told.step:
+        return state, ()  # it was sent before, or with the epoch
+    commit = required(state.commit, "the votes decide on a commit before it is announced")
+    ensure(commit.step == effect.step, f"commit of step {commit.step} where {effect.step} is announced")
+    told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then)
+    new = state._replace(told=told)
+    outputs = (tell_all(new, told), Write(commit_record(new)))
+    return (_healing(new), (*outputs, Reached("heal", effect.epoch))) if effect.then == "step" else (new, outputs)
+
+
+def commit_record(state: CoordinatorState) -> CommitRecord:
+    """Returns the record of the last commit."""
+    commit = required(state.commit, "a step is committed")
+    return CommitRecord(**commit._asdict(), last=state.told is not None and state.told.then == "end")
+
+
+def _healing(state: CoordinatorState) -> CoordinatorState:
+    """Returns the state with the ballot of the next step and the wanted shadows; workers compute the same ownership."""
+    last, job = required(state.ballot, "a ballot is open in training"), state.job
+    policy = (job.redundancy, job.redundancy_level)
+    ownership = _with_shadows(last.ownership, *policy, state.membership.members, state.leaving)
+    return state._replace(ballot=open_ballot(last.epoch, last.step + 1, ownership, state.job.clip_norm))
+
+
+def _evict(state: CoordinatorState, effect: Evict) -> Decided:
+    return state, (Kill(effect.worker, effect.reason),)
+
+
+def _fence(state: CoordinatorState, effect: Fence) -> Decided:
+    return state, (() if state.epoch is None else (Tell((effect.worker,), state.epoch),))
+
+
+def _halt(state: CoordinatorState, effect: Halt) -> Decided:
+    if not state.started:  # no training is lost, so only the verdict counts
+        verdict: Verdict = tuple(state.membership.out.values())
+        return stopped(state, _not_recovered(verdict))
+    return stopped(state, repeated(state) or Stop(effect.reason, effect.exit_code))
+
+
+def _finish(state: CoordinatorState, effect: Finish) -> Decided:
+    """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
+    bye = () if effect.cut_short else (tell_all(state, ByeMessage()),)
+    if state.is_released:
+        return state, bye
+    why: Outputs = ()
+    if effect.cut_short:
+        text = f"every step is committed; the work after the last one ends early: {effect.cut_short}"
+        why = (Write(CutShortRecord(reason=effect.cut_short)), Note(text))
+    return state._replace(is_released=True), (*bye, *why, Release(effect.cut_short))
+
+
+def _nothing(state: CoordinatorState, effect: Effect) -> Decided:
+    """An epoch asks for inventories already, and every process is watched."""
+    return state, ()
+
+
+_CARRY_OUT: dict[type[Effect], Callable[[CoordinatorState, Any], Decided]] = {
+    PublishEpoch: _publish_epoch,
+    GatherInventories: _nothing,
+    PublishPlanInput: _send_plan,
+    StartTraining: _start_training,
+    AnnounceCommit: _send_commit,
+    OrderHandOver: _nothing,
+    Evict: _evict,
+    Fence: _fence,
+    Look: _nothing,
+    Halt: _halt,
+    Finish: _finish,
+}

@@ -1,0 +1,317 @@
+"""The coordinator: the messages and records for each input, in order, and once only."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.core import messages
+from engine.core.coordinator.inputs import CoordinatorInput, Interrupted, NodeLost, Noticed, Passed, Place, Stopping
+from engine.core.coordinator.machine import is_to_be_kept, step
+from engine.core.coordinator.outputs import (
+    Arm,
+    CoordinatorOutput,
+    Fail,
+    Kill,
+    Note,
+    Reached,
+    Release,
+    Stop,
+    Tell,
+    Write,
+)
+from engine.core.coordinator.state import CoordinatorState, documents, resume
+from engine.core.errors import DivergedError, ExitCode, InvariantError
+from engine.core.history.process_records import CutShortRecord, UnprovenRecord
+from engine.core.history.run_records import (
+    CommitRecord,
+    EpochRecord,
+    FinishedRecord,
+    GoRecord,
+    NoticeRecord,
+    PartitionRecord,
+    PlanRecord,
+    StaysRecord,
+    SuspicionRecord,
+    ValidationRecord,
+)
+from engine.core.membership.events import TakenOver
+from engine.core.membership.state import Phase
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage, PlanMessage
+from engine.core.process_messages import ByeMessage, UnprovenMessage
+from engine.core.recovery.ballot import Commit
+from engine.core.worker_exception import WorkerException
+from tests.core.coordinator_cases import S, answers, begun, committed, given, heard, killed, told, training, written
+from tests.core.coordinator_cases import votes as votes_of
+
+
+def kinds(outputs: tuple[object, ...]) -> list[type]:
+    return [type(each) for each in outputs]
+
+
+def test_the_last_worker_to_join_begins_training() -> None:
+    state, outputs = given(begun(), *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
+    assert kinds(outputs) == [Tell, Write, Reached, Arm, Write, Reached]
+    assert outputs[0] == Tell((0, 1, 2), EpochMessage(1, (0, 1, 2), False, False, None, None, GoMessage(False, False)))
+    assert kinds(tuple(written(outputs))) == [EpochRecord, GoRecord]
+    assert (outputs[2], outputs[3], outputs[5]) == (Reached("agree", 1), Arm(1), Reached("replay", 1))
+    assert state.started == 1 and state.ballot is not None
+
+
+def test_the_last_vote_tells_the_commit_before_it_is_recorded_and_opens_the_next_ballot() -> None:
+    state, outputs = committed(training())
+    message = CommitMessage(0, state.job.clip_norm / math.sqrt(3) if state.job.clip_norm else 1.0, "step")
+    assert outputs[0] == Tell((0, 1, 2), message)
+    (record,) = written(outputs)
+    assert isinstance(record, CommitRecord) and (record.step, record.loss, record.last) == (0, 0.5, False)
+    assert outputs[2] == Reached("heal", 1)
+    assert state.commit == Commit(0, 0.5, math.sqrt(3), message.clip_factor)
+    assert state.ballot is not None and (state.ballot.step, len(state.ballot.missing)) == (1, 6)
+
+
+def test_a_death_gathers_plans_and_goes_on_and_the_owner_of_the_first_stage_hears_first() -> None:
+    state, outputs = given(committed(training())[0], killed(0))
+    (epoch,) = told(outputs)
+    assert isinstance(epoch, EpochMessage) and epoch.commit == state.told
+    assert (epoch.gather, epoch.regroup, epoch.go) == (True, True, None)
+    assert outputs[0] == Tell((2, 1, 0), epoch)
+    assert state.ballot is None
+    state, outputs = given(state, *answers(state))
+    assert kinds(tuple(told(outputs))) == [PlanMessage, GoMessage]
+    assert kinds(tuple(written(outputs))) == [PlanRecord, GoRecord]
+    assert [each for each in outputs if isinstance(each, Reached)] == [
+        Reached("inventory", 2),
+        Reached("plan", 2),
+        Reached("replay", 2),
+    ]
+    assert state.ballot is not None and (state.ballot.epoch, state.ballot.step) == (2, 1)
+
+
+def test_an_order_that_is_repeated_is_told_once() -> None:
+    """The protocol repeats its orders while the job stands still."""
+    state, _ = given(training(), killed(0))
+    quiet = [Passed(8 + number * S) for number in range(1, 3)]
+    state, outputs = given(state, *quiet)
+    assert outputs == ()
+    state, _ = given(state, *answers(state))
+    state, outputs = given(state, Passed(4 * S))
+    assert outputs == ()
+
+
+def test_a_vote_counts_in_its_epoch_only_and_in_no_gathering() -> None:
+    state = training()
+    late = votes_of(state)
+    state, _ = given(state, killed(0))
+    assert given(state, *late[2:]) == (state, ())
+    state, _ = given(state, *answers(state))
+    assert given(state, *late[2:])[1] == ()
+    assert committed(state)[0].membership.committed == 0
+
+
+def test_a_norm_that_is_not_finite_commits_nothing() -> None:
+    state = training()
+    with pytest.raises(DivergedError, match="gradient norm is inf at step 0"):
+        given(state, *votes_of(state, norm=math.inf))
+
+
+def test_words_of_a_worker_that_is_out_count_for_nothing() -> None:
+    state, _ = given(training(), killed(1))
+    assert step(state, heard(1, messages.ReadyMessage())) == (state, ())
+
+
+def test_relays() -> None:
+    state = begun()
+    cut = messages.CutMessage((0, 1, 2), ("fc1", "fc2", "fc3"))
+    assert given(state, heard(0, cut))[1] == (
+        Write(PartitionRecord(starts=cut.starts, layers=cut.layers)),
+        Tell((0, 1, 2), messages.PartitionMessage(cut.starts)),
+    )
+    border = messages.BorderMessage(0, (((2, 2), "float32", True),))
+    assert given(state, heard(0, border))[1] == (Tell((0, 1, 2), border),)
+    write, note = given(state, heard(0, UnprovenMessage(1, "sent a wrong proof")))[1]
+    assert write == Write(UnprovenRecord(of=0, peer=1, text="sent a wrong proof"))
+    assert isinstance(note, Note) and note.text.endswith("unknown process: worker 1 sent a wrong proof")
+    write, *_ = given(training(), heard(0, messages.SuspicionMessage(1, "reset by peer", 1)))[1]
+    assert write == Write(SuspicionRecord(of=0, text="reset by peer", peer=1))
+
+
+def test_a_validation_is_owed_until_its_result_is_known() -> None:
+    state, _ = committed(training(validate_every=1))
+    dead, _ = given(state, killed(0))
+    assert told(given(dead, *answers(dead))[1])[-1] == GoMessage(end=False, validate=True)
+    state, outputs = given(state, heard(2, messages.ValidationMessage(0, 0.7, None)))
+    assert outputs == (
+        Write(ValidationRecord(step=0, loss=0.7, metric=None)),
+        Tell((0, 1, 2), messages.ValidatedMessage(0)),
+    )
+    dead, _ = given(state, killed(0))
+    assert told(given(dead, *answers(dead))[1])[-1] == GoMessage(end=False, validate=False)
+
+
+def test_workers_leave_when_all_have_finished() -> None:
+    state, outputs = committed(training(last_step=0))
+    assert told(outputs)[0].then == "end"  # type: ignore[attr-defined]
+    assert (state.membership.phase, outputs[-1]) == (Phase.DRAINING, written_commit(outputs))
+    state, outputs = given(state, *(heard(worker, messages.FinishedMessage(1, (), 3)) for worker in range(3)))
+    assert kinds(outputs) == [Write, Write, Write, Tell, Release]
+    assert written(outputs)[0] == FinishedRecord(of=0, peak_stash=(), peak_memory_kib=3)
+    assert (told(outputs), outputs[-1]) == ([ByeMessage()], Release(""))
+    assert given(state, Passed(9 * S))[1] == (Tell((0, 1, 2), ByeMessage()),)
+
+
+def written_commit(outputs: tuple[object, ...]) -> Write:
+    (found,) = [each for each in outputs if isinstance(each, Write)]
+    assert isinstance(found.record, CommitRecord) and found.record.last
+    return found
+
+
+def test_the_end_without_a_worker_names_its_reason() -> None:
+    state, _ = committed(training(redundant=False, last_step=0))
+    state, outputs = given(state, killed(1))
+    assert kinds(outputs) == [Write, Note, Release]
+    assert isinstance(written(outputs)[0], CutShortRecord)
+
+
+def test_a_death_before_training_ends_the_run() -> None:
+    state, outputs = given(begun(), killed(1))
+    assert outputs == (Stop("training did not recover: worker 1 was ended by SIGKILL"),)
+    assert step(state, heard(0, messages.ReadyMessage())) == (state, ())
+
+
+def test_lost_state_ends_the_run_with_its_code() -> None:
+    _, outputs = given(training(redundant=False), killed(1))
+    (stop,) = outputs
+    assert isinstance(stop, Stop) and stop.exit_code == ExitCode.STATE_LOST
+
+
+def test_a_lost_node_takes_its_workers() -> None:
+    state, _ = given(training(), NodeLost(7, "node-1"))
+    assert state.membership.members == (0, 1)
+
+
+def test_an_interrupted_job_ends_after_the_open_step() -> None:
+    state, outputs = given(training(), Interrupted(6, 30 * S))
+    assert outputs == () and state.membership.last_step == 0
+    assert committed(state)[0].membership.phase is Phase.DRAINING
+
+
+def test_nothing_is_decided_while_the_run_ends() -> None:
+    state, _ = given(training(), Stopping(6))
+    assert given(state, killed(1))[0].membership == state.membership
+    *others, last = votes_of(state)
+    assert given(state, *others, last)[1] == ()
+
+
+def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
+    state = training()
+    beats = [heard(worker, messages.HeartbeatMessage(1, 0, 1, False), 5 * S) for worker in (0, 1)]
+    state, _ = given(state, Passed(2 * S), Passed(4 * S), *beats)
+    state, outputs = given(state, Passed(6 * S, {2: Place(0, "2F1")}))
+    assert Kill(2, state.membership.out[2].why) in outputs
+    (note,) = [each.text for each in outputs if isinstance(each, Note)]
+    assert note.startswith("worker 2 has been silent for 6.0 s in 2F1 of step 0 and is put out; worker 1 takes over")
+
+
+def leaving(grace_s: int = 120) -> CoordinatorState:
+    return given(training(), Noticed(6, 2, grace_s * S))[0]
+
+
+def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() -> None:
+    state, outputs = given(training(), Noticed(6, 2, 120 * S))
+    assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0)]
+    (order,) = told(outputs)
+    assert isinstance(order, messages.PrepareMessage)
+    state, outputs = given(state, *(heard(each, messages.PreparedMessage(order.number, "plan")) for each in range(3)))
+    assert outputs == ()
+    state, outputs = committed(state)
+    commit, epoch = told(outputs)[:2]
+    assert isinstance(commit, CommitMessage) and commit.then == "epoch"
+    assert isinstance(epoch, EpochMessage)
+    assert (epoch.commit, epoch.digest, epoch.gather, epoch.go) == (commit, "plan", False, GoMessage(False, False))
+    assert [type(each) for each in written(outputs)] == [CommitRecord, EpochRecord, PlanRecord, GoRecord]
+    assert (state.membership.phase, state.membership.epoch) == (Phase.RUNNING, 2)
+    assert state.ballot is not None and (state.ballot.epoch, state.ballot.step) == (2, 1)
+
+
+def test_a_worker_that_no_other_can_replace_is_told_to_stay_once() -> None:
+    state, outputs = given(training(redundant=False), Noticed(6, 1, 9 * S))
+    text = "is to leave within 9 s, but no other worker can take over stage 1"
+    assert outputs[1:] == (Note(f"worker 1 {text}"), Write(StaysRecord(of=1, text=text)))
+    assert len(given(state, Noticed(7, 1, 9 * S))[1]) == 1
+
+
+def test_an_input_that_only_a_bug_can_cause_is_an_error() -> None:
+    with pytest.raises(InvariantError, match="Done while forming"):
+        given(begun(), heard(0, messages.FinishedMessage(0, (), 0)))
+
+
+def test_what_is_kept() -> None:
+    """An answer without an effect is asked for again, and votes come again in the next epoch."""
+    state = training()
+    state, outputs = given(state, killed(0))
+    first, *_ = answers(state)
+    new, outputs = step(state, first)
+    assert not is_to_be_kept(state, new, first, outputs)
+    beat = heard(1, messages.HeartbeatMessage(2, 0, 3, True))
+    assert not is_to_be_kept(state, *_with(state, beat))
+    notice = Noticed(8, 1, S)
+    assert is_to_be_kept(state, *_with(state, notice))
+    running = training()
+    *others, last = votes_of(running)
+    assert not is_to_be_kept(running, *_with(running, others[0]))
+    almost, _ = given(running, *others)
+    assert is_to_be_kept(almost, *_with(almost, last))
+
+
+def _with(
+    state: CoordinatorState, one: CoordinatorInput
+) -> tuple[CoordinatorState, CoordinatorInput, tuple[CoordinatorOutput, ...]]:
+    new, outputs = step(state, one)
+    return new, one, outputs
+
+
+def test_what_is_kept_is_enough_to_go_on() -> None:
+    """The next coordinator knows the commit that may not have been told, and has the votes come again."""
+    state, _ = committed(training(validate_every=2))
+    state, _ = given(state, heard(2, messages.RaisedMessage(7, 1, exception())), killed(2, 1))
+    kept = documents(state)
+    found = resume(state.job, kept, 1000 * S)
+    assert documents(found) == kept
+    assert (found.commit, found.started, found.raised, found.codes) == (state.commit, 1, state.raised, {2: 1})
+    assert found.told == state.told
+    assert (found.ballot, found.epoch) == (None, None)
+    assert found.membership.decided() == state.membership.decided()
+
+
+def test_a_coordinator_that_takes_over_tells_the_commit_again_and_has_the_votes_come_again() -> None:
+    state, _ = committed(training())
+    state, _ = given(state, *votes_of(state)[:3])
+    found = resume(state.job, documents(state), 1000 * S)
+    new, outputs = step(found, TakenOver(1001 * S))
+    (commit, epoch_record) = written(outputs)
+    assert isinstance(commit, CommitRecord) and (commit.step, commit.loss) == (0, 0.5)
+    assert isinstance(epoch_record, EpochRecord) and (epoch_record.epoch, epoch_record.verdict) == (2, ())
+    (epoch,) = told(outputs)
+    assert isinstance(epoch, EpochMessage) and (epoch.commit, epoch.regroup) == (state.told, True)
+    new, _ = given(new, *answers(new))
+    assert new.ballot is not None and (new.ballot.epoch, new.ballot.step, len(new.ballot.missing)) == (2, 1, 6)
+    assert committed(new)[0].membership.committed == 1
+
+
+@pytest.mark.parametrize("facts", ["[]", "{", '{"started": 1}'])
+def test_garbage_in_the_store_is_named(facts: str) -> None:
+    state = training()
+    with pytest.raises(InvariantError, match="no facts and no commit of a coordinator"):
+        resume(state.job, documents(state) | {"facts": facts}, 0)
+
+
+def exception(error: str = "RuntimeError: planted") -> WorkerException:
+    return WorkerException(error, "layer 2 (fc2)", "mine.py", 31, "forward")
+
+
+def test_an_exception_before_training_fails_the_run() -> None:
+    raised = messages.RaisedMessage(7, 0, exception())
+    outputs = given(begun(), heard(1, raised))[1]
+    assert written(outputs)[0].step == -1  # type: ignore[attr-defined]
+    assert outputs[1:] == (Fail(1, raised, False),)

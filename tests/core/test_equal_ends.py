@@ -1,0 +1,70 @@
+"""Exceptions and equal ends: which are deaths like any other, and which come from the user's code."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.coordinator.equal_ends import survives
+from engine.core.coordinator.inputs import Ended, Place
+from engine.core.coordinator.outputs import Stop
+from engine.core.messages import RaisedMessage
+from engine.core.worker_exception import WorkerException
+from tests.core.coordinator_cases import answers, given, training
+
+SHADOWED, ALONE = training(), training(redundant=False)
+
+
+def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
+    return RaisedMessage(7, step, WorkerException(error, "layer 2 (fc2)", "mine.py", 31, "forward"))
+
+
+def test_a_worker_that_raises_is_dead_if_another_can_take_over() -> None:
+    assert survives(SHADOWED, 1, words())[1]
+    assert not survives(ALONE, 1, words())[1]
+
+
+def test_no_exception_ends_a_run_that_has_committed_every_step() -> None:
+    """A mistake in the validation after the last step made a failed run of a finished one."""
+    over = ALONE._replace(membership=ALONE.membership._replace(committed=ALONE.membership.last_step))
+    over, goes_on = survives(over, 1, words())
+    assert goes_on
+    assert survives(over, 0, words())[1]
+
+
+def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
+    state, _ = survives(SHADOWED, 1, words())
+    assert survives(state, 0, words(step=4))[1]
+    assert survives(state, 0, words("RuntimeError: another"))[1]
+    assert not survives(state, 0, words())[1]
+
+
+def end_of_two(code: int, first: Place, second: Place) -> Stop | None:
+    """Returns the end of the run after two workers have exited, one after the recovery from the other."""
+    state, _ = given(SHADOWED, Ended(7, 0, code, first))
+    state, _ = given(state, *answers(state))
+    _, outputs = given(state, Ended(9, 1, code, second))
+    return next((each for each in outputs if isinstance(each, Stop)), None)
+
+
+def test_two_equal_ends_in_one_action_come_from_the_users_code() -> None:
+    stop = end_of_two(3, Place(0, "1F2"), Place(0, "1F2"))
+    assert stop is not None
+    assert (stop.stage, stop.exit_code) == (1, None)
+    assert stop.text.startswith("worker 1 exited with code 3 in 1F2 of step 0, as worker 0 did: it comes from")
+
+
+@pytest.mark.parametrize(
+    ("code", "first", "second"),
+    [
+        (-9, Place(0, "1F2"), Place(0, "1F2")),
+        (3, Place(0, "1F2"), Place(0, "1F3")),
+        (3, Place(0, "1F2"), Place(1, "1F2")),
+        (3, Place(0, "1SEND_F2"), Place(0, "1SEND_F2")),
+        (3, Place(0, ""), Place(0, "")),
+        (3, Place(0, "1F2", is_struck=True), Place(0, "1F2")),
+    ],
+    ids=["signals", "other action", "other step", "transfer", "no action", "struck by a fault"],
+)
+def test_other_ends_do_not(code: int, first: Place, second: Place) -> None:
+    stop = end_of_two(code, first, second)
+    assert stop is None or "user's code" not in stop.text
