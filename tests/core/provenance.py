@@ -20,8 +20,6 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 
-_OF_NO_CONCERN_TO_OTHERS = COMPUTE_OPS | RECEIVE_OPS
-
 State = dict[Slot, set[tuple[str, tuple[str, ...], int]]]
 Log = tuple[str, tuple[str, ...]]  # gradient of a stage, final buffers of all pipelines
 
@@ -57,6 +55,8 @@ class Body:
 
 class Machine:
     """The live workers, each in its open step. With `retain`, a worker keeps its outputs until the commit."""
+
+    alone = COMPUTE_OPS | RECEIVE_OPS  # ops whose actions end the wait of no other worker
 
     def __init__(self, ownership: Ownership, retain: bool):
         self.ownership = ownership
@@ -118,7 +118,7 @@ class Machine:
                 able.remove(worker)
                 blocked.append(worker)
                 continue
-            if action.op not in _OF_NO_CONCERN_TO_OTHERS:
+            if action.op not in self.alone:
                 able += blocked
                 blocked.clear()
             limit -= 1
@@ -177,13 +177,7 @@ class Machine:
             case Op.W:
                 self._add(self._replica(worker, action), action, self.bodies[worker].values[_own(Kind.PENDING, action)])
             case Op.SEND_F | Op.SEND_B:
-                kind, step = (Kind.ACTIVATION, 1) if action.op is Op.SEND_F else (Kind.GRADIENT, -1)
-                receive = Op.RECV_F if action.op is Op.SEND_F else Op.RECV_B
-                now, value = self.bodies[worker].step, _own(kind, action)
-                taker = self.taker[now, action._replace(op=receive, stage=action.stage + step)]
-                self.sender[now, value] = worker
-                what = self.bodies[worker].values[value]
-                self.channels.setdefault((worker, taker), deque()).append((now, value, what))
+                self._send(worker, action)
             case Op.RECV_F | Op.RECV_B:
                 return self._receive(worker, action)
             case Op.STREAM:
@@ -226,6 +220,15 @@ class Machine:
         assert replica.added == action.microbatch, f"{action} adds after {replica.added}"
         replica.added += 1
         replica.accumulator = hashed(replica.accumulator, what)
+
+    def _send(self, worker: int, action: Action) -> None:
+        kind, step = (Kind.ACTIVATION, 1) if action.op is Op.SEND_F else (Kind.GRADIENT, -1)
+        receive = Op.RECV_F if action.op is Op.SEND_F else Op.RECV_B
+        now, value = self.bodies[worker].step, _own(kind, action)
+        taker = self.taker[now, action._replace(op=receive, stage=action.stage + step)]
+        self.sender[now, value] = worker
+        what = self.bodies[worker].values[value]
+        self.channels.setdefault((worker, taker), deque()).append((now, value, what))
 
     def _receive(self, worker: int, action: Action) -> bool:
         forward = action.op is Op.RECV_F
@@ -288,11 +291,14 @@ class Machine:
             come[pipeline] = (replica.accumulator, replica.buffers)
         if len(come) < grid.pipelines:
             return False
-        sums = [come[pipeline] for pipeline in range(grid.pipelines)]
-        body.reduced[stage] = (hashed(*(each for each, _ in sums)), tuple(each for _, each in sums))
+        body.reduced[stage] = self._sum_of([come[pipeline] for pipeline in range(grid.pipelines)])
         for pipeline in self.ownership.pipelines_of(worker, stage):
             self.sums[body.step, (pipeline, stage)] = body.reduced[stage]
         return True
+
+    def _sum_of(self, parts: list[tuple[str, str]]) -> Log:
+        """Returns the reduction of (accumulator, buffers) of each pipeline."""
+        return hashed(*(each for each, _ in parts)), tuple(each for _, each in parts)
 
     def _reduced(self, body: Body, pipeline: int, stage: int) -> Log | None:
         if self.bodies[self.ownership.owner(pipeline, stage)] is body:

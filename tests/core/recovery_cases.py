@@ -31,6 +31,7 @@ class Job:
     retain: bool = True
     stages_per_worker: int = 1
     log_every: int = 0
+    machine_type: type[Machine] = Machine
 
     def ownership(self) -> Ownership:
         """Returns the ownership before any failure."""
@@ -47,7 +48,7 @@ class Job:
 
     def machine(self) -> Machine:
         """Returns the job at the start of its first step."""
-        machine = Machine(self.ownership(), self.retain)
+        machine = self.machine_type(self.ownership(), self.retain)
         machine.enter([self.program(machine.ownership)], machine.ownership)
         return machine
 
@@ -135,6 +136,24 @@ def single_kills(job: Job) -> Iterator[Failure]:
         yield from _failure(machine, machine.done[-1][0], order)
 
 
+def distinct_kills(job: Job, every: int = 1, first: int = 0) -> Iterator[Failure]:
+    """Yields each `every`th failure of `single_kills` from `first` on, if its survivors are not those of another."""
+    order = seeded(ANY_ORDER)
+    machine, seen = job.machine(), set[str]()
+    victims = list(machine.bodies)
+    number, ended = 0, False
+    while not ended:
+        for victim in victims:
+            number += 1
+            if number % every == first % every:
+                survivors = f"{machine.all_voted(machine.newest())} {machine.left_by([victim]).inventories()}"
+                if survivors not in seen:
+                    seen.add(survivors)
+                    yield from _failure(machine, victim, order)
+        ended = machine.run(order, limit=1)
+        victims = [machine.done[-1][0]]
+
+
 def _failure(machine: Machine, victim: int, order: random.Random) -> Iterator[Failure]:
     failure = fail(machine, [victim], order)
     if failure is not None:
@@ -156,7 +175,7 @@ def random_job(order: random.Random) -> Job:
 
 def random_history(job: Job, order: random.Random) -> tuple[Machine, list[Failure]] | None:
     """Returns a run of `STEPS` steps with up to three failures, healed or not; None when a stage was lost."""
-    machine = Machine(job.ownership(), job.retain)
+    machine = job.machine_type(job.ownership(), job.retain)
     failures: list[Failure] = []
     plan: Program | None = None
     while plan is not None or machine.newest() < STEPS:

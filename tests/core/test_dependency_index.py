@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, STAGE_OPS, WHOLE_STAGE, Action, Op, Program
-from engine.core.ownership import Grid, Ownership, fresh, one_slot_each
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op, Program
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.build import build_program
-from engine.core.program.dependencies import carried, makes, needs, rendezvous
-from engine.core.program.dependency_index import TAKEN, DependencyIndex, IndexedActions, Thing
+from engine.core.program.dependencies import makes, needs, rendezvous
+from engine.core.program.dependency_index import DependencyIndex, IndexedActions, Thing
 from engine.core.program.verify import verify
 from tests.core.machine import drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
@@ -75,27 +75,6 @@ def test_no_two_things_have_one_number() -> None:
                     assert numbers.of(thing) < len(numbers)
                     found += 1
     assert found > 1000
-
-
-def test_where_sends_block_they_meet_their_receive() -> None:
-    ownership = one_slot_each(Grid(2, 3))
-    program = build_program("1f1b", ownership)
-    numbers = DependencyIndex(program, ownership, blocking=True)
-    sends, receives = [], []
-    for worker, actions in program.items():
-        for action in actions:
-            line = line_of(numbers, action, worker)
-            if action.op in SEND_OPS:
-                assert things(numbers, line.meets, action) == [(TAKEN, carried(action))]
-                sends += [number + action.microbatch for number in line.meets]
-            elif action.op in RECEIVE_OPS:
-                assert line.needs == ()
-                assert things(numbers, line.meets, action) == [*needs(action, worker, ownership)]
-                receives += [number + action.microbatch for number in line.begins]
-            else:
-                compare(numbers, line, action, worker, ownership)
-    assert sorted(sends) == sorted(receives)
-    assert len(set(sends)) == 6
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:

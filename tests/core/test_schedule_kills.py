@@ -10,23 +10,26 @@ import pytest
 
 from engine.core.ownership import Grid, Redundancy
 from engine.core.schedules.registry import SCHEDULES
-from tests.core.recovery_cases import ANY_ORDER, Job, assert_faultless, seeded, single_kills
+from tests.core.recovery_cases import ANY_ORDER, Job, assert_faultless, distinct_kills, seeded
+from tests.doubles.ordered_machine import OrderedMachine
 
-_WORKERS, _MICROBATCHES = 4, 8
+_WORKERS, _MICROBATCHES = 4, 4
 _SHAPES = [(name, v) for name, schedule in SCHEDULES.items() for v in (1, 2) if schedule.takes(v)]
 
 
-@pytest.mark.timeout(300)  # two thousand kills each; 10 s on an idle machine
+@pytest.mark.timeout(300)  # up to five hundred kills each; 3 s on an idle machine
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
 @pytest.mark.parametrize(("schedule", "stages_per_worker"), _SHAPES)
 def test_every_single_kill(schedule: str, stages_per_worker: int, redundancy: Redundancy) -> None:
-    grid = Grid(_WORKERS * stages_per_worker, _MICROBATCHES)
-    job = Job(grid, schedule, redundancy, stages_per_worker=stages_per_worker)
+    """Each kill that leaves other survivors, with transfers on a wire without tags."""
+    microbatches = max(_MICROBATCHES, SCHEDULES[schedule].least_microbatches(_WORKERS))
+    grid = Grid(_WORKERS * stages_per_worker, microbatches)
+    job = Job(grid, schedule, redundancy, stages_per_worker=stages_per_worker, machine_type=OrderedMachine)
     num_kills = 0
-    for failure in single_kills(job):
+    for failure in distinct_kills(job):
         assert_faultless(failure.finish(seeded(ANY_ORDER)))
         num_kills += 1
-    assert num_kills > 2 * grid.stages * grid.microbatches, "each worker, before and after each of its actions"
+    assert num_kills > 2 * grid.stages * grid.microbatches, "each worker, before and after most of its actions"
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_worker"), _SHAPES)

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from engine.core.action import Action, Op, Program
 from engine.core.errors import ensure
 from engine.core.ownership import Ownership, Redundancy, Slot
-from engine.core.program.early_receive_pass import with_early_receives
 from engine.core.program.list_scheduler import merged_compute
 from engine.core.program.redundant_forward_pass import with_redundant_forwards
 from engine.core.program.step_end_pass import with_end_of_step
@@ -30,15 +29,13 @@ def build_program(
     healing: Collection[tuple[int, Slot]] = (),
     log_every: int = 0,
     fsdp: int = 0,
-    blocking: bool = False,
 ) -> Program:
     """Returns the whole program of one step, for every worker that owns or shadows a slot.
 
     `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages of a fresh job;
     otherwise the list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of their slot
     during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off. `fsdp` stages of
-    a worker may be whole at once; 0 turns shards off. With `blocking` the program suits a backend on which a send waits
-    for its receive.
+    a worker may be whole at once; 0 turns shards off.
     """
     lists = _lists(schedule, ownership)
     program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
@@ -49,9 +46,7 @@ def build_program(
     program = _for_all_workers(with_transfers(program, ownership), ownership)
     if lists is not None and overlaps(schedule):
         program = with_pairs_together(program)
-    if blocking:
-        program = with_early_receives(program)
-    program = with_streams(program, ownership, log_every, healing, blocking)
+    program = with_streams(program, ownership, log_every, healing)
     return with_end_of_step(program, ownership, healing=healing)
 
 

@@ -15,12 +15,11 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op
+from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
-from engine.core.program.dependencies import carried, makes, needs, rendezvous
+from engine.core.program.dependencies import makes, needs, rendezvous
 from engine.core.value import Kind, Value
 
-TAKEN = -2  # the place, beside WIRE, of a value whose receive has begun
 Thing = tuple[int, Value | Action]  # a value at a place, or an action that its worker has begun
 
 
@@ -37,14 +36,10 @@ class IndexedActions(NamedTuple):
 
 
 class DependencyIndex:
-    """Gives a number below `len` to each value that was asked for.
+    """Gives a number below `len` to each value that was asked for."""
 
-    With `blocking` a SEND meets its receive: it ends only when the receive has begun.
-    """
-
-    def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership, blocking: bool = False):
+    def __init__(self, program: Mapping[int, tuple[Action, ...]], ownership: Ownership):
         self._ownership = ownership
-        self._blocking = blocking
         most = max(map(itemgetter(2), chain.from_iterable(program.values())), default=0)
         self._width = 2 + max(most, ownership.grid.microbatches, *ownership.workers())  # an index is -1 or more
         self._rows: dict[tuple[int, Kind | Op, int, int], int] = {}
@@ -79,14 +74,8 @@ class DependencyIndex:
         Microbatch 0 has a line for itself.
         """
         needed, made = needs(action, worker, self._ownership), makes(action, worker, self._ownership)
-        begun: tuple[Thing, ...] = ()
         met: tuple[Thing, ...] = rendezvous(action, worker, self._ownership)
-        if met:
-            begun = ((worker, action),)
-        elif self._blocking and action.op in SEND_OPS:
-            met = ((TAKEN, carried(action)),)
-        elif self._blocking and action.op in RECEIVE_OPS:
-            needed, begun, met = (), ((TAKEN, carried(action)),), needed
+        begun: tuple[Thing, ...] = ((worker, action),) if met else ()
 
         def numbers(things: Iterable[Thing]) -> tuple[int, ...]:
             return tuple(self.of(thing) - action.microbatch for thing in things)

@@ -22,14 +22,13 @@ from typing import NamedTuple
 from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
-from engine.core.program.dependency_index import TAKEN, DependencyIndex, IndexedActions
+from engine.core.program.dependency_index import DependencyIndex, IndexedActions
 from engine.core.program.list_scheduler import COSTS
 from engine.core.schedules.overlap_pairs import overlapped_costs
 from engine.core.value import WIRE, Held, Kind
 
 Cost = Callable[[Action], float]
 _NEVER = inf
-_PLACES = {WIRE: "on the wire", TAKEN: "to be taken"}
 
 
 class Span(NamedTuple):
@@ -65,19 +64,17 @@ def dry_run(
     ownership: Ownership,
     cost: Cost = unit_costs,
     held: Collection[Held] = (),
-    blocking: bool = False,
     overlapping: bool = False,
     latency: float = 0.0,
 ) -> DryRun:
     """Returns the predicted run of `program`; raises DeadlockError with the cycle, ScheduleError for a gap.
 
-    `held` are the values at the start. With `blocking` a SEND holds its worker until its receive has begun. With
-    `overlapping` a pair takes as long as the longer of its two actions. A sent value arrives `latency` after the end of
-    its SEND.
+    `held` are the values at the start. With `overlapping` a pair takes as long as the longer of its two actions. A sent
+    value arrives `latency` after the end of its SEND.
     """
     costs_of = overlapped_costs if overlapping else map
     costs = {worker: list(costs_of(cost, actions)) for worker, actions in program.items()}
-    walk = _Walk(program, ownership, held, blocking, latency)
+    walk = _Walk(program, ownership, held, latency)
     walk.run(costs)
     lines = {
         worker: [
@@ -96,9 +93,9 @@ def dry_run(
     return DryRun(spans, makespan, bubble, peaks, {worker: _waits(line) for worker, line in lines.items()})
 
 
-def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = (), blocking: bool = False) -> None:
+def refuse_stuck(program: Program, ownership: Ownership, held: Collection[Held] = ()) -> None:
     """Raises DeadlockError or ScheduleError as `dry_run` does, without a timeline."""
-    _Walk(program, ownership, held, blocking).run(dict.fromkeys(program, repeat(0.0)))
+    _Walk(program, ownership, held).run(dict.fromkeys(program, repeat(0.0)))
 
 
 def _waits(spans: list[Span]) -> float:
@@ -129,12 +126,10 @@ def stash_after(actions: Sequence[Action], stashed: int = 0) -> Iterator[int]:
 class _Walk:
     """The state of one walk over a program: position of each worker, time of each value, waiting workers by value."""
 
-    def __init__(
-        self, program: Program, ownership: Ownership, held: Collection[Held], blocking: bool, latency: float = 0.0
-    ):
+    def __init__(self, program: Program, ownership: Ownership, held: Collection[Held], latency: float = 0.0):
         self.program = program
         self.latency = latency
-        self.numbers = DependencyIndex(program, ownership, blocking)
+        self.numbers = DependencyIndex(program, ownership)
         self.there: list[float] = []  # by number
         for thing in held:
             number = self.numbers.of(thing)
@@ -222,7 +217,7 @@ class _Walk:
             missing = waits_for[worker]
             if missing not in comes_from:
                 place, thing = self.numbers.thing(missing)
-                where = _PLACES.get(place, f"at worker {place}")
+                where = "on the wire" if place == WIRE else f"at worker {place}"
                 raise ScheduleError(
                     f"worker {worker}, position {len(self.starts[worker])}: {left[worker][0]} needs {thing} {where}, "
                     "which nobody makes"

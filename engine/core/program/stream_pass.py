@@ -37,16 +37,15 @@ def with_streams(
     ownership: Ownership,
     log_every: int,
     healing: Collection[tuple[int, Slot]] = (),
-    blocking: bool = False,
 ) -> Mapping[int, tuple[Action, ...]]:
     """Returns a program of compute actions and transfers with its streams; as it is where `log_every` is 0.
 
-    `healing` are the shadows, as (worker, slot), that take no stream; with `blocking` a send waits for its receive.
+    `healing` are the shadows, as (worker, slot), that take no stream.
     """
     if log_every == 0:
         return program
     spans: dict[int, list[Span]] = {worker: [] for worker in program}
-    for span in dry_run(program, ownership, blocking=blocking).spans:
+    for span in dry_run(program, ownership).spans:
         spans[span.worker].append(span)
     sent: dict[int, list[_Stream]] = {worker: [] for worker in program}
     taken: dict[int, list[_Stream]] = {worker: [] for worker in program}

@@ -44,14 +44,12 @@ def verify(
     program: Program,
     ownership: Ownership,
     healing: Collection[tuple[int, Slot]] = (),
-    blocking: bool = False,
     held: Collection[Held] | None = None,
 ) -> tuple[Violation, ...]:
     """Returns every rule that the program of a step breaks; an empty tuple means that it runs to its end.
 
-    `healing` are the shadows, as (worker, slot), that get the state of their slot during the step. With `blocking` a
-    SEND ends only when its receive has begun. `held` are the values at the start of a plan, which is the rest of a step
-    (of a counter the last index); it is None for a whole step.
+    `healing` are the shadows, as (worker, slot), that get the state of their slot during the step. `held` are the
+    values at the start of a plan, which is the rest of a step (of a counter the last index); None for a whole step.
     """
     whole = expected_actions(program, ownership, healing, held)  # the next line ticks off the right ones
     violations = _wrong_actions(program, ownership, whole, Duties(ownership, healing, held))
@@ -61,7 +59,7 @@ def verify(
         return tuple(violations)
     stuck: ScheduleError | None = None
     try:
-        refuse_stuck(program, ownership, held or (), blocking)
+        refuse_stuck(program, ownership, held or ())
     except ScheduleError as error:
         stuck = error
     missing = _missing_actions(whole)
