@@ -15,7 +15,7 @@ from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_ki
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
-    *("oom", "slow", "hang", "nan", "flip-bit", "noop"),
+    *("oom", "slow", "hang", "nan", "flip-bit", "noop", "cut-link"),
 }
 
 

@@ -44,7 +44,8 @@ class WorkerFaultContext:
     """The context of a fault by the worker itself; `stage` is its replica of the target slot, if it has one.
 
     `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
-    `ns` nanoseconds or, with None, to the end of the step.
+    `ns` nanoseconds or, with None, to the end of the step. `cut_link(peer, direction, ns)` cuts the
+    connection to a worker for a time, or for good with None, and returns whether there is one.
     """
 
     fault: str
@@ -53,6 +54,7 @@ class WorkerFaultContext:
     control: Control
     tell: Callable[[str], None]
     slow_down: Callable[[float, int | None], None]
+    cut_link: Callable[[int, str, int | None], bool]
 
 
 @dataclass(frozen=True, slots=True)

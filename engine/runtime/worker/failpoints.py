@@ -25,6 +25,7 @@ from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.replicas import Replicas
+from engine.runtime.transport.link_cuts import LinkCuts
 
 _PATIENCE_NS = 10_000_000_000  # to wait for a strike; without a strike the fault has not fired, and its case fails
 _OWN_PHASES = ("fence", "regroup")  # phases that the agent knows from messages of the workers alone
@@ -44,10 +45,17 @@ class _Slowdown:
 class Failpoints:
     """The faults that may still strike this worker; a run without faults pays nothing for them."""
 
-    def __init__(self, control: Control, faults: Sequence[Fault] = (), replicas: Replicas | None = None):
+    def __init__(
+        self,
+        control: Control,
+        faults: Sequence[Fault] = (),
+        replicas: Replicas | None = None,
+        cuts: LinkCuts | None = None,
+    ):
         self.control = control
         self.faults: list[Fault] = []
         self.replicas = replicas
+        self._cuts = cuts
         self._slowdown: _Slowdown | None = None
         self._due: Fault | None = None  # the fault that is to strike during the present action
         control.on_fault = self._handle
@@ -99,6 +107,7 @@ class Failpoints:
             control=self.control,
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
+            cut_link=self._cuts.cut if self._cuts is not None else lambda peer, direction, for_ns: False,
         )
         registered()[message.do].strike(context)
 

@@ -43,10 +43,11 @@ from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.gloo_backend import GlooBackend
+from engine.runtime.transport.link_cuts import CuttableBackend, LinkCuts
 from engine.runtime.transport.pair_guard import PairGuard
 from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
-from engine.runtime.transport.transport import Transport, TransportBackend
+from engine.runtime.transport.transport import Transport, TransportBackend, Waiter
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.training import Excluded, Training
@@ -115,7 +116,9 @@ def _run(
     ensure(
         network_fd is not None or bool(welcome.pair_key), "the transfers of a run lie in its network, or have its key"
     )
-    member = join(control, welcome, record_fds, board_fd, gloo_backend(control, welcome, place, network_fd))
+    cuts = LinkCuts(control)
+    backend = CuttableBackend(gloo_backend(control, welcome, place, network_fd, cuts), cuts)
+    member = join(control, welcome, record_fds, board_fd, backend, cuts=cuts)
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
@@ -125,15 +128,19 @@ def _run(
 
 
 def gloo_backend(
-    control: Control, welcome: messages.WelcomeMessage, place: MeetingPlace, network_fd: int | None = None
+    control: Control,
+    welcome: messages.WelcomeMessage,
+    place: MeetingPlace,
+    network_fd: int | None = None,
+    waiter: Waiter | None = None,
 ) -> GlooBackend:
-    """Returns the backend of a worker that has been welcomed."""
+    """Returns the backend of a worker that has been welcomed; it waits in `waiter`, by default in `control`."""
 
     def tell(peer: int | None, words: str) -> None:
         control.send(UnprovenMessage(peer, words))
 
     guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
-    return GlooBackend(control, welcome.worker, partial(Rendezvous, place), guard)
+    return GlooBackend(waiter or control, welcome.worker, partial(Rendezvous, place), guard)
 
 
 def join(
@@ -143,6 +150,7 @@ def join(
     board_fd: int,
     backend: TransportBackend,
     data_of: Callable[[Job], Data] = open_data,
+    cuts: LinkCuts | None = None,
 ) -> GroupMember:
     """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages."""
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
@@ -163,7 +171,7 @@ def join(
     plane = backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
-    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas)
+    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, cuts)
     shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
     context = WorkerContext(
         job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards
