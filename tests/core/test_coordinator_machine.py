@@ -179,6 +179,13 @@ def test_a_death_before_training_ends_the_run() -> None:
     assert step(state, heard(0, messages.ReadyMessage())) == (state, ())
 
 
+def test_a_coordinator_that_takes_over_after_a_death_before_training_ends_the_run() -> None:
+    decided, _ = given(begun(), killed(1))
+    after = resume(decided.job, documents(decided), 5 * S)
+    _, outputs = step(after, TakenOver(5 * S))
+    assert outputs == (Stop("training did not recover: worker 1 was ended by SIGKILL"),)
+
+
 def test_lost_state_ends_the_run_with_its_code() -> None:
     _, outputs = given(training(redundant=False), killed(1))
     (stop,) = outputs

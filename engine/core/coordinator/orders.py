@@ -76,8 +76,8 @@ def stopped(state: CoordinatorState, stop: Stop) -> Decided:
 
 
 def _publish_epoch(state: CoordinatorState, effect: PublishEpoch) -> Decided:
-    if effect.verdict and not state.started:  # before training there are no heirs
-        return stopped(state, _not_recovered(effect.verdict))
+    if state.membership.out and not state.started:  # before training there are no heirs, by any coordinator's verdict
+        return stopped(state, _not_recovered(state.membership.out.values()))
     if state.epoch is not None and effect.epoch <= state.epoch.epoch:
         return state, ()
     known = state.membership
