@@ -31,7 +31,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,
-    "engine.core.faults": _PLANS,
+    "engine.core.faults": _PLANS | {"engine.core.history", "engine.core.membership"},
     "engine.core.coordinator": _PLANS
     | {"engine.core.recovery", "engine.core.membership", "engine.core.history", "engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},

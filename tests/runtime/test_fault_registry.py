@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.faults.fault_kind import ParameterForm
+from engine.core.faults.fault_kind import ParameterForm, Parameters, Sign, at_once
 from engine.runtime.faults import registry
-from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind, kinds, registered
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind, kinds
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
@@ -75,6 +75,6 @@ def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_signs_confirm_what_they_show(
-    name: str, sign: registry.Sign, value: object, parameters: registry.Parameters, shown: bool
+    name: str, sign: Sign, value: object, parameters: Parameters, shown: bool
 ) -> None:
-    assert registered()[name].shows(sign, value, parameters) is shown
+    assert kinds()[name].shows(sign, value, parameters) is shown

@@ -1,4 +1,4 @@
-"""The injector: who is struck when, what is recorded before, and what counts as a sign that it has taken effect."""
+"""The injector: it carries out on real processes the outputs of the machine of fault injection."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
-from engine.core.exclusion import Cause, excluded
-from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
-from engine.core.membership.effects import AnnounceCommit, Effect, PublishEpoch, StartTraining
+from engine.core.faults.fault import After, At, Fault, Role, Victim, Worker, slot_owner
+from engine.core.membership.effects import StartTraining
 from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.message_codec import Message
-from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
-from engine.core.ownership import Slot
+from engine.core.messages import ArmMessage, FiredMessage
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.link import Link
@@ -148,146 +146,6 @@ def test_a_fault_is_recorded_strikes_once_and_is_confirmed_by_the_exit(crew: Cre
     assert crew.events("unconfirmed") == []
 
 
-def test_another_end_than_the_one_asked_for_confirms_nothing(crew: Crew) -> None:
-    injector = crew.injector(kill(do="abort"))
-    injector.strike("first")
-    crew.processes[1].kill()
-    crew.ended(injector, 1)
-    injector.close()
-    (event,) = crew.events("unconfirmed")
-    assert event["how"] == "no sign of it was seen at worker 1"
-
-
-def test_all_victims_are_struck_and_each_must_show_it(crew: Crew) -> None:
-    injector = crew.injector(Fault("first", At(3, ACTION), (Owner(0, 1), Worker(2))))
-    injector.strike("first")
-    assert [each["of"] for each in crew.events("fault")] == [1, 2]
-    crew.ended(injector, 1)
-    assert crew.events("confirmed") == []
-    crew.ended(injector, 2)
-    assert len(crew.events("confirmed")) == 1
-
-
-def test_a_fault_whose_moment_never_comes_is_said_to_have_missed(crew: Crew) -> None:
-    injector = crew.injector(kill(), after("first", "plan"))
-    injector.close()
-    assert {each["fault"]: each["how"] for each in crew.events("unconfirmed")} == {
-        "first": "it did not strike",
-        "second": "it did not strike",
-    }
-
-
-@pytest.mark.parametrize(
-    ("victim", "worker", "slot"),
-    [
-        (Owner(0, 2), 2, (0, 2)),
-        (Worker(0), 0, (0, 0)),
-        (Role("shadow"), 0, (0, 1)),
-        (Role("neighbour"), 2, (0, 2)),
-        (Role("recoverer"), 1, (0, 1)),  # nobody is dead: the owner
-    ],
-    ids=str,
-)
-def test_victims_of_a_moment_are_those_of_its_slot(crew: Crew, victim: Victim, worker: int, slot: Slot) -> None:
-    injector = crew.injector(Fault("first", At(3, ACTION), (victim,), "noop"))
-    injector.strike("first")
-    assert [(each["of"], each["slot"]) for each in crew.events("fault")] == [(worker, [*slot])]
-    (order, _) = crew.told(worker)
-    assert order == InflictMessage("first", "noop", {}, slot)
-
-
-def test_the_neighbour_of_the_last_stage_is_the_first(crew: Crew) -> None:
-    last = Action(2, Op.F, 0)
-    injector = crew.injector(Fault("first", At(3, last), (Role("neighbour"),), "noop"))
-    injector.strike("first")
-    assert [each["of"] for each in crew.events("fault")] == [0]
-
-
-def test_where_nobody_plays_the_part_nothing_is_proved(crew: Crew) -> None:
-    crew.state = crew.state._replace(shadows=((), (), ()))
-    injector = crew.injector(Fault("first", At(3, ACTION), (Role("shadow"),)))
-    injector.strike("first")
-    injector.close()
-    assert crew.events("fault") == []
-    assert [each["how"] for each in crew.events("unconfirmed")] == ["there was no victim"]
-    assert crew.told(1)[-1] == FiredMessage("first")  # whoever stands at the moment goes on
-
-
-def effect(kind: type[Effect], epoch: int) -> Effect:
-    """Returns what the agent does at the beginning of a phase."""
-    if kind is PublishEpoch:
-        return PublishEpoch(epoch, (0, 2), (excluded(1, Cause.DEATH, "died"),), "died")
-    if kind is AnnounceCommit:
-        return AnnounceCommit(epoch, 1 + epoch, "step")
-    return kind(epoch)
-
-
-@pytest.mark.parametrize(
-    ("phase", "kind"), [("agree", PublishEpoch), ("replay", StartTraining), ("heal", AnnounceCommit)], ids=str
-)
-def test_a_phase_is_that_of_the_recovery_from_the_other_fault(crew: Crew, phase: str, kind: type[Effect]) -> None:
-    injector = crew.injector(kill(), after("first", phase))
-    injector.has_begun(effect(kind, 1))  # before the other has struck
-    injector.strike("first")
-    injector.has_begun(effect(kind, 1))  # an order of the epoch in which it struck, repeated
-    assert len(crew.events("fault")) == 1
-    crew.ended(injector, 1)
-    crew.moves_on(1)
-    injector.has_begun(effect(kind, 2))
-    assert [(each["fault"], each["of"]) for each in crew.events("fault")] == [("first", 1), ("second", 0)]
-    injector.has_begun(effect(kind, 2))
-    assert len(crew.events("fault")) == 2
-
-
-def test_nothing_is_healed_yet_when_the_last_commit_is_told_again(crew: Crew) -> None:
-    injector = crew.injector(kill(), after("first", "heal"))
-    injector.has_begun(AnnounceCommit(1, 2, "step"))
-    injector.strike("first")
-    crew.ended(injector, 1)
-    crew.moves_on(1)
-    injector.has_begun(AnnounceCommit(2, 2, "step"))
-    assert len(crew.events("fault")) == 1
-    injector.has_begun(AnnounceCommit(2, 3, "step"))
-    assert len(crew.events("fault")) == 2
-
-
-def test_before_the_verdict_the_recoverer_is_whoever_is_going_to_be(crew: Crew) -> None:
-    injector = crew.injector(kill(), after("first", "detect"))
-    injector.strike("first")
-    crew.ended(injector, 1)
-    assert [each["of"] for each in crew.events("fault")] == [1, 0]
-
-
-def test_whoever_is_given_up_while_he_lives_is_detected_with_the_verdict(crew: Crew) -> None:
-    injector = crew.injector(kill(do="noop"), after("first", "detect"))
-    injector.strike("first")
-    crew.moves_on(1)
-    injector.has_begun(effect(PublishEpoch, 2))
-    assert [each["of"] for each in crew.events("fault")] == [1, 0]
-
-
-@pytest.mark.parametrize("phase", ["fence", "regroup"])
-def test_phases_that_the_workers_know_of_are_told_by_them(crew: Crew, phase: RecoveryPhase) -> None:
-    injector = crew.injector(kill(), after("first", phase))
-    injector.strike("first")
-    crew.moves_on(1)
-    injector.reached("plan", 2)
-    assert len(crew.events("fault")) == 1
-    injector.reached(phase, 2)
-    assert len(crew.events("fault")) == 2
-
-
-def test_a_delay_counts_from_the_strike(crew: Crew) -> None:
-    injector = crew.injector(kill(do="noop"), after("first", None, Worker(2), delay_ns=30_000_000))
-    injector.strike("first")
-    assert len(crew.events("fault")) == 1
-    assert injector.due_ns < float("inf")
-    crew.until(injector, lambda: len(crew.events("fault")) == 2)
-    first, second = crew.events("fault")
-    assert second["of"] == 2
-    assert second["at_ns"] - first["at_ns"] >= 30_000_000
-
-
 def test_a_process_that_is_stopped_shows_it_and_is_woken(crew: Crew) -> None:
     injector = crew.injector(kill(do="stop", parameters={"for_ns": 50_000_000}))
     injector.strike("first")
@@ -295,16 +153,6 @@ def test_a_process_that_is_stopped_shows_it_and_is_woken(crew: Crew) -> None:
     (event,) = crew.events("confirmed")
     assert event["how"] == "state: T"
     crew.until(injector, lambda: process_state(crew.members[1].child) == "S")
-
-
-def test_late_work_runs_in_the_order_of_its_times(crew: Crew) -> None:
-    """On a busy machine a stop ended before the look for it, which was planned later for an earlier time."""
-    injector, done = crew.injector(), list[str]()
-    injector._later(2_000_000, lambda: done.append("end"))
-    injector._later(1_000_000, lambda: done.append("look"))
-    time.sleep(0.005)
-    injector.look_at_clock()
-    assert done == ["look", "end"]
 
 
 def test_who_does_not_leave_in_time_is_killed(crew: Crew) -> None:
@@ -348,7 +196,7 @@ def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> No
     crew.ended(injector, 1)
     crew.moves_on(1)
     crew.told(0)
-    injector.begins(effect(StartTraining, 2))
+    injector.begins(StartTraining(2))
     (order,) = crew.told(0)
     assert isinstance(order, ArmMessage)
     moments = [(each["id"], each["moment"]) for each in order.faults]
@@ -357,16 +205,6 @@ def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> No
         ("second", {"step": 3, "action": "1COMMIT", "when": "before"}),
     ]
     injector.strike("second")
-    assert [each["of"] for each in crew.events("fault")] == [1, 0]
-
-
-def test_where_nothing_was_lost_merged_is_at_once(crew: Crew) -> None:
-    injector = crew.injector(kill(), after("first", "merged"))
-    crew.board.write(1, 2, 99, "1STEP")
-    injector.strike("first")
-    crew.ended(injector, 1)
-    crew.moves_on(1)
-    injector.begins(effect(StartTraining, 2))
     assert [each["of"] for each in crew.events("fault")] == [1, 0]
 
 
@@ -380,14 +218,6 @@ def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
     injector.strike("first")
     crew.ended(injector, 1)
     assert len(crew.events("confirmed")) == 1
-
-
-def test_a_word_about_one_fault_confirms_no_other(crew: Crew) -> None:
-    injector = crew.injector(kill(do="noop"), Fault("other", At(3, ACTION), (Worker(1),), "noop"))
-    injector.strike("first")
-    injector.strike("other")
-    injector.sees(1, "suffered", "nothing was done", "other")
-    assert [each["fault"] for each in crew.events("confirmed")] == ["other"]
 
 
 def test_the_state_of_a_process_that_has_ended_is_unknown(crew: Crew) -> None:

@@ -1,13 +1,13 @@
-"""Kinds of faults and their parameters: the definitions against which a scenario is checked.
+"""Kinds of faults: their parameters, the signals that carry some of them out, and the signs that confirm them.
 
-`engine/runtime/faults` registers the kinds, where they are carried out.
+`engine/runtime/faults` registers the kinds. A kind that a worker carries out has its function there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from engine.core.duration import DURATION_FORM, duration_text, parse_duration
 from engine.core.scalar import Scalar
@@ -20,6 +20,26 @@ MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
 MOST_COUNT, MOST_NUMBER, MOST_CHARACTERS = 10**9, 10**6, 1000
 
 ParameterForm = Literal["duration", "count", "number", "text", "choice"]
+Parameters = Mapping[str, Scalar]
+# exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
+Sign = Literal["exit", "notice", "raised", "suffered", "state"]
+
+
+class TimedSignal(NamedTuple):
+    """A signal to the victim, by its number, a time after the strike; only a victim that still lives gets it."""
+
+    after_ns: int
+    number: int
+
+
+def at_once(sign: Sign, value: Any, parameters: Parameters) -> bool:
+    """Returns whether the sign is the worker's own confirmation."""
+    return sign == "suffered"
+
+
+def no_signals(parameters: Parameters) -> tuple[TimedSignal, ...]:
+    """Returns the signals of a kind that the worker carries out: none."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +93,20 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault; `by` carries it out, `ends` says whether it ends its victim."""
+    """One kind of fault; `by` carries it out, `ends` says whether it ends its victim.
+
+    `shows` returns whether a sign and its value confirm the effect; `signals` returns what the agent sends.
+    """
 
     name: str
     about: str  # one sentence
     by: Literal["agent", "worker"]
     ends: bool
     parameters: tuple[Parameter, ...] = ()
+    shows: Callable[[Sign, Any, Parameters], bool] = at_once
+    signals: Callable[[Parameters], tuple[TimedSignal, ...]] = no_signals
 
-    def with_defaults(self, given: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    def with_defaults(self, given: Parameters) -> dict[str, Scalar]:
         """Returns the `given` parameters, by key, and the defaults of the others."""
         defaults = {each.key: each.default for each in self.parameters if each.default is not None}
         return {**defaults, **given}

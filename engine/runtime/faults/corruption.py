@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
+from engine.core.faults.fault_kind import Parameter, at_once
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 
 _INTO = Parameter("into", "choice", "the tensor with the NaN", "gradient", choices=("gradient", "activation"))
 _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)

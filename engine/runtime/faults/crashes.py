@@ -8,8 +8,8 @@ import resource
 import signal
 from typing import Any
 
-from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import Parameters, Sign, WorkerFaultContext, exit_by, fault_kind
+from engine.core.faults.fault_kind import Parameter, Parameters, Sign
+from engine.runtime.faults.registry import WorkerFaultContext, exit_by, fault_kind
 
 _CODE = Parameter("code", "count", "exit code, 0 to 255", 0)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
+from engine.core.faults.fault_kind import Parameter, at_once
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 
 _PEER = Parameter("peer", "count", "the worker at the other end", required=True)
 _DIRECTION = Parameter(

@@ -6,7 +6,8 @@ import resource
 import signal
 from typing import Any
 
-from engine.runtime.faults.registry import Parameters, Sign, WorkerFaultContext, fault_kind
+from engine.core.faults.fault_kind import Parameters, Sign
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 
 _CHUNK_BYTES = 64 << 20
 _MARGIN_BYTES = 256 << 20  # a few allocations succeed first

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
+from engine.core.faults.fault_kind import at_once
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 
 
 @fault_kind("noop", "Nothing is done; the moment is recorded.", "worker", at_once)

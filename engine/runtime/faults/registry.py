@@ -1,8 +1,8 @@
 """The registry of kinds of faults: the function that carries out each kind, and the sign that confirms its effect.
 
-Rules: a kind is defined in one place, its function. The agent strikes through a pidfd (`AgentFaultContext`). A worker
-strikes itself in its main thread (`WorkerFaultContext`), on a message that the agent sends after the record of the
-fault. A fault that no sign confirms counts as not struck.
+Rules: a kind is defined in one place, its function. For a kind by the agent, the function returns the signals that the
+agent sends through a pidfd. A worker strikes itself in its main thread (`WorkerFaultContext`), on a message that the
+agent sends after the record of the fault. A fault that no sign confirms counts as not struck.
 """
 
 from __future__ import annotations
@@ -16,27 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
 from engine.core.errors import ensure
-from engine.core.faults.fault_kind import FaultKind, Parameter
-from engine.core.scalar import Scalar
+from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, no_signals
 
 if TYPE_CHECKING:
     from engine.runtime.ipc.control import Control
-    from engine.runtime.process.fork_client import Child
     from engine.runtime.stage.stage import Stage
 
-Parameters = Mapping[str, Scalar]
-# exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
-Sign = Literal["exit", "notice", "raised", "suffered", "state"]
 Shows = Callable[[Sign, Any, Parameters], bool]  # whether a sign and its value confirm the effect
-
-
-@dataclass(frozen=True, slots=True)
-class AgentFaultContext:
-    """The context of a fault by the agent; `later(ns, call)` calls after `ns` nanoseconds if the victim still lives."""
-
-    child: Child
-    parameters: Parameters
-    later: Callable[[int, Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +45,29 @@ class WorkerFaultContext:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A kind of fault with its function and the test of its sign."""
+    """A kind of fault with its function."""
 
     kind: FaultKind
-    strike: Callable[[Any], None]
-    shows: Shows
+    strike: Callable[[Any], Any]
 
 
 _KINDS: dict[str, Registered] = {}
 
-Strike = TypeVar("Strike", bound=Callable[[Any], None])
+Strike = TypeVar("Strike", bound=Callable[[Any], Any])
 
 
 def fault_kind(
     name: str, about: str, by: Literal["agent", "worker"], shows: Shows, *parameters: Parameter, ends: bool = False
 ) -> Callable[[Strike], Strike]:
-    """Registers the decorated function as the one that carries out a kind."""
+    """Registers the decorated function as the one that carries out a kind.
+
+    For a kind by a worker, the function takes a `WorkerFaultContext`. By the agent, it returns the signals.
+    """
 
     def register(strike: Strike) -> Strike:
         ensure(name not in _KINDS, f"two kinds of fault are called {name!r}")
-        _KINDS[name] = Registered(FaultKind(name, about, by, ends, parameters), strike, shows)
+        signals = strike if by == "agent" else no_signals
+        _KINDS[name] = Registered(FaultKind(name, about, by, ends, parameters, shows, signals), strike)
         return strike
 
     return register
@@ -100,8 +89,3 @@ def kinds() -> dict[str, FaultKind]:
 def exit_by(*codes: int) -> Shows:
     """Returns the test for an end with one of these exit codes, negative for a signal."""
     return lambda sign, value, parameters: sign == "exit" and value in codes
-
-
-def at_once(sign: Sign, value: Any, parameters: Parameters) -> bool:
-    """Returns whether the sign is the worker's own confirmation."""
-    return sign == "suffered"

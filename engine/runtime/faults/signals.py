@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import AgentFaultContext, Parameters, Sign, exit_by, fault_kind
+from engine.core.faults.fault_kind import Parameter, Parameters, Sign, TimedSignal
+from engine.runtime.faults.registry import exit_by, fault_kind
 
 _GRACE = Parameter(
     "grace", "duration", "from SIGTERM to SIGKILL, which is sent only if the worker still lives", 120 * 10**9
@@ -23,21 +23,19 @@ def _stands_still(sign: Sign, value: Any, parameters: Parameters) -> bool:
 
 
 @fault_kind("kill", "Ends the worker at once: SIGKILL.", "agent", exit_by(-signal.SIGKILL), ends=True)
-def kill(context: AgentFaultContext) -> None:
-    """Sends SIGKILL."""
-    context.child.signal(signal.SIGKILL)
+def kill(parameters: Parameters) -> tuple[TimedSignal, ...]:
+    """Returns SIGKILL."""
+    return (TimedSignal(0, signal.SIGKILL),)
 
 
 @fault_kind("terminate", "Warns the worker as clouds do: SIGTERM, later SIGKILL.", "agent", _warned, _GRACE, ends=True)
-def terminate(context: AgentFaultContext) -> None:
-    """Sends SIGTERM, and SIGKILL after the grace period."""
-    context.child.signal(signal.SIGTERM)
-    context.later(int(context.parameters["grace_ns"]), lambda: context.child.signal(signal.SIGKILL))
+def terminate(parameters: Parameters) -> tuple[TimedSignal, ...]:
+    """Returns SIGTERM, and SIGKILL after the grace period."""
+    return TimedSignal(0, signal.SIGTERM), TimedSignal(int(parameters["grace_ns"]), signal.SIGKILL)
 
 
 @fault_kind("stop", "Makes the worker stand still: SIGSTOP, later SIGCONT.", "agent", _stands_still, _FOR)
-def stop(context: AgentFaultContext) -> None:
-    """Sends SIGSTOP, and SIGCONT after the given time, if any."""
-    context.child.signal(signal.SIGSTOP)
-    if "for_ns" in context.parameters:
-        context.later(int(context.parameters["for_ns"]), lambda: context.child.signal(signal.SIGCONT))
+def stop(parameters: Parameters) -> tuple[TimedSignal, ...]:
+    """Returns SIGSTOP, and SIGCONT after the given time, if any."""
+    stops = (TimedSignal(0, signal.SIGSTOP),)
+    return (*stops, TimedSignal(int(parameters["for_ns"]), signal.SIGCONT)) if "for_ns" in parameters else stops

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 
-from engine.core.faults.fault_kind import Parameter
-from engine.runtime.faults.registry import WorkerFaultContext, at_once, fault_kind
+from engine.core.faults.fault_kind import Parameter, at_once
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 
 _POLL_S = 0.05
 _FOREVER_S = 1_000_000

@@ -1,0 +1,263 @@
+"""Fault injection as a pure machine: it finds moment and victims of each fault, strikes them, and confirms the strike.
+
+    cause strikes --> moment of the fault --> records --> signal, or InflictMessage --> sign of every victim: confirmed
+
+Rules: a fault is recorded before it strikes. It strikes once, and its victims are chosen at the strike. It is confirmed
+by a sign of its kind from every victim. A fault without this confirmation is recorded at the end of the run as
+unconfirmed, because its case proves nothing. Late work is done in the order of its times: a look for a stop comes
+before the end of the stop. A worker that has ended gives no sign and gets no signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from engine.core.faults.fault import After, At, Fault, RecoveryPhase, to_plain
+from engine.core.faults.fault_kind import Sign
+from engine.core.faults.injection_events import (
+    EffectBegins,
+    EffectGiven,
+    FaultsAdded,
+    InjectionEnds,
+    InjectionInput,
+    InjectionOutput,
+    LookAtVictim,
+    MomentCame,
+    PhaseBegan,
+    RecordFault,
+    SendSignal,
+    SignSeen,
+    TellOfFault,
+    TimePassed,
+    VictimEnded,
+    VictimSeen,
+)
+from engine.core.faults.injection_state import (
+    Injection,
+    LateWork,
+    StruckFault,
+    Victims,
+    confirmed,
+    find_victims,
+    strike_records,
+)
+from engine.core.history.run_records import UnconfirmedRecord
+from engine.core.membership.effects import AnnounceCommit, Effect, PublishEpoch, PublishPlanInput, StartTraining
+from engine.core.membership.state import State
+from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
+from engine.core.ownership import Ownership, Slot
+
+_BEGIN_WITH: dict[type[Effect], RecoveryPhase] = {
+    PublishEpoch: "agree",
+    PublishPlanInput: "plan",
+    StartTraining: "replay",
+    AnnounceCommit: "heal",
+}
+_LOOK_EVERY_NS = 5_000_000  # between two looks at the state of a process
+
+Moved = tuple[Injection, tuple[InjectionOutput, ...]]
+
+
+def step(injection: Injection, given: InjectionInput) -> Moved:
+    """Returns the injection after an input, and the outputs to carry out in their order."""
+    return _RULES[type(given)](injection, given)
+
+
+def _is_added(old: Injection, given: FaultsAdded) -> Moved:
+    message = ArmMessage(tuple(to_plain(fault) for fault in given.faults))
+    return old._replace(waiting=old.waiting + given.faults), (TellOfFault(message),)
+
+
+def _comes(old: Injection, given: MomentCame) -> Moved:
+    return _strike(old, given, given.fault)
+
+
+def _begins(old: Injection, given: PhaseBegan) -> Moved:
+    return _reach(old, given, given.phase, given.epoch)
+
+
+def _is_given(old: Injection, given: EffectGiven) -> Moved:
+    effect = given.effect
+    phase, outputs = _BEGIN_WITH.get(type(effect)), tuple[InjectionOutput, ...]()
+    if isinstance(effect, PublishPlanInput):
+        old, outputs = _reach(old, given, "inventory", effect.epoch)  # in a prepared epoch, no worker sends one
+    if isinstance(effect, AnnounceCommit):
+        # Every epoch announces the last commit again; no step begins with this announcement.
+        is_new = effect.step > old.committed
+        old = old._replace(committed=max(effect.step, old.committed))
+        phase = phase if is_new and effect.then == "step" else None
+    if phase is None:
+        return old, outputs
+    new, more = _reach(old, given, phase, effect.epoch)
+    return new, outputs + more
+
+
+def _reach(old: Injection, given: InjectionInput, phase: RecoveryPhase, epoch: int) -> Moved:
+    """Handles the begin of a phase of the recovery that leads to `epoch`."""
+    due = [fault for fault, cause in _after(old, phase) if epoch > cause.epoch]
+    new, outputs = _schedule(old, given, due)
+    if phase != "agree":
+        return new, outputs
+    new, more = _reach(new, given, "detect", epoch)  # for a worker that is out while its process lives
+    return new, outputs + more
+
+
+def _after(injection: Injection, phase: RecoveryPhase | None) -> list[tuple[Fault, StruckFault]]:
+    """Returns (fault, cause) of the faults that wait for a phase of the recovery from a fault that has struck."""
+    causes = {each.fault.id: each for each in injection.struck}
+    return [
+        (fault, causes[fault.moment.fault])
+        for fault in injection.waiting
+        if isinstance(fault.moment, After)
+        and fault.moment.phase == phase
+        and fault.moment.fault in causes
+        and fault.id not in injection.scheduled
+    ]
+
+
+def _schedule(old: Injection, given: InjectionInput, faults: Iterable[Fault]) -> Moved:
+    """Strikes with faults whose moment has come, each after its delay."""
+    outputs: tuple[InjectionOutput, ...] = ()
+    for fault in faults:
+        delay_ns = fault.moment.delay_ns if isinstance(fault.moment, After) else 0
+        old = old._replace(scheduled=old.scheduled | {fault.id})
+        if delay_ns:
+            old = old._replace(late=(*old.late, LateWork(given.now_ns + delay_ns, fault.id)))
+        else:
+            old, more = _strike(old, given, fault.id)
+            outputs += more
+    return old, outputs
+
+
+def _arms_merged(old: Injection, given: EffectBegins) -> Moved:
+    """Tells the heirs to report the moment at which they have redone the lost work of a fault's victim."""
+    outputs: tuple[InjectionOutput, ...] = ()
+    if not isinstance(given.effect, StartTraining):
+        return old, outputs
+    state = given.state
+    for fault, cause in _after(old, "merged"):
+        slot = cause.slot
+        at = given.positions.get(cause.before.owner(*slot)) if slot is not None else None
+        if state.epoch <= cause.epoch or slot is None or at is None:
+            continue
+        points = old.catch_up(old.job, cause.before, slot, at, state.committed + 1)
+        if points:
+            armed = tuple(to_plain(replace(fault, moment=point)) for point in points)
+            outputs += (TellOfFault(ArmMessage(armed), state.owners[old.grid.place(slot)]),)
+        else:
+            old, more = _schedule(old, given, [fault])
+            outputs += more
+    return old, outputs
+
+
+def _strike(old: Injection, given: InjectionInput, fault_id: str) -> Moved:
+    """Records a fault and strikes all its victims; does nothing if it has struck before."""
+    fault = next((each for each in old.waiting if each.id == fault_id), None)
+    if fault is None:
+        return old, ()
+    state, kind = given.state, old.kinds[fault.do]
+    victims = _victims(old, fault, state)
+    before = Ownership(old.grid, state.owners, state.shadows)
+    missing = frozenset(worker for worker, _ in victims)
+    struck = StruckFault(fault, kind, kind.with_defaults(fault.parameters), state.epoch, victims, before, missing)
+    waiting = tuple(each for each in old.waiting if each.id != fault_id)
+    new = old._replace(waiting=waiting, struck=(*old.struck, struck))
+    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, strike_records(struck, state)))
+    for worker, slot in victims:
+        if worker not in old.ended:
+            new, more = _hit(new, given.now_ns, struck, worker, slot)
+            outputs += more
+    outputs += (TellOfFault(FiredMessage(fault.id)),)
+    new, more = _schedule(new, given, [each for each, cause in _after(new, None) if cause.fault.id == fault_id])
+    return new, outputs + more
+
+
+def _victims(injection: Injection, fault: Fault, state: State) -> Victims:
+    if isinstance(fault.moment, At):
+        slot = (fault.moment.action.pipeline, fault.moment.action.stage)
+        return find_victims(fault.victims, injection.grid, state, slot, ())
+    cause_id = fault.moment.fault
+    cause = next(each for each in injection.struck if each.fault.id == cause_id)
+    return find_victims(fault.victims, injection.grid, state, cause.slot, cause.workers)
+
+
+def _hit(old: Injection, now_ns: int, struck: StruckFault, worker: int, slot: Slot | None) -> Moved:
+    """Carries out a fault on one victim that lives."""
+    if struck.kind.by == "worker":
+        fault = struck.fault
+        return old, (TellOfFault(InflictMessage(fault.id, fault.do, dict(struck.parameters), slot), worker),)
+    signals = struck.kind.signals(struck.parameters)
+    late = tuple(LateWork(now_ns + each.after_ns, SendSignal(worker, each.number)) for each in signals if each.after_ns)
+    sent = tuple(SendSignal(worker, each.number) for each in signals if not each.after_ns)
+    return old._replace(late=old.late + late), (*sent, LookAtVictim(worker))
+
+
+def _passes(old: Injection, given: TimePassed) -> Moved:
+    due = sorted((each for each in old.late if each.due_ns <= given.now_ns), key=attrgetter("due_ns"))
+    if not due:
+        return old, ()
+    new = old._replace(late=tuple(each for each in old.late if each.due_ns > given.now_ns))
+    outputs: tuple[InjectionOutput, ...] = ()
+    for _, work in due:
+        if isinstance(work, str):
+            new, more = _strike(new, given, work)
+            outputs += more
+        elif work.worker not in new.ended:
+            outputs += (work,)
+    return new, outputs
+
+
+def _ends(old: Injection, given: VictimEnded) -> Moved:
+    new, outputs = _seen(old._replace(ended=old.ended | {given.worker}), given.worker, "exit", given.code)
+    due = [fault for fault, cause in _after(new, "detect") if given.worker in cause.workers]
+    new, more = _schedule(new, given, due)
+    return new, outputs + more
+
+
+def _is_seen(old: Injection, given: SignSeen) -> Moved:
+    return _seen(old, given.worker, given.sign, given.value, given.fault)
+
+
+def _is_looked_at(old: Injection, given: VictimSeen) -> Moved:
+    """Handles the state of a process, which is read again and again until it shows the fault or has ended."""
+    new, outputs = _seen(old, given.worker, "state", given.letter)
+    look = LookAtVictim(given.worker)
+    is_awaited = any(given.worker in each.missing and each.kind.by == "agent" for each in new.struck)
+    if is_awaited and all(each.work != look for each in new.late):
+        new = new._replace(late=(*new.late, LateWork(given.now_ns + _LOOK_EVERY_NS, look)))
+    return new, outputs
+
+
+def _seen(old: Injection, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> Moved:
+    """Handles a sign that a fault has struck a worker."""
+    struck, outputs = list(old.struck), tuple[InjectionOutput, ...]()
+    for index, each in enumerate(struck):
+        if fault_id in (None, each.fault.id):
+            struck[index] = new = each.after(worker, sign, value)
+            if each.missing and not new.missing:
+                outputs += (RecordFault(confirmed(new, sign, value)),)
+    return old._replace(struck=tuple(struck)), outputs
+
+
+def _closes(old: Injection, given: InjectionEnds) -> Moved:
+    """Records the unconfirmed faults."""
+    missed = [UnconfirmedRecord(fault=each.id, how="it did not strike") for each in old.waiting]
+    found = [each.unconfirmed for each in old.struck]
+    return old, tuple(RecordFault(each) for each in (*missed, *found) if each is not None)
+
+
+_RULES: dict[type[InjectionInput], Callable[[Injection, Any], Moved]] = {
+    FaultsAdded: _is_added,
+    MomentCame: _comes,
+    PhaseBegan: _begins,
+    EffectBegins: _arms_merged,
+    EffectGiven: _is_given,
+    VictimEnded: _ends,
+    SignSeen: _is_seen,
+    VictimSeen: _is_looked_at,
+    TimePassed: _passes,
+    InjectionEnds: _closes,
+}
