@@ -79,7 +79,7 @@ merged: the time from the end of the pause to the commit, in which the heir work
 exposure: the time in which some slot has no replica but its owner's, so that one more loss could end the run.
 pause: the time of a recovery in which nothing new is computed.
 stall: the time between the commits around a failure, less a usual step.
-rendezvous: the memory through which the members of an epoch find each other.
+rendezvous: the keys that the members of an epoch tell each other to form a group.
 
 Processes:
 

@@ -33,7 +33,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
+from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.handlers import Call, Handler, register
@@ -88,20 +88,19 @@ class OurSide:
         self.executor.forget_step()
 
 
-def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
+def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
-    place = MeetingPlace(memory_fd, bell_fd)
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
-    backend = gloo_backend(control, welcome, place)
+    backend = gloo_backend(control, welcome)
     joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
     from engine.bench.peers.torch_side import TorchSide, join_default_group
 
-    join_default_group(Rendezvous(place, "torch"), context.worker, len(welcome.ranks))
+    join_default_group(Rendezvous(control, 0, "torch"), context.worker, len(welcome.ranks))
     job, ownership = context.job, joined.ownership
     if SCHEDULES[job.schedule].overlaps:
         register("OVERLAP_F_B", _at_once())

@@ -17,8 +17,14 @@ from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.errors import WorkerFailedError
 from engine.core.history.step_files import FOLDER
-from engine.core.messages import BorderMessage, CutMessage, FinishedMessage, PartitionMessage, WelcomeMessage
-from engine.core.process_messages import ByeMessage
+from engine.core.messages import (
+    BorderMessage,
+    CutMessage,
+    FinishedMessage,
+    PartitionMessage,
+    WelcomeMessage,
+)
+from engine.core.process_messages import ByeMessage, KeyMessage
 from engine.core.scalar import Args
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
@@ -117,6 +123,6 @@ def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stam
                         working.remove(member.worker)
                     case CutMessage():
                         tell_all(members.values(), PartitionMessage(message.starts))
-                    case BorderMessage():
+                    case BorderMessage() | KeyMessage():
                         tell_all(members.values(), message)
     return taken

@@ -1,4 +1,4 @@
-"""The control messages about processes: between the launcher and its fork server, lanes; signs of life, ends.
+"""The control messages about processes: between the launcher and its fork server, lanes; signs of life, ends; groups.
 
 `messages.py` has those of training.
 """
@@ -73,6 +73,15 @@ class ByeMessage(ToWorker):
 @message
 class StopMessage(ToWorker):
     """The run ends now; each worker leaves its wait."""
+
+
+@message
+class KeyMessage(ToAgent, ToWorker):
+    """A key of an epoch's rendezvous, from one worker and passed on to every worker; the value is in base64."""
+
+    epoch: int
+    key: str
+    value: str
 
 
 @message

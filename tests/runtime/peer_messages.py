@@ -15,6 +15,7 @@ class Call(Message):
     module: str
     function: str
     arguments: tuple[Any, ...]
+    keys: str  # path of the file in which all peers meet
 
 
 @message

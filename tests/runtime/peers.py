@@ -1,7 +1,7 @@
 """Peers: functions of test modules, each called in a process of its own that a fork server has forked.
 
 The server is the engine's, run by this module with one more role. A peer gets descriptors and plain values, and
-answers with a plain value. All peers of a server have the same rendezvous.
+answers with a plain value. All peers of a server meet in one file, as no agent passes their keys on.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import FileStore, PrefixStore
 
-from engine.runtime.agent.worker_handles import meeting_place
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import forkserver
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.gloo_transport import GlooJoining, GlooTransport
-from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
 from engine.runtime.transport.transfer_key import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose
 from engine.runtime.transport.transport import Waiter
 from tests.runtime.peer_messages import Call, Result
@@ -59,8 +58,6 @@ class PeerServer:
         self.logs = logs
         self.peers: list[Peer] = []
         self._numbers = itertools.count()
-        self._open = contextlib.ExitStack()
-        self.place = MeetingPlace(*self._open.enter_context(meeting_place()))
 
     def start(self, function: Callable[..., Any], *arguments: Any, fds: Sequence[int] = ()) -> Peer:
         """Has a new process call ``function(*fds, *arguments)``; the function stands at the top of its module."""
@@ -68,10 +65,10 @@ class PeerServer:
         name = f"peer-{next(self._numbers)}"
         log = self.logs / f"{name}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT)
-        child = self.server.fork("peer", name, log_fd, [far.fileno(), *self.place, *fds])
+        child = self.server.fork("peer", name, log_fd, [far.fileno(), *fds])
         os.close(log_fd)
         far.close()
-        near.send(Call(function.__module__, function.__name__, arguments))
+        near.send(Call(function.__module__, function.__name__, arguments, str(self.logs / "keys")))
         self.peers.append(Peer(child, near, log))
         return self.peers[-1]
 
@@ -86,7 +83,6 @@ class PeerServer:
     def close(self) -> None:
         """Ends every peer, and the server."""
         self.let_go()
-        self._open.close()
         self.server.close()
 
 
@@ -106,14 +102,14 @@ def peer_server(logs: Path) -> Iterator[PeerServer]:
         yield peers
 
 
-def connect(group: str) -> Rendezvous:
+def connect(group: str) -> Any:
     """Returns the keys of a group of peers, in a peer."""
-    return Rendezvous(_places[0], group)
+    return PrefixStore(group, FileStore(_paths[0]))
 
 
 def backend_of(prefix: str, waiter: Waiter, worker: int) -> GlooBackend:
     """Returns the backend of a peer that is a worker; the groups of a prefix are theirs alone."""
-    return GlooBackend(waiter, worker, lambda group: connect(f"{prefix}/{group}"))
+    return GlooBackend(waiter, worker, lambda epoch, group: connect(f"{prefix}/{group}"))
 
 
 def plane_of(prefix: str, worker: int, members: Sequence[int] = (0, 1), timeout_s: float = 10.0) -> GlooTransport:
@@ -133,16 +129,16 @@ def an_aside(number: int) -> AsideKey:
     return AsideKey(AsidePurpose.STREAM, 0, 0, number, number)
 
 
-_places: list[MeetingPlace] = []  # the only one, in a peer
+_paths: list[str] = []  # the only one, in a peer
 _far_ends: list[Link] = []  # of controls: when one closes, the process ends
 
 
-def be_peer(link_fd: int, memory_fd: int, bell_fd: int, *fds: int) -> int:
+def be_peer(link_fd: int, *fds: int) -> int:
     """What a peer does with its life."""
-    _places.append(MeetingPlace(memory_fd, bell_fd))
     link = Link.from_fd(link_fd)
     call = link.receive()
     assert isinstance(call, Call)
+    _paths.append(call.keys)
     function = getattr(importlib.import_module(call.module), call.function)
     link.send(Result(function(*fds, *call.arguments)))
     return 0

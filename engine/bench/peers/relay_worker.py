@@ -18,7 +18,7 @@ from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.gloo_transport import GlooJoining
-from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
+from engine.runtime.transport.rendezvous import Rendezvous
 
 _SETTLE_S = 0.02  # so that no worker is still busy with the beginning of training
 _LINGER_S = 0.02  # so that the exit of the first worker that is told takes no processor time from the others
@@ -35,16 +35,14 @@ class _Stamped(Control):
         super().wake()
 
 
-def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, memory_fd: int, bell_fd: int) -> int:
+def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     """Runs one worker of one round."""
     sleep_exactly()
     control = _Stamped(Link.from_fd(control_fd))
     told = control.take(Round)
     control.recorder = recorder = Recorder(events_fd, told.worker)
-    store = Rendezvous(MeetingPlace(memory_fd, bell_fd), "round")
-    plane = GlooJoining(
-        control, store, told.worker, told.ranks
-    ).join()  # kept open, because others would notice its end
+    store = Rendezvous(control, 0, "round")
+    plane = GlooJoining(control, store, told.worker, told.ranks).join()  # others would notice its end
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(ReadyMessage())

@@ -33,7 +33,7 @@ from engine.core.membership.events import (
 )
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.message_codec import Message, ToAgent
-from engine.core.process_messages import UnprovenMessage
+from engine.core.process_messages import KeyMessage, UnprovenMessage
 from engine.core.texts import numbered
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.run_state import error_of
@@ -74,6 +74,11 @@ def _on_cut(agent: Agent, member: WorkerHandle, cut: messages.CutMessage) -> Non
 @_handles(messages.BorderMessage)
 def _on_border(agent: Agent, member: WorkerHandle, border: messages.BorderMessage) -> None:
     agent.effects.broadcast(border)
+
+
+@_handles(KeyMessage)
+def _on_key(agent: Agent, member: WorkerHandle, key: KeyMessage) -> None:
+    agent.effects.broadcast(key)
 
 
 @_handles(messages.PureMessage)

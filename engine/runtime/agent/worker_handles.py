@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,14 +47,13 @@ def start_workers(
 ) -> dict[int, WorkerHandle]:
     """Forks one process for each worker of an ownership; its output goes to ``logs/worker-N.log``.
 
-    Each gets its link, the `record_fds` (the events file and the folder of steps), the progress board, the memory and
-    the bell of the rendezvous, and `more_fds`.
+    Each gets its link, the `record_fds` (the events file and the folder of steps), the progress board, and `more_fds`.
     """
     members = {}
-    with server.forking(), meeting_place() as meeting_fds:
+    with server.forking():
         for worker in ownership.workers():
             log = logs / f"worker-{worker}.log"
-            child, link = _fork(server, role, f"bamboo-{worker}", log, [*record_fds, board.fd, *meeting_fds, *more_fds])
+            child, link = _fork(server, role, f"bamboo-{worker}", log, [*record_fds, board.fd, *more_fds])
             members[worker] = WorkerHandle(worker, ownership.slots_of(worker), child, link, log)
     return members
 
@@ -69,18 +66,6 @@ def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int
     os.close(log_fd)
     far.close()
     return child, link
-
-
-@contextlib.contextmanager
-def meeting_place() -> Iterator[tuple[int, int]]:
-    """Yields the descriptors of a new rendezvous; behind the block only the children that got them have them."""
-    memory_fd, bell_fd = os.memfd_create("bamboo-rendezvous"), os.eventfd(0)
-    try:
-        fcntl.fcntl(memory_fd, fcntl.F_SETFL, os.O_APPEND)
-        yield memory_fd, bell_fd
-    finally:
-        os.close(memory_fd)
-        os.close(bell_fd)
 
 
 def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:

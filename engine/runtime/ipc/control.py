@@ -31,9 +31,10 @@ from engine.core.messages import (
     OwnPhase,
     PrepareMessage,
 )
-from engine.core.process_messages import PingMessage, StopMessage
+from engine.core.process_messages import KeyMessage, PingMessage, StopMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.ipc.told_keys import ToldKeys
 
 Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
@@ -54,6 +55,7 @@ class Control:
 
     def __init__(self, link: Link):
         self.link = link
+        self.keys = ToldKeys()
         # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inbox: dict[type[Message], list[Message]] = {}
@@ -91,12 +93,17 @@ class Control:
             case PrepareMessage():
                 self.on_prepare(message)
                 return
+            case KeyMessage():
+                self.keys.put(message.epoch, message.key, message.value)
+                return
             case StopMessage():
                 self._stopped = True
+                self.keys.end()
             case EpochMessage():
                 if self._told is None or message.epoch > self._told.epoch:
                     self._inbox = {}  # one channel, in order: all later messages belong to this epoch
                     self._told = message
+                    self.keys.end(message.epoch - 1)
             case FiredMessage():
                 self.fired.add(message.fault)
             case ArmMessage() | InflictMessage():

@@ -20,9 +20,11 @@ _COLLECTIVES = "guarded"  # the name by which torch calls for a group of collect
 
 
 class GlooBackend:
-    """The groups of `worker`; `meet` returns the rendezvous of a group by its name, which no other group has."""
+    """The groups of `worker`; `meet` returns the rendezvous of a group by its epoch and own name."""
 
-    def __init__(self, waiter: Waiter, worker: int, meet: Callable[[str], Rendezvous], guard: PairGuard = UNGUARDED):
+    def __init__(
+        self, waiter: Waiter, worker: int, meet: Callable[[int, str], Rendezvous], guard: PairGuard = UNGUARDED
+    ):
         self._waiter = waiter
         self._meet = meet
         self._worker = worker
@@ -31,7 +33,8 @@ class GlooBackend:
     def joining(self, epoch: int, members: Sequence[int]) -> GlooJoining:
         """Returns the attempt to join the group of an epoch."""
         name = f"epoch-{epoch}"
-        return GlooJoining(self._waiter, self._meet(name), self._worker, members, epoch, guard=self._guard, name=name)
+        store = self._meet(epoch, name)
+        return GlooJoining(self._waiter, store, self._worker, members, epoch, guard=self._guard, name=name)
 
     def open_collectives(self, name: str, workers: Sequence[int]) -> None:
         """Makes `workers` torch's process group of this process; raises TransferFailedError if it is not formed."""
@@ -43,7 +46,7 @@ class GlooBackend:
         with suspecting("joining the other owners"):
             distributed.init_process_group(
                 _COLLECTIVES,
-                store=self._meet(name),
+                store=self._meet(0, name),
                 rank=workers.index(self._worker),
                 world_size=len(workers),
                 timeout=_TIMEOUT,

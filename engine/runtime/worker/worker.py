@@ -20,7 +20,7 @@ import torch
 from engine.core import messages
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
-from engine.core.errors import BambooError, ExitCode, Problem, UserError, ensure
+from engine.core.errors import BambooError, ExitCode, Problem, TransferFailedError, UserError, ensure
 from engine.core.faults.fault import from_plain
 from engine.core.history.step_files import span_of
 from engine.core.ownership import Grid, Ownership
@@ -45,7 +45,7 @@ from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.link_cuts import CuttableBackend, LinkCuts
 from engine.runtime.transport.pair_guard import PairGuard
-from engine.runtime.transport.rendezvous import MeetingPlace, Rendezvous
+from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.transport.transport import Transport, TransportBackend, Waiter
 from engine.runtime.worker.failpoints import Failpoints
@@ -65,21 +65,13 @@ class GroupMember(NamedTuple):
     plane: Transport
 
 
-def main(
-    control_fd: int,
-    events_fd: int,
-    steps_fd: int,
-    board_fd: int,
-    memory_fd: int,
-    bell_fd: int,
-    network_fd: int | None = None,
-) -> int:
+def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_fd: int | None = None) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     control.give_notice_of_sigterm()
     try:
-        _run(control, (events_fd, steps_fd), board_fd, MeetingPlace(memory_fd, bell_fd), network_fd)
+        _run(control, (events_fd, steps_fd), board_fd, network_fd)
     except Stopped:
         return ExitCode.OK
     except Excluded:
@@ -109,16 +101,18 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
-def _run(
-    control: Control, record_fds: tuple[int, int], board_fd: int, place: MeetingPlace, network_fd: int | None
-) -> None:
+def _run(control: Control, record_fds: tuple[int, int], board_fd: int, network_fd: int | None) -> None:
     welcome = control.take(messages.WelcomeMessage)
     ensure(
         network_fd is not None or bool(welcome.pair_key), "the transfers of a run lie in its network, or have its key"
     )
     cuts = LinkCuts(control)
-    backend = CuttableBackend(gloo_backend(control, welcome, place, network_fd, cuts), cuts)
-    member = join(control, welcome, record_fds, board_fd, backend, cuts=cuts)
+    backend = CuttableBackend(gloo_backend(control, welcome, network_fd, cuts), cuts)
+    try:
+        member = join(control, welcome, record_fds, board_fd, backend, cuts=cuts)
+    except TransferFailedError:
+        control.check()  # the others may be missing because the run is being stopped
+        raise
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
@@ -128,11 +122,7 @@ def _run(
 
 
 def gloo_backend(
-    control: Control,
-    welcome: messages.WelcomeMessage,
-    place: MeetingPlace,
-    network_fd: int | None = None,
-    waiter: Waiter | None = None,
+    control: Control, welcome: messages.WelcomeMessage, network_fd: int | None = None, waiter: Waiter | None = None
 ) -> GlooBackend:
     """Returns the backend of a worker that has been welcomed; it waits in `waiter`, by default in `control`."""
 
@@ -140,7 +130,7 @@ def gloo_backend(
         control.send(UnprovenMessage(peer, words))
 
     guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
-    return GlooBackend(waiter or control, welcome.worker, partial(Rendezvous, place), guard)
+    return GlooBackend(waiter or control, welcome.worker, partial(Rendezvous, control), guard)
 
 
 def join(
