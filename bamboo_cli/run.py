@@ -30,6 +30,7 @@ from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 if TYPE_CHECKING:
     from engine.core.config.job import Job
     from engine.harness.case_result import CaseResult
+    from engine.runtime.process.fork_client import ForkServer
 
 EPILOG = (
     "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
@@ -51,6 +52,9 @@ def run(
     tee: Tee = False,
     grace: Grace = DEFAULT_GRACE,
     injectable: Injectable = YesNo.YES,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
+    ] = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
     explained: Annotated[
@@ -79,14 +83,22 @@ def run(
         factory = resolved.job.model.rpartition(":")[2]
         name = resolved.job.name or folder_name(factory.replace("_", "-"), "model")
         case = Case(name, scenario, faults, resolved.origins, grace_s=grace_s, injectable=injectable is YesNo.YES)
-        settings = etcd_settings(etcd, etcd_plain_http)
         try:
-            with holding():
-                result = run_case(case, settings, screen(tee=tee))
+            with holding(), _server(in_process) as server:
+                result = run_case(case, etcd_settings(etcd, etcd_plain_http), screen(tee=tee), server)
                 code = _print_result(result, resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None
         raise typer.Exit(code)
+
+
+def _server(in_process: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
+    """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
+    if not in_process:
+        return contextlib.nullcontext()
+    from engine.runtime.in_process.thread_server import ThreadServer
+
+    return ThreadServer()
 
 
 def _print_explanation(resolved: Resolved, as_json: bool) -> None:

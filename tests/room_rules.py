@@ -58,6 +58,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.faults", "engine.core.checks", "engine.models", "engine.runtime.faults"},
+    "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.config", "engine.core.recovery", "engine.core.membership", "engine.core.store"}
     | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},

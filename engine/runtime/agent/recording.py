@@ -36,6 +36,7 @@ def recording(
     span, limit = span_of(job), parse_size(job.events_max)
     thinning = Thinning(steps_fd, events_fd, workers, span, limit) if limit else None
     recorder = Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning)
+    stack.callback(recorder.close)
     recorder.write(JobRecord(version=VERSION, job=job, injectable=injectable))
     if host is not None:
         recorder.write(host)

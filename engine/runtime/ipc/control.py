@@ -50,6 +50,10 @@ class Fenced(Exception):
     """A newer epoch than the accepted one has been told; raised out of any wait."""
 
 
+class Killed(BaseException):
+    """A worker that is a thread has been killed: no code of it may go on, and it says nothing."""
+
+
 class Control:
     """The worker's end of its link to the agent."""
 

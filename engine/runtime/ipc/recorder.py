@@ -55,6 +55,11 @@ class Recorder:
         """
         self._record(self._append, record)
 
+    def close(self) -> None:
+        """Closes the files of the steps."""
+        if self.steps is not None:
+            self.steps.close()
+
     def _record(self, write: Callable[..., None], *arguments: Any) -> None:
         try:
             write(*arguments)

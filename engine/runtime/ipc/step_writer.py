@@ -31,6 +31,12 @@ class StepWriter:
             written = os.write(self._fd, data)
         self._rest = b""
 
+    def close(self) -> None:
+        """Closes the open file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._steps = -1, range(0)
+
     def _open(self, step: int) -> None:
         first = step - step % self._span
         fd = os.open(str(StepFile(first, self._worker)), _FLAGS, 0o600, dir_fd=self._folder_fd)

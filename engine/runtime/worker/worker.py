@@ -30,7 +30,7 @@ from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
-from engine.runtime.ipc.control import Control, Stopped
+from engine.runtime.ipc.control import Control, Killed, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -70,8 +70,24 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     control.give_notice_of_sigterm()
+
+    def backend_of(welcome: messages.WelcomeMessage, waiter: Waiter) -> TransportBackend:
+        is_guarded = network_fd is not None or bool(welcome.pair_key)
+        ensure(is_guarded, "the transfers of a run lie in its network, or have its key")
+        return gloo_backend(control, welcome, network_fd, waiter)
+
+    return work(control, (events_fd, steps_fd), board_fd, backend_of)
+
+
+def work(
+    control: Control,
+    record_fds: tuple[int, int],
+    board_fd: int,
+    backend_of: Callable[[messages.WelcomeMessage, Waiter], TransportBackend],
+) -> int:
+    """Runs one worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
     try:
-        _run(control, (events_fd, steps_fd), board_fd, network_fd)
+        _run(control, record_fds, board_fd, backend_of)
     except Stopped:
         return ExitCode.OK
     except Excluded:
@@ -85,6 +101,8 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
         log_exception(error)
         control.send(messages.FailedMessage(str(error), int(error.exit_code)))
         return error.exit_code
+    except Killed:
+        raise
     except RAISED as error:
         at_ns = now_ns()
         control.send(messages.RaisedMessage(at_ns, control.at[0], exception_of(error)))
@@ -101,13 +119,15 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
-def _run(control: Control, record_fds: tuple[int, int], board_fd: int, network_fd: int | None) -> None:
+def _run(
+    control: Control,
+    record_fds: tuple[int, int],
+    board_fd: int,
+    backend_of: Callable[[messages.WelcomeMessage, Waiter], TransportBackend],
+) -> None:
     welcome = control.take(messages.WelcomeMessage)
-    ensure(
-        network_fd is not None or bool(welcome.pair_key), "the transfers of a run lie in its network, or have its key"
-    )
     cuts = LinkCuts(control)
-    backend = CuttableBackend(gloo_backend(control, welcome, network_fd, cuts), cuts)
+    backend = CuttableBackend(backend_of(welcome, cuts), cuts)
     try:
         member = join(control, welcome, record_fds, board_fd, backend, cuts=cuts)
     except TransferFailedError:

@@ -1,0 +1,126 @@
+"""The fork server of a job in one process: each child is a thread that runs the code of a worker.
+
+The agent, its records, its links and its deadlines are those of every run. These differ: the transport is the loopback;
+SIGKILL ends a child in its next wait or before its next action; other signals have no effect; the output of the workers
+goes to stderr; they all share the limits, the caches and the modules of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from engine.core.errors import ExitCode, ensure, required
+from engine.core.messages import WelcomeMessage
+from engine.runtime.in_process.thread_control import ThreadControl, Turn
+from engine.runtime.ipc.control import Killed
+from engine.runtime.ipc.link import Link
+from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.transport.loopback import Groups, LoopbackBackend
+from engine.runtime.transport.transport import Waiter
+
+_WORKER = "engine.runtime.worker.worker"  # imported late, as the fork server does: it imports torch
+
+
+class ThreadChild(Child):
+    """A worker thread; its `pid` is the number of the thread, its `pidfd` an event that its end sets."""
+
+    def __init__(self, name: str, fds: Sequence[int], groups: Groups, turn: Turn):
+        self._control = ThreadControl(Link.from_fd(os.dup(fds[0])), turn)
+        self._fds = [os.dup(fd) for fd in fds[1:4]]  # events, steps, board
+        self._groups, self._turn = groups, turn
+        self._backend: LoopbackBackend | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        ended_fd = os.eventfd(0)
+        self._ended_fd = os.dup(ended_fd)
+        self._has_ended = threading.Event()
+        self._exit_code = int(ExitCode.INTERNAL)
+        self._thread.start()
+        super().__init__(name, required(self._thread.native_id, "a thread that runs has a number"), ended_fd)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Ends the thread at SIGKILL, in its next wait or before its next action; ignores other signals."""
+        if number is signal.SIGKILL:
+            self._control.kill()
+            if self._backend is not None:
+                self._backend.leave()  # it may be joining a group
+
+    def wait(self, timeout_s: float = 0.0) -> int | None:
+        """Returns the exit code, -9 if the thread was killed; None if it does not end within `timeout_s`."""
+        return self._exit_code if self._has_ended.wait(timeout_s) else None
+
+    def _run(self) -> None:
+        events_fd, steps_fd, board_fd = self._fds
+        try:
+            with self._turn.taken():
+                work = importlib.import_module(_WORKER).work
+                self._exit_code = work(self._control, (events_fd, steps_fd), board_fd, self._backend_of)
+        except Killed:
+            self._exit_code = -int(signal.SIGKILL)
+        finally:
+            self._leave()
+
+    def _backend_of(self, welcome: WelcomeMessage, waiter: Waiter) -> LoopbackBackend:
+        self._backend = LoopbackBackend(self._groups, waiter, welcome.worker, self._turn.paused)
+        return self._backend
+
+    def _leave(self) -> None:
+        """Releases all that the end of a process would release."""
+        if self._backend is not None:
+            self._backend.leave()
+        self._control.link.socket.shutdown(socket.SHUT_RDWR)  # which ends the thread that listens
+        if self._control.recorder is not None:
+            self._control.recorder.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._has_ended.set()
+        os.eventfd_write(self._ended_fd, 1)
+        os.close(self._ended_fd)
+
+
+class ThreadServer(ForkServer):
+    """Starts workers as threads of this process, as a context."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+        self._turn = Turn()
+        self._groups = Groups()
+
+    @property
+    def pid(self) -> int:
+        """The pid of this process."""
+        return os.getpid()
+
+    def has_ended(self) -> bool:
+        """Returns False."""
+        return False
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """Workers that are started inside the block can form groups with each other."""
+        self._groups = Groups()
+        yield
+
+    @contextlib.contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Does nothing: a thread leaves no process behind."""
+        yield
+
+    def end_descendants(self, patience_s: float = 0.0) -> None:
+        """Does nothing: a thread leaves no process behind."""
+
+    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        """Starts a thread that runs a worker; `fds` begin with those of its link, records and progress board."""
+        ensure(role == "worker", f"a thread runs a worker, not {role}")
+        self._children.append(ThreadChild(name, fds, self._groups, self._turn))
+        return self._children[-1]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for child in self._children:
+            child.close()

@@ -1,0 +1,35 @@
+"""Whole jobs inside the process of a test: the agent and the workers of every run, with a store that is a double."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.config.job import Job
+from engine.core.faults.fault import Fault
+from engine.core.ownership import Ownership
+from engine.runtime.agent import session
+from engine.runtime.agent.node import Node
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.in_process.thread_server import ThreadServer
+from engine.runtime.ipc.recorder import now_ns
+from tests.doubles.kv_double import StoreDouble
+from tests.doubles.kv_double_client import ClientDouble
+
+
+def _join_double(stack: Any, etcd: Any, run_id: str, logs: Path, first: Any, recorder: Any) -> Node:
+    return Node(ClientDouble(StoreDouble(), "/"), first, now_ns())
+
+
+def run_in_threads(job: Job, faults: Sequence[Fault] = (), ownership: Ownership | None = None) -> Ending:
+    """Runs a job to its end."""
+    with tempfile.TemporaryDirectory() as name, ThreadServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "join_store", _join_double)
+        folder = Path(name)
+        return session.run_session(
+            job, folder / "events.jsonl", folder, server=server, faults=faults, ownership=ownership
+        )
