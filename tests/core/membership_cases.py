@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import (
     Done,
@@ -13,6 +15,7 @@ from engine.core.membership.events import (
     LeaseExpired,
     Notice,
     PlanAcknowledged,
+    Restarted,
     StepCommitted,
     Suspicion,
     TakenOver,
@@ -61,11 +64,18 @@ def committed(state: State, shadows: tuple[tuple[int, ...], ...] = (), now_ns: i
     return told(state, StepCommitted(now_ns, state.epoch, state.committed + 1, shadows))
 
 
+def restarting() -> State:
+    """Returns a job whose worker 2 has died before all had joined."""
+    state = forming()
+    return told(state._replace(options=replace(state.options, max_restarts=1)), ExitSeen(1, 2, -9))
+
+
 def in_phase(phase: Phase) -> State:
     """Returns a job in some phase."""
     draining = committed(running(last_step=0))
     return {
         Phase.FORMING: forming(),
+        Phase.RESTARTING: restarting(),
         Phase.RUNNING: running(),
         Phase.FAILING_OVER: told(running(), ExitSeen(5, 2, -9)),
         Phase.RECONFIGURING: committed(told(running(), Notice(5, 2, S))),
@@ -91,5 +101,6 @@ def sample(kind: type[Event], state: State) -> Event:
         Done(40, worker, epoch),
         Tick(40),
         TakenOver(40),
+        Restarted(40),
     )
     return next(event for event in events if type(event) is kind)

@@ -186,9 +186,10 @@ def _flush(world: World, most_turns: int) -> None:
                 world.turn(worker)
         if not world.bus:
             return
-        bus, world.bus = world.bus, []
+        bus, world.bus, starts = world.bus, [], world.starts
         for said in bus:
-            world.deliver(*said)
+            if world.starts == starts:  # else it is a message of a worker before the restart
+                world.deliver(*said)
         if world.echoes and world.pick() < 0.4:
             world.bus.append(world.echoes.pop())
     if most_turns == _MOST_TURNS:

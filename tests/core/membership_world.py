@@ -50,9 +50,10 @@ class Worker:
 
 
 @cache
-def _options(stages: int, redundant: bool) -> Options:
+def _options(stages: int, redundant: bool, restarts: int) -> Options:
     times = {f"{name}_ns": time for name, time in _TIMES.items()}
-    return Options(stages=stages, redundant=redundant, max_repeats=EVICTED_AFTER, hang_factor=2, **times)
+    most = {"max_repeats": EVICTED_AFTER, "max_restarts": restarts}
+    return Options(stages=stages, redundant=redundant, hang_factor=2, **most, **times)
 
 
 class World:
@@ -68,7 +69,9 @@ class World:
         shadows = tuple(tuple((slot - 1 - k) % count for k in range(level)) for slot in range(count))
         self.stages = 2 if count == 4 and self.pick() < 0.5 else count  # of one pipeline
         self.now = 0
-        self.state = begin(_options(self.stages, self.redundant), tuple(range(count)), shadows, int(self.pick() * 3), 0)
+        options = _options(self.stages, self.redundant, restarts=count % 2)
+        self.state = begin(options, tuple(range(count)), shadows, int(self.pick() * 3), 0)
+        self.starts = 0
         self.bus: list[tuple[type, tuple[Any, ...]]] = []
         self.echoes: list[tuple[type, tuple[Any, ...]]] = []
         self.late: list[tuple[Effect, ...]] = []
@@ -103,7 +106,7 @@ class World:
     def deliver(self, kind: type, words: tuple[Any, ...]) -> None:
         """One event arrives, and perhaps once more at any later time."""
         old = self.state
-        if self.pick() < 0.06:
+        if self.pick() < 0.06 and kind is not events.Restarted:  # it comes from the coordinator itself
             self.echoes.append((kind, words))
         new, found = step(old, kind(self.now, *words))
         self.trace = (self.trace * 1000003 + _CODES[kind] * 8191 + new.epoch * 131 + len(found)) & 0xFFFFFFFFFFFF
@@ -118,7 +121,8 @@ class World:
             if new.phase is not old.phase:
                 self.arrows.add((old.phase, kind, new.phase))
                 self.check_phase(old)
-        if kind is events.ExitSeen and words[0] in new.members and words[0] not in new.exited and not self.has_ended():
+        is_settled = self.has_ended() or new.phase is Phase.RESTARTING
+        if kind is events.ExitSeen and words[0] in new.members and words[0] not in new.exited and not is_settled:
             raise Violation(f"worker {words[0]} has ended and stays a member")
         if found:
             self.emit(found)
@@ -134,6 +138,10 @@ class World:
         chance = 1.0 if self.calm else self.pick()
         if chance < 0.06:
             return  # the coordinator ended before it could tell
+        if isinstance(found[0], effects.OrderRestart):
+            if self.state.phase is Phase.RESTARTING:
+                self.restart()
+            return
         if chance < 0.12:
             self.late.append(found)
             return
@@ -142,6 +150,19 @@ class World:
                 worker.inbox.append(found)
                 if chance < 0.18:
                     worker.inbox.append(found)
+
+    def restart(self) -> None:
+        """Ends all workers and starts them again: no message of the old ones, and no order to them, is left."""
+        self.starts += 1
+        for left in (self.bus, self.echoes, self.late, self.votes, self.struck, self.noticed):
+            left.clear()
+        self.workers = [Worker(each.number) for each in self.workers]
+        self.complaints = [set() for _ in self.workers]
+        self.copies = [set() for _ in self.workers]
+        self.broken = None
+        self.deliver(events.Restarted, ())
+        for worker in self.workers:
+            self.join(worker)
 
     def replace_coordinator(self) -> None:
         """Replaces the coordinator: the new one resumes the written state; events not read before are lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -17,13 +18,14 @@ from engine.core.coordinator.outputs import (
     Note,
     Reached,
     Release,
+    Restart,
     Stop,
     Tell,
     Write,
 )
 from engine.core.coordinator.state import CoordinatorState, documents, resume
 from engine.core.errors import DivergedError, ExitCode, InvariantError
-from engine.core.history.process_records import CutShortRecord, UnprovenRecord
+from engine.core.history.process_records import CutShortRecord, RestartRecord, UnprovenRecord
 from engine.core.history.run_records import (
     CommitRecord,
     EpochRecord,
@@ -36,7 +38,7 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
-from engine.core.membership.events import TakenOver
+from engine.core.membership.events import Restarted, TakenOver
 from engine.core.membership.state import Phase
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, PlanMessage
 from engine.core.process_messages import ByeMessage, UnprovenMessage
@@ -184,6 +186,40 @@ def test_a_coordinator_that_takes_over_after_a_death_before_training_ends_the_ru
     after = resume(decided.job, documents(decided), 5 * S)
     _, outputs = step(after, TakenOver(5 * S))
     assert outputs == (Stop("training did not recover: worker 1 was ended by SIGKILL"),)
+
+
+def test_a_death_before_training_restarts_the_workers_and_forgets_what_they_said() -> None:
+    state = given(restartable(begun()), heard(0, messages.ReadyMessage()))[0]
+    again, outputs = given(state, killed(1))
+    why = "worker 1 was ended by SIGKILL"
+    assert outputs == (
+        Write(RestartRecord(number=1, reason=why)),
+        Note(f"{why} before the first commit; all workers are started again (1 of at most 1)"),
+        Restart(),
+    )
+    assert given(again, killed(0), heard(2, messages.ReadyMessage()), Passed(9 * S))[1] == (), "they are ended"
+    other = resume(again.job, documents(again), 5 * S)
+    assert step(other, TakenOver(5 * S))[1] == outputs, "another coordinator restarts them too"
+    started, outputs = given(again, Restarted(6 * S))
+    assert (outputs, started.membership.phase, started.membership.nodes) == ((), Phase.FORMING, {})
+    outputs = given(started, *(heard(worker, messages.ReadyMessage()) for worker in range(3)))[1]
+    assert kinds(tuple(told(outputs))) == [EpochMessage]
+    assert isinstance(given(started, killed(1))[1][0], Stop), "it was restarted as often as allowed"
+
+
+def test_a_restart_in_the_first_step_opens_its_ballot_again() -> None:
+    state = restartable(training(redundant=False))
+    late = votes_of(state)
+    state, _ = given(state, late[0], killed(1), Restarted(6 * S))
+    state, outputs = given(state, *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
+    assert kinds(tuple(told(outputs))) == [EpochMessage]
+    assert state.ballot is not None and (state.ballot.epoch, state.ballot.step, len(state.ballot.missing)) == (2, 0, 3)
+
+
+def restartable(state: CoordinatorState) -> CoordinatorState:
+    """Returns the coordinator of a job whose workers may be started again once."""
+    options = replace(state.membership.options, max_restarts=1)
+    return state._replace(membership=state.membership._replace(options=options))
 
 
 def test_lost_state_ends_the_run_with_its_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ from engine.core.membership.effects import (
     Halt,
     Look,
     OrderHandOver,
+    OrderRestart,
     PublishEpoch,
     PublishPlanInput,
     StartTraining,
@@ -33,6 +35,7 @@ from engine.core.membership.events import (
     LeaseExpired,
     Notice,
     PlanAcknowledged,
+    Restarted,
     StepCommitted,
     Suspicion,
     TakenOver,
@@ -40,7 +43,7 @@ from engine.core.membership.events import (
 )
 from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import TABLE, step
-from engine.core.membership.state import Phase, Sighting, State, resume, to_json
+from engine.core.membership.state import GATHERING, Phase, Sighting, State, resume, to_json
 from engine.core.messages import PlanMessage
 from tests.core.membership_cases import (
     JOINED,
@@ -59,6 +62,7 @@ BEATS = Heartbeat(1, 2, 0, 0, 0, False)
 PAIRS = [(phase, kind) for phase in Phase for kind in EVENTS]
 IMPOSSIBLE = {
     *((Phase.FORMING, kind) for kind in (InventoryReceived, PlanAcknowledged, StepCommitted, Done)),
+    *((phase, Restarted) for phase in (Phase.RUNNING, *GATHERING, Phase.DRAINING)),
     *((phase, Done) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
 }
 
@@ -477,6 +481,42 @@ def test_orders_are_repeated_when_nothing_moves() -> None:
     assert heard(state, Tick(late), Tick(late + 1)) == ()
     assert heard(state, Tick(late), Tick(late + repeat_ns)) == pending_effects(state)
     assert heard(state, Heartbeat(3 + late, 0, 1, 0, 1, True), Tick(late + repeat_ns)) == ()
+
+
+def restartable(state: State, most: int = 2) -> State:
+    """Returns a job whose workers may be started again."""
+    return state._replace(options=replace(state.options, max_restarts=most))
+
+
+@pytest.mark.parametrize("redundant", [True, False])
+def test_a_death_before_training_restarts_the_workers_a_few_times(redundant: bool) -> None:
+    state = restartable(forming(redundant))
+    for number in (1, 2):
+        state, effects = step(told(state, *JOINED[:1]), ExitSeen(5, 1, -9))
+        assert (state.phase, effects) == (
+            Phase.RESTARTING,
+            (OrderRestart(0, number, "worker 1 was ended by SIGKILL"),),
+        )
+        assert heard(state, ExitSeen(6, 0, -9)) == (), "the others are ended"
+        state = told(state, Restarted(7))
+        assert (state.phase, state.nodes, state.exited, state.epoch) == (Phase.FORMING, {}, (), 0)
+    assert told(state, *JOINED).phase is Phase.RUNNING
+    ended = told(state, ExitSeen(9, 1, -9))
+    assert ended.phase is (Phase.FAILING_OVER if redundant else Phase.HALTED)
+
+
+def test_a_death_before_the_first_commit_restarts_the_workers_if_there_is_no_heir() -> None:
+    state = restartable(running(redundant=False))
+    again = told(state, ExitSeen(5, 1, -9), Restarted(7))
+    assert (again.phase, again.members, again.owners) == (Phase.FORMING, (0, 1, 2), (0, 1, 2))
+    assert heard(again, *JOINED)[0] == PublishEpoch(2, (0, 1, 2), (), "every worker has joined")
+    assert told(committed(state), ExitSeen(5, 1, -9)).phase is Phase.HALTED
+    assert told(restartable(running()), ExitSeen(5, 1, -9)).phase is Phase.FAILING_OVER
+
+
+def test_an_exception_before_the_first_commit_would_come_again() -> None:
+    state = restartable(running(redundant=False))
+    assert told(state, ExitSeen(5, 1, 3, "raised ValueError")).phase is Phase.HALTED
 
 
 @pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])

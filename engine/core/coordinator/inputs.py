@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.core.membership.events import TakenOver
+from engine.core.membership.events import Restarted, TakenOver
 from engine.core.message_codec import Message
 
 
@@ -75,4 +75,4 @@ class Stopping(NamedTuple):
     now_ns: int
 
 
-CoordinatorInput = Heard | Noticed | Ended | NodeLost | Passed | Interrupted | Stopping | TakenOver
+CoordinatorInput = Heard | Noticed | Ended | NodeLost | Passed | Interrupted | Stopping | TakenOver | Restarted

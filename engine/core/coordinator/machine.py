@@ -37,9 +37,10 @@ from engine.core.coordinator.inputs import (
 from engine.core.coordinator.orders import Decided, commit_record
 from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
-from engine.core.coordinator.state import CoordinatorState
+from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord, StaysRecord
-from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, TakenOver, Tick
+from engine.core.membership import protocol
+from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, Restarted, TakenOver, Tick
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.texts import numbered
 
@@ -123,6 +124,12 @@ def _takes_over(state: CoordinatorState, taken: TakenOver) -> Decided:
     return new, (*([Write(commit_record(state))] if state.commit else []), *outputs)
 
 
+def _is_restarted(state: CoordinatorState, restarted: Restarted) -> Decided:
+    """Forgets all that the ended workers have said."""
+    membership, _ = protocol.step(state.membership, restarted)
+    return begin(state.job, membership, restarted.now_ns)._replace(restarts=state.restarts), ()
+
+
 def _stops(state: CoordinatorState, stopping: Stopping) -> Decided:
     return state._replace(is_stopping=True), ()
 
@@ -136,4 +143,5 @@ _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]]
     Interrupted: _is_interrupted,
     Stopping: _stops,
     TakenOver: _takes_over,
+    Restarted: _is_restarted,
 }

@@ -13,11 +13,22 @@ from typing import Any
 from engine.core import messages
 from engine.core.config.job_wants import is_due
 from engine.core.coordinator.equal_ends import put_out, repeated
-from engine.core.coordinator.outputs import Arm, CoordinatorOutput, Kill, Note, Reached, Release, Stop, Tell, Write
+from engine.core.coordinator.outputs import (
+    Arm,
+    CoordinatorOutput,
+    Kill,
+    Note,
+    Reached,
+    Release,
+    Restart,
+    Stop,
+    Tell,
+    Write,
+)
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import ensure, required
 from engine.core.exclusion import Verdict, in_words
-from engine.core.history.process_records import CutShortRecord
+from engine.core.history.process_records import CutShortRecord, RestartRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership.effects import (
     AnnounceCommit,
@@ -29,6 +40,7 @@ from engine.core.membership.effects import (
     Halt,
     Look,
     OrderHandOver,
+    OrderRestart,
     PublishEpoch,
     PublishPlanInput,
     StartTraining,
@@ -189,6 +201,16 @@ def _halt(state: CoordinatorState, effect: Halt) -> Decided:
     return stopped(state, repeated(state) or Stop(effect.reason, effect.exit_code))
 
 
+def _restart(state: CoordinatorState, effect: OrderRestart) -> Decided:
+    if effect.number <= state.restarts:
+        return state, ()
+    most = state.membership.options.max_restarts
+    text = f"{effect.reason} before the first commit; all workers are started again ({effect.number} of at most {most})"
+    record = RestartRecord(number=effect.number, reason=effect.reason)
+    new = state._replace(restarts=effect.number, is_stopping=True)  # nothing that the present workers say counts
+    return new, (Write(record), Note(text), Restart())
+
+
 def _finish(state: CoordinatorState, effect: Finish) -> Decided:
     """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
     bye = () if effect.cut_short else (tell_all(state, ByeMessage()),)
@@ -217,5 +239,6 @@ _CARRY_OUT: dict[type[Effect], Callable[[CoordinatorState, Any], Decided]] = {
     Fence: _fence,
     Look: _nothing,
     Halt: _halt,
+    OrderRestart: _restart,
     Finish: _finish,
 }

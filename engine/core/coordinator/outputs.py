@@ -51,6 +51,10 @@ class Arm(NamedTuple):
     epoch: int
 
 
+class Restart(NamedTuple):
+    """Ends all workers and starts them again, without the end of the run; `Restarted` is the answer."""
+
+
 class Stop(NamedTuple):
     """Ends the run, which cannot go on; `stage` is the one whose code of the user is the cause."""
 
@@ -73,4 +77,4 @@ class Release(NamedTuple):
     cut_short: str
 
 
-CoordinatorOutput = Tell | Write | Kill | Note | Reached | Arm | Stop | Fail | Release
+CoordinatorOutput = Tell | Write | Kill | Note | Reached | Arm | Restart | Stop | Fail | Release

@@ -51,6 +51,7 @@ class CoordinatorState(NamedTuple):
     owners: tuple[int, ...] = ()  # as last recorded
     places: Mapping[int, Place] = {}
     graces_ns: Mapping[int, int] = {}  # of workers that have given notice
+    restarts: int = 0  # that were ordered
     staying: Mapping[int, str] = {}  # workers that have given notice and cannot leave, and why
     is_released: bool = False
     is_stopping: bool = False

@@ -91,6 +91,14 @@ class ExitRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRecord(StampedRecord):
+    """All workers are started again, for the `number`-th time: one of them had ended before the first commit."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRecord(StampedRecord):
     """The writing worker knows that worker `of` has ended."""
 

@@ -92,6 +92,14 @@ class Fence(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class OrderRestart(Effect):
+    """No step is committed: all workers are ended, and then started again, for the `number`-th time."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Halt(Effect):
     """The job ends before its last step is committed."""
 

@@ -130,6 +130,11 @@ class TakenOver(Event):
     """A new coordinator goes on from the written state; the words that only its predecessor knew are lost."""
 
 
+@dataclass(frozen=True, slots=True)
+class Restarted(Event):
+    """All workers of the job have ended and were started again; no message of the ended ones comes any more."""
+
+
 EVENTS: tuple[type[Event], ...] = (
     Joined,
     Heartbeat,
@@ -143,4 +148,5 @@ EVENTS: tuple[type[Event], ...] = (
     Done,
     Tick,
     TakenOver,
+    Restarted,
 )

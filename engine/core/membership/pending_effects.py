@@ -16,6 +16,7 @@ from engine.core.membership.effects import (
     Halt,
     Look,
     OrderHandOver,
+    OrderRestart,
     PublishEpoch,
     PublishPlanInput,
     StartTraining,
@@ -33,10 +34,12 @@ def pending_effects(state: State) -> tuple[Effect, ...]:
     if state.phase is Phase.FINISHED:
         is_whole = state.members and len(state.done) == len(state.members)
         return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
+    if state.phase is Phase.RESTARTING:
+        return (OrderRestart(epoch, state.restarts, state.reason),)
     found: list[Effect] = []
     if state.phase is Phase.RECONFIGURING:
         found.append(AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
-    if epoch:
+    if epoch and state.phase is not Phase.FORMING:  # after a restart
         found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
     found += (Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited)
     if state.look:

@@ -21,6 +21,7 @@ from engine.core.membership.events import (
     LeaseExpired,
     Notice,
     PlanAcknowledged,
+    Restarted,
     Spoken,
     StepCommitted,
     Suspicion,
@@ -35,9 +36,11 @@ from engine.core.membership.transitions import (
     changes_nothing,
     commits,
     ends,
+    ends_early,
     is_done,
     is_heard,
     is_inventoried,
+    is_restarted,
     joins,
     joins_first,
     leaves,
@@ -55,10 +58,13 @@ _UNDONE = Impossible("no worker is done before the last step is committed, and w
 _FROZEN = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
 _LATE = changes_nothing  # it repeats an answer that has been counted
 _OVER = changes_nothing  # the job has ended, or is about to
+_ENDING = changes_nothing  # the worker is being ended, and will be another process
+_STARTED = Impossible("workers are started again only while the job waits for it")
 _UNLOST = changes_nothing  # no worker has voted, and the agents tell again of every worker that has joined
 
 _COLUMNS = (
     (Phase.FORMING,),
+    (Phase.RESTARTING,),
     (Phase.RUNNING,),
     (Phase.FAILING_OVER, Phase.RECONFIGURING),
     (Phase.DRAINING,),
@@ -66,19 +72,20 @@ _COLUMNS = (
 )
 # fmt: off
 _ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
-    #                  forming         running         gathering       draining        over
-    Joined:           (joins_first,    joins,          joins,          joins,          _OVER),
-    Heartbeat:        (is_heard,       is_heard,       is_heard,       is_heard,       _OVER),
-    Suspicion:        (suspects,       suspects,       suspects,       suspects,       _OVER),
-    ExitSeen:         (ends,           ends,           ends,           ends,           _OVER),
-    LeaseExpired:     (loses_node,     loses_node,     loses_node,     loses_node,     _OVER),
-    InventoryReceived:        (_UNASKED,       _LATE,          is_inventoried, _LATE,          _OVER),
-    PlanAcknowledged: (_UNASKED,       _LATE,          agrees,         _LATE,          _OVER),
-    StepCommitted:    (_UNTRAINED,     commits,        _FROZEN,        _LATE,          _OVER),
-    Notice:           (leaves_early,   leaves,         leaves,         _OVER,          _OVER),
-    Done:             (_UNASKED,       _UNDONE,        _UNDONE,        is_done,        _OVER),
-    Tick:             (looks_at_clock, looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
-    TakenOver:        (_UNLOST,        takes_over,     takes_over,     takes_over_at_end, _OVER),
+    #                  forming         restarting    running         gathering       draining        over
+    Joined:           (joins_first,    _ENDING,      joins,          joins,          joins,          _OVER),
+    Heartbeat:        (is_heard,       _ENDING,      is_heard,       is_heard,       is_heard,       _OVER),
+    Suspicion:        (suspects,       _ENDING,      suspects,       suspects,       suspects,       _OVER),
+    ExitSeen:         (ends_early,     _ENDING,      ends_early,     ends,           ends,           _OVER),
+    LeaseExpired:     (loses_node,     _ENDING,      loses_node,     loses_node,     loses_node,     _OVER),
+    InventoryReceived:        (_UNASKED,       _ENDING,      _LATE,          is_inventoried, _LATE,          _OVER),
+    PlanAcknowledged: (_UNASKED,       _ENDING,      _LATE,          agrees,         _LATE,          _OVER),
+    StepCommitted:    (_UNTRAINED,     _ENDING,      commits,        _FROZEN,        _LATE,          _OVER),
+    Notice:           (leaves_early,   leaves_early, leaves,         leaves,         _OVER,          _OVER),
+    Done:             (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
+    Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
+    TakenOver:        (_UNLOST,        _UNLOST,      takes_over,     takes_over,     takes_over_at_end, _OVER),
+    Restarted:        (_LATE,          is_restarted, _STARTED,       _STARTED,       _STARTED,       _OVER),
 }
 # fmt: on
 

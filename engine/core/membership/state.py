@@ -25,6 +25,7 @@ class Phase(StrEnum):
     """The phase of a job."""
 
     FORMING = "forming"  # the workers join
+    RESTARTING = "restarting"  # a worker has died before the first commit: all workers end, and are started again
     RUNNING = "running"
     FAILING_OVER = "failing over"  # after a verdict, which may be empty
     RECONFIGURING = "reconfiguring"  # at a step boundary, without a failure: a hand-over or a departure
@@ -52,6 +53,7 @@ class Options:
     look_ns: int = _S // 5  # from a suspicion until an end of a worker would have been seen
     repeat_ns: int = _S // 2  # without progress until the orders are repeated
     max_repeats: int = 3  # empty verdicts for one symptom without a commit in between
+    max_restarts: int = 0  # of the workers, before the first commit
 
 
 _USUAL = Options(stages=0, redundant=False)
@@ -107,6 +109,7 @@ class State(NamedTuple):
     leaving_at_start: tuple[int, ...]  # workers that had given notice when this epoch was made
     look: tuple[Edge, ...]  # the failed transfers of this epoch; a look is open if there is one
     repeats: Mapping[str, int]  # by symptom: empty verdicts since the last commit
+    restarts: int  # of the workers, so far
     exit_code: int
     lost_stages: tuple[int, ...]
     # The following times are on this coordinator's clock.
@@ -162,6 +165,7 @@ def begin(
         leaving_at_start=(),
         look=(),
         repeats={},
+        restarts=0,
         exit_code=0,
         lost_stages=(),
         **_just_now((), now_ns),

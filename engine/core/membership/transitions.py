@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ExitCode
-from engine.core.exclusion import Cause, excluded
+from engine.core.exclusion import Cause, excluded, in_words
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
 from engine.core.membership.events import (
     Done,
@@ -23,13 +23,14 @@ from engine.core.membership.events import (
     LeaseExpired,
     Notice,
     PlanAcknowledged,
+    Restarted,
     StepCommitted,
     Suspicion,
     TakenOver,
     Tick,
 )
 from engine.core.membership.failure_detector import alive, heard, last_seen, ticked, unresponsive
-from engine.core.membership.state import GATHERING, Phase, State
+from engine.core.membership.state import GATHERING, Phase, State, begin
 from engine.core.membership.verdicts import (
     all_inventoried,
     free_to_leave,
@@ -38,6 +39,7 @@ from engine.core.membership.verdicts import (
     leavers,
     new_epoch,
     nobody_died,
+    restarting,
     state_lost,
 )
 from engine.core.texts import numbered
@@ -104,6 +106,27 @@ def ends(state: State, event: ExitSeen) -> State:
     cause = Cause.RAISED if event.raised else Cause.DEATH
     out = excluded(event.worker, cause, event.raised or how, last_seen(state, event.worker))
     return new_epoch(new, event.now_ns, [out])
+
+
+@rule(Phase.RESTARTING, Phase.FAILING_OVER, Phase.HALTED)
+def ends_early(state: State, event: ExitSeen) -> State:
+    """Restarts the workers if one of them ends before training, or without an heir before the first commit.
+
+    No step is lost by this. An exception of the user's code would come again, so it is judged at once.
+    """
+    new = ends.decide(state, event)
+    has_heirs = new.phase is not Phase.HALTED and state.phase is not Phase.FORMING
+    is_over = state.committed >= 0 or state.out or state.restarts >= state.options.max_restarts
+    if new.members == state.members or has_heirs or is_over or event.raised:
+        return new
+    return restarting(state, in_words(new.verdict))
+
+
+@rule(Phase.FORMING)
+def is_restarted(state: State, event: Restarted) -> State:
+    """Begins again, with workers that have not joined."""
+    new = begin(state.options, state.owners, state.shadows, state.last_step, event.now_ns)
+    return new._replace(epoch=state.epoch, restarts=state.restarts, reason=state.reason)
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)

@@ -165,6 +165,11 @@ def _is_needed(state: State, worker: int) -> bool:
     return False
 
 
+def restarting(state: State, reason: str) -> State:
+    """Returns the state of a job whose workers end, to be started again."""
+    return state._replace(phase=Phase.RESTARTING, restarts=state.restarts + 1, reason=reason, look=())
+
+
 def state_lost(state: State, slots: tuple[int, ...]) -> State:
     """Returns the end of the job because no member holds the stages of these slots."""
     stages = tuple(sorted({slot % state.options.stages for slot in slots}))
