@@ -46,7 +46,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
     "engine.runtime": frozenset(),
-    "engine.runtime.ipc": _GROUND | {"engine.core.history", "engine.files"},
+    "engine.runtime.ipc": _GROUND | {"engine.core.history", "engine.core.membership", "engine.files"},
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},

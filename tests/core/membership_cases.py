@@ -16,11 +16,13 @@ from engine.core.membership.events import (
     Notice,
     PlanAcknowledged,
     Restarted,
+    Sighted,
     StepCommitted,
     Suspicion,
     TakenOver,
     Tick,
 )
+from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Options, Phase, State, begin
 
@@ -91,6 +93,7 @@ def sample(kind: type[Event], state: State) -> Event:
     events: tuple[Event, ...] = (
         Joined(40, worker, "node-0"),
         Heartbeat(40, worker, epoch, 1, 1, True),
+        Sighted(40, worker, Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)),
         Suspicion(40, worker, epoch, None),
         ExitSeen(40, worker, -9),
         LeaseExpired(40, "node-0"),

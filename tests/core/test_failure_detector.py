@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
-from engine.core.membership.events import Done, Heartbeat, Tick
+from engine.core.membership.events import Done, Heartbeat, Sighted, Tick
+from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.failure_detector import last_seen, unresponsive
 from engine.core.membership.state import Options, Phase, State
 from tests.core.membership_cases import S, committed, forming, running, told
@@ -37,6 +42,83 @@ def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
     why = "hangs for 31.0 s (limit 30.0 s), inside action 4 of step 0"
     assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False), S),)
     assert state.verdict[0].how == "hangs for 31.0 s (limit 30.0 s)"
+
+
+class Looks:
+    """A running job of which worker 1 is inside action 4; all workers answer and are looked at four times a second."""
+
+    def __init__(self, slowest_ns: int = S // 50):
+        self.state = told(running(), *(Heartbeat(3, worker, 1, 0, 3, inside=False) for worker in range(3)))
+        self.slowest_ns = slowest_ns
+        self.now_ns = self.entered_ns = 3
+        self.ran_ns = self.worked_ns = 0
+
+    def until(self, end_ns: int, *, runs: bool = False, works: bool = False, answers: bool = True, **seen: Any) -> int:
+        """Returns the time at which a worker is out, or `end_ns` if none is."""
+        while self.now_ns < end_ns and self.state.epoch == 1:
+            self.now_ns += S // 4
+            self.ran_ns += runs * S // 9
+            self.worked_ns += (runs or works) * S // 9
+            for worker in [0, 2, *[1] * answers]:
+                self.state = told(self.state, Heartbeat(self.now_ns, worker, 1, 0, 3, inside=False))
+            inside_ns, times = self.now_ns - self.entered_ns, (self.ran_ns, self.worked_ns)
+            place = {"inside": True, "inside_ns": inside_ns, "loading": Loading.NONE, "state": "S", **seen}
+            sight = Sight(1, 0, 4, slowest_ns=self.slowest_ns, thread_ns=times[0], process_ns=times[1], **place)
+            self.state = told(self.state, Sighted(self.now_ns, 1, sight), Tick(self.now_ns))
+        return self.now_ns
+
+
+@pytest.mark.parametrize(
+    ("slowest_s", "seen", "out_s"),
+    [
+        (0.02, {}, 1.5),  # it sleeps, or waits for a lock
+        (0.02, {"answers": False}, 1.5),  # the same with Python's lock in its hand
+        (0.3, {}, 3.5),
+        (0.0, {}, 30.25),  # its first action
+        (0.02, {"runs": True}, 5.25),
+        (0.02, {"state": "R"}, 5.25),  # it waits for a core
+        (0.02, {"works": True, "answers": False}, 5.25),  # another thread runs, with Python's lock
+        (0.02, {"works": True}, 1.5),  # another thread runs, without it
+        (0.3, {"runs": True}, 15.25),
+        (0.02, {"state": "T", "answers": False}, 5.25),
+        (0.02, {"loading": Loading.AHEAD}, 1.5),
+        (0.02, {"loading": Loading.AHEAD, "state": "T", "answers": False}, 5.25),
+    ],
+)
+def test_evidence_tells_a_hang_from_work(slowest_s: float, seen: dict[str, Any], out_s: float) -> None:
+    looks = Looks(round(slowest_s * S))
+    assert 0 <= out_s * S + 3 - looks.until(60 * S, **seen) <= S // 2
+    assert numbers(looks.state.verdict) == {1}
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"loading": Loading.MAIN},  # slow storage
+        {"loading": Loading.MAIN, "answers": False},  # the same, read with Python's lock in the hand
+        {"loading": Loading.MAIN, "answers": False, "runs": True},  # a tokenizer
+        {"loading": Loading.MAIN, "inside": False},
+        {"loading": Loading.AHEAD, "answers": False, "works": True},  # a tokenizer in another thread
+        {"loading": Loading.AHEAD, "answers": False},
+    ],
+)
+def test_a_worker_that_loads_data_is_never_out_and_no_standstill(seen: dict[str, Any]) -> None:
+    looks = Looks()
+    looks.until(70 * S, **seen)
+    assert looks.state.epoch == 1
+
+
+def test_after_a_stop_the_time_inside_an_action_begins_again() -> None:
+    looks = Looks()
+    looks.until(5 * S - S // 4, state="T", answers=False)
+    assert looks.until(9 * S, runs=True) >= 9 * S
+    assert looks.state.epoch == 1
+
+
+def test_a_silent_worker_that_runs_is_waited_for_longer() -> None:
+    looks = Looks()
+    assert 25 * S < looks.until(60 * S, inside=False, runs=True, answers=False) <= 25.5 * S
+    assert {each.cause for each in looks.state.verdict} == {Cause.SILENCE}
 
 
 def test_the_deadline_adapts_to_slow_actions_and_back() -> None:

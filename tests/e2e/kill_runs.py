@@ -9,6 +9,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,13 @@ class Runs:
         self._twins: dict[str, tuple[object, ...]] = {}
         self._count = 0
 
-    def run(self, job: Job, faults: Sequence[Fault] = (), **options: Any) -> tuple[Ending, list[Event]]:
-        """Returns the ending of a job, and its events."""
+    def run(self, job: Job, faults: Sequence[Fault] = (), **fields: Any) -> tuple[Ending, list[Event]]:
+        """Returns the ending of a job with other values of some fields, and its events."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
         events = folder / "events.jsonl"
-        ending = run_session(job, events, folder, faults=faults, server=self._server, **options)
+        ending = run_session(replace(job, **fields), events, folder, faults=faults, server=self._server)
         return ending, events_of(events)
 
     def twin(self, job: Job) -> tuple[object, ...]:

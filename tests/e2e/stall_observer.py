@@ -27,7 +27,7 @@ from engine.report.load import load
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 
-SILENCE_S = HANG_S = 1.0
+SILENCE_S = 1.0
 _GRACE_S = 60.0
 _POLL_S = 0.0005
 _LIMIT_S = 120.0
@@ -187,6 +187,7 @@ def job_of(orders: Path, stages: int, steps: int) -> Job:
         microbatch_size=2,
         validate_every=0,
         audit=0,
+        silent_after=f"{SILENCE_S}s",
     )
 
 
@@ -234,8 +235,6 @@ def _run(job: Job, folder: Path, faults: tuple[Fault, ...]) -> str:
             folder,
             faults=faults,
             server=_server[0],
-            silence_s=SILENCE_S,
-            hang_s=HANG_S,
             grace_s=_GRACE_S,
         )
     return "" if ending.error is None else str(ending.error)

@@ -28,7 +28,7 @@ STEPS = 6
 LAST = committed(STEPS - 1)
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": STEPS, "validate_every": 3}
 TWICE: dict[str, Any] = {"stages": 2, "pipelines": 2}
-SILENCE_S = 2.0  # longer than a busy machine keeps a healthy worker from running
+SILENCE = "2s"  # longer than a busy machine keeps a healthy worker from running
 SOON_S = 40.0  # silence, a recovery, the grace to leave, and delays of a busy machine
 
 
@@ -55,12 +55,10 @@ def _run(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Run:
 
     def run(*strikes: Strike, options: dict[str, Any] | None = None, **fields: Any) -> Ended:
         folder = tmp_path_factory.mktemp("run")
-        job = Job(**{**SMALL, **fields})
+        job = Job(**{"silent_after": SILENCE, **SMALL, **fields})
         started_s = monotonic()
         with Striker(folder / "events.jsonl", strikes) as striker:
-            ending = run_session(
-                job, folder / "events.jsonl", folder, server=server, silence_s=SILENCE_S, **(options or {})
-            )
+            ending = run_session(job, folder / "events.jsonl", folder, server=server, **(options or {}))
         assert striker.left == []
         return Ended(ending, folder, monotonic() - started_s)
 

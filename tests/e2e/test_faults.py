@@ -136,16 +136,26 @@ def test_what_ends_nobody_changes_nothing(strike: Strike, faultless: Callable[..
     assert not kinds()[fault.do].ends
 
 
-@pytest.mark.parametrize("fault", [at("1B2", "stop"), at("1B2", "hang", gil="held")], ids=str)
-def test_whoever_falls_silent_is_given_up(strike: Strike, faultless: Callable[..., Any], fault: Fault) -> None:
-    struck = strike(fault, options={"silence_s": SILENCE_S})
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        (at("1B2", "stop"), "has been silent for"),
+        (at("1B2", "hang", gil="held"), "without running (limit 1.0 s)"),
+        (at("1B2", "hang", gil="released"), "without running (limit 1.0 s)"),
+    ],
+    ids=str,
+)
+def test_whoever_falls_silent_or_hangs_is_given_up(
+    strike: Strike, faultless: Callable[..., Any], fault: Fault, how: str
+) -> None:
+    struck = strike(fault, silent_after=f"{SILENCE_S}s")
     check(struck, faultless(), 1)
-    assert "has been silent for" in struck.events("epoch")[-1]["reason"]
+    assert how in struck.events("epoch")[-1]["reason"]
     assert struck.codes[1] == -signal.SIGKILL
 
 
 def test_whoever_wakes_after_the_verdict_does_nothing_more(strike: Strike, faultless: Callable[..., Any]) -> None:
-    struck = strike(at("1B2", "stop", for_ns=int(2 * SILENCE_S * 1e9)), options={"silence_s": SILENCE_S})
+    struck = strike(at("1B2", "stop", for_ns=int(2 * SILENCE_S * 1e9)), silent_after=f"{SILENCE_S}s")
     check(struck, faultless(), 1)
     assert struck.codes[1] in (-signal.SIGKILL, ExitCode.FENCED)
 

@@ -38,7 +38,7 @@ _FEWER = tuple(
 )
 KINDS = {"lazy": SORTS, "eager": SORTS, "reroute": _FEWER, "none": _FEWER}
 LEAST_KILLS = 150
-SILENCE_S = 1.5
+SILENCE = "1500ms"
 STEPS_TO_LEAVE = 5  # to hand over, heal, go, and heal again
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 8, "validate_every": 3}
 SIX_STAGES: dict[str, dict[str, Any]] = {
@@ -193,7 +193,7 @@ def test_who_is_warned_too_late_is_one_that_was_killed(runs: Runs, setting: str)
 def test_whoever_stands_still_too_long_is_put_out(runs: Runs, action: str, fields: dict[str, Any]) -> None:
     job = Job(**{**SMALL, **fields})
     stage = int(action[0])
-    ending, events = runs.run(job, [fault(f"3:{action}", job, "stop")], silence_s=SILENCE_S)
+    ending, events = runs.run(job, [fault(f"3:{action}", job, "stop")], silent_after=SILENCE)
     check(runs, job, ending, events)
     assert out_of(events) == [stage]
     assert {worker for worker, code in exits_of(events).items() if code == -signal.SIGKILL} == {stage}
@@ -206,7 +206,7 @@ def test_short_pauses_put_nobody_out(runs: Runs) -> None:
         fault(f"{step}:{stage}:{op}:{when}", job, "stop", for_ns=400_000_000)
         for step, stage, op, when in [(1, 0, "F:2", "before"), (2, 1, "B:1", "during"), (4, 2, "LOG", "after")]
     ]
-    ending, events = runs.run(job, pauses, silence_s=SILENCE_S)
+    ending, events = runs.run(job, pauses, silent_after=SILENCE)
     check(runs, job, ending, events)
     assert out_of(events) == []
     assert set(exits_of(events).values()) == {0}
@@ -217,7 +217,7 @@ def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs
     call = 1 + 5 * SMALL["microbatches"] + 2
     job = Job(**SPINNING, model_args={"call": call})
     twin = replace(job, model_args={})
-    ending, events = runs.run(job, silence_s=30, hang_s=1.5)
+    ending, events = runs.run(job, hang_after="300ms")
     assert list(differences(ending, runs.twin(twin))) == []
     assert (out_of(events), exits_of(events)) == ([1], {0: 0, 1: -signal.SIGKILL, 2: 0})
     epoch = [event for event in events if event["event"] == "epoch"][-1]
@@ -244,7 +244,7 @@ def test_whoever_spins_with_a_live_heart_is_put_out_by_its_lack_of_progress(runs
 def test_a_layer_that_ends_each_heir_in_the_same_way_is_the_cause(runs: Runs, how: str, words: str) -> None:
     """An heir's hang early in its program was not judged; the others ended with 80 and the advice of more copies."""
     job = Job(**{**SPINNING, "model": "tests.e2e.kill_models:ending", "model_args": {"how": how}})
-    ending, _ = runs.run(job, silence_s=30, hang_s=1.5)
+    ending, _ = runs.run(job, hang_after="300ms")
     assert (ending.exit_code, len(ending.view.run_state.losses)) == (ExitCode.NOT_RECOVERED, 1), ending.error
     assert re.match(words, str(ending.error))
     if how in ("hang", "exit"):
@@ -258,7 +258,7 @@ def test_whoever_is_slow_is_waited_for(runs: Runs) -> None:
     job = Job(**{**SMALL, "model": "timed", "model_args": {"forward_ms": 4, "backward_ms": 4, "layers": 3}})
     slow = fault("1:1:F:0:before", job, "slow", factor=15.0)
     hung = fault("5:2:B:1:before", job, "hang", for_ns=700_000_000)
-    ending, events = runs.run(job, [slow, hung], silence_s=SILENCE_S, hang_s=4.0)
+    ending, events = runs.run(job, [slow, hung], silent_after=SILENCE, hang_after="4s")
     check(runs, job, ending, events)
     assert out_of(events) == []
     assert set(exits_of(events).values()) == {0}

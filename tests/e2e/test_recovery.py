@@ -198,7 +198,7 @@ def test_notice_is_given_at_once_though_the_worker_is_blocked(recover: Recover, 
 
 
 def test_a_worker_that_stands_still_is_given_up(recover: Recover, faultless: Faultless) -> None:
-    recovered = recover(Strike(committed(2), 1, signal.SIGSTOP), options={"silence_s": 1.5})
+    recovered = recover(Strike(committed(2), 1, signal.SIGSTOP), silent_after="1500ms")
     check(recovered, faultless(), [1])
     assert "has been silent for" in recovered.run_state.epochs[-1].reason
     assert recovered.exits[1] == -signal.SIGKILL

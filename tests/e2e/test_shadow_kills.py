@@ -114,7 +114,7 @@ def in_wait_for_a_log(job: Job, step: int, stage: int, shadow: int) -> list[Faul
 def test_a_shadow_that_dies_while_it_waits_for_a_log(runs: Runs, owner: int) -> None:
     job = Job(**{**SMALL, "stages": 3}, model="mlp")
     shadow = Forecast(job).ownership.shadows_of(0, owner)[0]
-    ran = runs.run(job, in_wait_for_a_log(job, 2, owner, shadow), silence_s=30)
+    ran = runs.run(job, in_wait_for_a_log(job, 2, owner, shadow), silent_after="30s", hang_after="30s")
     check(runs, job, ran, shadow)
     program, done = Forecast(job).program()[shadow], list(actions_of(ran[1], shadow, 2))
     assert str(program[len(done)]) == f"{owner}LOG"

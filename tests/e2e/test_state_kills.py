@@ -52,7 +52,7 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
 
 def strike(runs: Runs, job: Job, *faults: Fault) -> None:
     """Runs faults that kill one worker, and checks that all else equals the twin."""
-    ending, events = runs.run(job, faults, silence_s=30)
+    ending, events = runs.run(job, faults, silent_after="30s", hang_after="30s")
     (*_, dies) = faults
     victims = [event["of"] for event in events if event["event"] == "fault" and event["fault"] == dies.id]
     assert len(victims) == 1

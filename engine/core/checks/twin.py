@@ -35,6 +35,8 @@ def twin_of(job: Job) -> Job:
         check_pure=False,  # the run itself was checked
         validate_every=0,
         events_max=Job().events_max,
+        hang_after=Job().hang_after,
+        silent_after=Job().silent_after,
         name="",
         results="",
     )

@@ -89,6 +89,12 @@ class Job:
     events_max: str = _field(
         "500MB", "size of a run's events, beyond which actions of ordinary steps are left out; 0B = keep all"
     )
+    hang_after: str = _field(
+        "1s",
+        "a worker is put out that stays inside one action for this time without running, or five times as long while "
+        "it runs; ten times as long as its slowest action of late, if that is more",
+    )
+    silent_after: str = _field("5s", "a worker is put out that is stopped, or answers nothing, for this time")
     results: str = _field("results", "folder that receives one folder per run")
 
     @property

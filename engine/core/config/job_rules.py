@@ -10,6 +10,7 @@ from engine.core.config.lr_schedule import LR_SCHEDULES
 from engine.core.config.partition import written
 from engine.core.config.schedule_choice import check_schedule
 from engine.core.config.size import SIZE_FORM, parse_size
+from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import MOST_FLOAT
 
@@ -33,6 +34,7 @@ _AT_LEAST = {
 }
 # A typo should not try to start thousands of workers.
 _MAX_FORWARDS = 1_000_000
+_LEAST_PATIENCE_NS = 100_000_000
 _AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
 
 
@@ -63,6 +65,11 @@ def check_job(job: Job) -> list[Problem]:
     problems += [*_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
     if parse_size(job.events_max) is None:
         problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
+    problems += [
+        Problem(name, f"{DURATION_FORM}, at least 100ms", repr(getattr(job, name)))
+        for name in ("hang_after", "silent_after")
+        if (parse_duration(getattr(job, name)) or 0) < _LEAST_PATIENCE_NS
+    ]
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
         problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
     return problems

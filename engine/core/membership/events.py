@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.membership.evidence import Sight
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -46,6 +48,14 @@ class Heartbeat(Spoken):
     step: int
     index: int
     inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sighted(Event):
+    """An agent has looked at the process of `worker`."""
+
+    worker: int
+    sight: Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ class Restarted(Event):
 EVENTS: tuple[type[Event], ...] = (
     Joined,
     Heartbeat,
+    Sighted,
     Suspicion,
     ExitSeen,
     LeaseExpired,

@@ -1,14 +1,24 @@
-"""The failure detector: the position of each worker by its heartbeats, and the workers that are silent or hang.
+"""The failure detector: the position of each worker by heartbeats and evidence; the workers that are silent or hang.
 
-Rules: a worker hangs if it is inside one action for longer than an adaptive deadline. A waiting worker never hangs,
-because one stopped worker makes all others wait. A coordinator that was suspended itself judges no worker.
+    inside an action, the main thread neither runs nor waits for a core   hangs after an adaptive deadline
+    inside an action, it runs                                             hangs after five times that
+    inside an action, and no agent can see whether it runs                hangs after half a minute, or longer
+    stopped by a signal                                                   out when it has been silent for too long
+    silent, and it runs (a thread holds Python's lock)                    out after five times that
+    it loads data                                                         never out, unless it is stopped
+
+Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator that was suspended
+itself judges no worker.
 """
 
 from __future__ import annotations
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
-from engine.core.membership.events import Heartbeat
-from engine.core.membership.state import Sighting, State
+from engine.core.membership.events import Heartbeat, Sighted
+from engine.core.membership.evidence import Loading, after
+from engine.core.membership.state import Options, Sighting, State
+
+_QUIET_NS = 600_000_000  # two pings without an answer: a thread holds Python's lock
 
 
 def alive(state: State, worker: int, now_ns: int) -> State:
@@ -26,12 +36,28 @@ def heard(state: State, beat: Heartbeat) -> State:
     if at > was.at:
         slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if was.is_inside else was.slowest_ns
         same_step = was.at[1] == beat.step
-        seen = Sighting(
-            now_ns, now_ns, at, slowest_ns if same_step else 0, was.slowest_before_ns if same_step else slowest_ns
-        )
+        before_ns = was.slowest_before_ns if same_step else slowest_ns
+        seen = Sighting(now_ns, now_ns, at, slowest_ns if same_step else 0, before_ns, was.evidence)
     moves = beat.worker not in state.done and (at > was.at or seen.is_inside)
     moved_ns = now_ns if moves else state.moved_ns
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
+
+
+def sighted(state: State, event: Sighted) -> State:
+    """Returns the state after a look at a worker's process, which is no sign of life."""
+    was, sight, now_ns = state.sightings.get(event.worker), event.sight, event.now_ns
+    if was is None:
+        return state
+    at = (sight.epoch, sight.step, sight.number, not sight.inside)
+    seen = was._replace(evidence=after(was.evidence, sight, now_ns))
+    if at > was.at:  # it has come there since the last tick
+        seen = seen._replace(at=at, since_ns=max(now_ns - sight.inside_ns, state.ticked_ns))
+    elif at == was.at and sight.inside:
+        seen = seen._replace(since_ns=max(now_ns - sight.inside_ns, was.since_ns))
+    moves = event.worker not in state.done and (at > was.at or seen.loading is not Loading.NONE)
+    return state._replace(
+        moved_ns=now_ns if moves else state.moved_ns, sightings={**state.sightings, event.worker: seen}
+    )
 
 
 def unresponsive(state: State, now_ns: int) -> Verdict:
@@ -41,21 +67,51 @@ def unresponsive(state: State, now_ns: int) -> Verdict:
         seen = state.sightings.get(worker)
         if seen is None or worker in state.done:
             continue
-        allowed_ns = max(options.hang_ns, options.hang_factor * max(seen.slowest_ns, seen.slowest_before_ns))
-        if now_ns - seen.heard_ns > options.silence_ns:
+        if now_ns - seen.heard_ns > _silence_allowed_ns(seen, options, now_ns):
             how = f"has been silent for {_seconds(now_ns - seen.heard_ns)}"
             found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker), seen.heard_ns))
-        elif seen.is_inside and now_ns - seen.since_ns > allowed_ns:
-            how = f"hangs for {_seconds(now_ns - seen.since_ns)} (limit {_seconds(allowed_ns)})"
+        elif how := _hang(seen, options, now_ns):
             found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker), seen.since_ns))
     return tuple(found)
+
+
+def _silence_allowed_ns(seen: Sighting, options: Options, now_ns: int) -> float:
+    evidence = seen.evidence
+    if evidence is None or evidence.is_stopped:
+        return options.silence_ns
+    if seen.loading:
+        return float("inf")
+    runs = now_ns - evidence.worked_ns < options.silence_ns
+    return options.silence_ns * (options.running_factor if runs else 1)
+
+
+def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
+    """Returns the words on a worker that hangs, else an empty text."""
+    evidence, slowest_ns = seen.evidence, seen.known_slowest_ns
+    if not seen.is_inside or seen.loading is Loading.MAIN or (evidence is not None and evidence.is_stopped):
+        return ""
+    # A thread that loads data may hold Python's lock: then no time passes for the main thread.
+    until_ns = seen.heard_ns if seen.loading else now_ns
+    allowed_ns = max(options.hang_ns, options.hang_factor * slowest_ns)
+    first_ns = 0 if evidence is not None and slowest_ns else options.first_ns
+    if evidence is None:
+        since_ns, limit_ns = seen.since_ns, max(allowed_ns, first_ns)
+    else:
+        since_ns, limit_ns = max(seen.since_ns, evidence.stopped_ns), max(options.running_factor * allowed_ns, first_ns)
+        is_quiet = now_ns - seen.heard_ns > _QUIET_NS
+        still_ns = until_ns - max(since_ns, evidence.ran_ns, evidence.worked_ns if is_quiet else 0)
+        if still_ns > (allowed_ns := max(allowed_ns, first_ns)):
+            how = f"hangs for {_seconds(until_ns - since_ns)} without running"
+            return f"{how} (limit {_seconds(allowed_ns)})"
+    inside_ns = until_ns - since_ns
+    return f"hangs for {_seconds(inside_ns)} (limit {_seconds(limit_ns)})" if inside_ns > limit_ns else ""
 
 
 def ticked(state: State, now_ns: int) -> State:
     """Returns the state after a tick; after a long gap, in which the coordinator slept, all deadlines start again."""
     if now_ns - state.ticked_ns <= state.options.silence_ns // 2:
         return state._replace(ticked_ns=now_ns)
-    awake = {worker: seen._replace(heard_ns=now_ns, since_ns=now_ns) for worker, seen in state.sightings.items()}
+    awake = {worker: seen.begun_again(now_ns) for worker, seen in state.sightings.items()}
     return state._replace(moved_ns=now_ns, looked_ns=now_ns, ticked_ns=now_ns, sightings=awake)
 
 

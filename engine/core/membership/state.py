@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Exclusion, Verdict, exclusion_of, verdict_of
 from engine.core.membership.broken_edges import Edge
+from engine.core.membership.evidence import Evidence, Loading
 
 _S = 1_000_000_000
 
@@ -48,8 +49,10 @@ class Options:
     answer_ns: int = 10 * _S  # until every member has reported its inventory, and again until it has made the plan
     stall_ns: int = 60 * _S  # with all workers waiting: after it, a message must have been lost
     silence_ns: int = 5 * _S  # without a heartbeat
-    hang_ns: int = 30 * _S  # inside one action, at least; adaptive above that:
+    hang_ns: int = _S  # inside one action without running, at least; adaptive above that:
     hang_factor: int = 10  # times the slowest action of the worker in this step and the one before
+    running_factor: int = 5  # times as long for a worker that runs: inside one action, or silent
+    first_ns: int = 30 * _S  # the same, of a worker that has come to the end of no action, or that no agent sees
     look_ns: int = _S // 5  # from a suspicion until an end of a worker would have been seen
     repeat_ns: int = _S // 2  # without progress until the orders are repeated
     max_repeats: int = 3  # empty verdicts for one symptom without a commit in between
@@ -57,11 +60,12 @@ class Options:
 
 
 _USUAL = Options(stages=0, redundant=False)
+_WAITED = ("stall_ns", "silence_ns", "hang_ns", "first_ns")
 
 
 @cache
 def _hurried(options: Options) -> Options:
-    most = {name: min(getattr(options, name), getattr(_USUAL, name)) for name in ("stall_ns", "silence_ns", "hang_ns")}
+    most = {name: min(getattr(options, name), getattr(_USUAL, name)) for name in _WAITED}
     return replace(options, **most)
 
 
@@ -73,11 +77,27 @@ class Sighting(NamedTuple):
     at: tuple[int, int, int, bool] = (0, 0, 0, True)
     slowest_ns: int = 0  # its slowest action in this step
     slowest_before_ns: int = 0  # its slowest action in the previous step
+    evidence: Evidence | None = None
 
     @property
     def is_inside(self) -> bool:
         """Whether the worker is inside an action and does not wait."""
         return not self.at[3]
+
+    @property
+    def known_slowest_ns(self) -> int:
+        """The slowest action of this step and the one before; 0 if it has come to the end of none."""
+        return self.evidence.sight.slowest_ns if self.evidence else max(self.slowest_ns, self.slowest_before_ns)
+
+    @property
+    def loading(self) -> Loading:
+        """The thread of the worker that loads data, as far as an agent has seen."""
+        return self.evidence.sight.loading if self.evidence else Loading.NONE
+
+    def begun_again(self, now_ns: int) -> Sighting:
+        """Returns the sighting with all deadlines begun again."""
+        evidence = self.evidence and self.evidence._replace(ran_ns=now_ns, worked_ns=now_ns)
+        return self._replace(heard_ns=now_ns, since_ns=now_ns, evidence=evidence)
 
     def ages_s(self, now_ns: int) -> tuple[float, float]:
         """Returns the seconds since the last message, and those inside the present action; 0 if the worker waits."""

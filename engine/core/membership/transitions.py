@@ -24,12 +24,13 @@ from engine.core.membership.events import (
     Notice,
     PlanAcknowledged,
     Restarted,
+    Sighted,
     StepCommitted,
     Suspicion,
     TakenOver,
     Tick,
 )
-from engine.core.membership.failure_detector import alive, heard, last_seen, ticked, unresponsive
+from engine.core.membership.failure_detector import alive, heard, last_seen, sighted, ticked, unresponsive
 from engine.core.membership.state import GATHERING, Phase, State, begin
 from engine.core.membership.verdicts import (
     all_inventoried,
@@ -82,6 +83,12 @@ def joins_first(state: State, event: Joined) -> State:
 def is_heard(state: State, event: Heartbeat) -> State:
     """Records the heartbeat; a tick judges it."""
     return heard(state, event)
+
+
+@rule()
+def is_sighted(state: State, event: Sighted) -> State:
+    """Records the look of an agent at a worker's process; a tick judges it."""
+    return sighted(state, event) if event.worker in state.members else state
 
 
 @rule()

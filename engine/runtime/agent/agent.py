@@ -43,7 +43,7 @@ from engine.core.history.process_records import (
     LeftBehindRecord,
 )
 from engine.core.membership.effects import Effect, Evict, Finish, Halt, PublishEpoch
-from engine.core.membership.events import Event, ExitSeen, Notice, Tick
+from engine.core.membership.events import Event, ExitSeen, Notice, Sighted, Tick
 from engine.core.membership.state import Phase
 from engine.core.messages import ExitMessage
 from engine.core.process_messages import ByeMessage, PingMessage, StopMessage
@@ -53,7 +53,7 @@ from engine.runtime.agent.node import Node
 from engine.runtime.agent.preparation import HandOverPreparation
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_errors import WorkerErrors
-from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.agent.worker_handles import WorkerHandle, sight_of
 from engine.runtime.agent.worker_verdicts import WorkerVerdicts
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -88,6 +88,7 @@ class Agent:
         self.recorder = recorder
         self.node = node
         self.tick = tick
+        self._board = board
         self.run_state = RunState(job)
         self.effects = EffectExecutor(job, members, recorder, self.run_state)
         self.cause: BambooError | None = None
@@ -195,8 +196,14 @@ class Agent:
                     self.node.strike_off(self._to_strike_off.pop())
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
-        self.decide(Tick(now_ns()))
+        self.decide(*self._sights(), Tick(now_ns()))
         self.effects.broadcast(PingMessage())
+
+    def _sights(self) -> Iterator[Sighted]:
+        """Yields a look at each worker that has not ended."""
+        for member in self.members.values():
+            if self._board and member.exit_code is None and (sight := sight_of(member, self._board, now_ns())):
+                yield Sighted(now_ns(), member.worker, sight)
 
     def close(self) -> None:
         """Completes the records and the run state after every worker has ended."""

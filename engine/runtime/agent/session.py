@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
+from engine.core.duration import parse_duration
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import (
@@ -68,8 +69,6 @@ def run_session(
     ownership: Ownership | None = None,
     ranks: tuple[int, ...] | None = None,
     grace_s: float = 120.0,
-    silence_s: float = 5.0,
-    hang_s: float = 30.0,
     faults: Sequence[Fault] = (),
     injectable: bool = True,
     server: ForkServer | None = None,
@@ -78,14 +77,13 @@ def run_session(
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
     Without `etcd`, starts a private one. `ownership` assigns slots, `ranks` orders the process group. A worker is
-    killed `grace_s` after its notice. One that others can replace is out if silent for `silence_s`, or inside one
-    action for `hang_s` and ten times as long as lately. `faults` strike workers, and requests if `injectable`. A fork
-    `server` that runs saves the start of another. Raises EnvironmentLacksError or CoordinatorUnavailableError.
+    killed `grace_s` after its notice. `faults` strike workers, and requests if `injectable`. A fork `server` that runs
+    saves the start of another. Raises EnvironmentLacksError or CoordinatorUnavailableError.
     """
     _refuse_backend(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership = shadowed(job, ownership, ownership.workers())
-    first = first_state(job, ownership, silence_s, hang_s)
+    first = first_state(job, ownership)
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, ownership.workers(), host)
         try:
@@ -199,7 +197,7 @@ def _welcome(
     member.link.send(welcome)
 
 
-def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: float = 30.0) -> State:
+def first_state(job: Job, ownership: Ownership) -> State:
     """Returns the state of the protocol before a worker has joined."""
     # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000
@@ -207,15 +205,14 @@ def first_state(job: Job, ownership: Ownership, silence_s: float = 5.0, hang_s: 
         stages=job.stages,
         redundant=job.redundancy != "none",
         form_ns=patience_ns,
-        silence_ns=round(silence_s * 1e9),
-        hang_ns=round(hang_s * 1e9),
+        silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
+        hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),
     )
     if job.redundancy == "none" and job.pipelines == 1:
         # A verdict on a slow worker would only end the run. A transfer that breaks while both its workers live cannot
         # be repaired.
-        options = replace(
-            options, hang_ns=patience_ns, stall_ns=patience_ns, silence_ns=patience_ns // 10, max_repeats=0
-        )
+        options = replace(options, hang_ns=patience_ns, first_ns=patience_ns, stall_ns=patience_ns)
+        options = replace(options, silence_ns=patience_ns // 10, max_repeats=0)
     shadows = ownership.shadows or tuple(() for _ in ownership.owners)
     return begin(options, ownership.owners, shadows, job.steps - 1, now_ns())
 

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.core.membership.evidence import Loading, Sight
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
 from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.process_state import process_times
 
 
 @dataclass(slots=True)
@@ -66,6 +68,16 @@ def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int
     os.close(log_fd)
     far.close()
     return child, link
+
+
+def sight_of(member: WorkerHandle, board: ProgressBoard, now_ns: int) -> Sight | None:
+    """Returns what a look at a worker's process and at its line of the board shows; None if there is nothing to see."""
+    place, times = board.place_of(member.worker), process_times(member.child)
+    if place is None or times is None:
+        return None
+    at = (place.epoch, place.step, place.number, place.inside)
+    inside_ns = now_ns - place.since_ns if place.inside else 0
+    return Sight(*at, inside_ns, place.slowest_ns, Loading(place.loading), *times)
 
 
 def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:

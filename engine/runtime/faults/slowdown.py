@@ -8,7 +8,6 @@ import time
 from engine.core.faults.fault_kind import Parameter, at_once
 from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 
-_POLL_S = 0.05
 _FOREVER_S = 1_000_000
 
 _FACTOR = Parameter("factor", "number", "how many times as long a forward or backward takes", 4.0)
@@ -36,10 +35,10 @@ def hang(context: WorkerFaultContext) -> None:
     step, index, inside = was = context.control.at
     context.control.at = (step, index if inside else index + 1, True)
     until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+    while (left_s := until_s - time.monotonic()) > 0:
         if held:
             # PyDLL keeps the GIL during the call.
-            ctypes.PyDLL(None).poll(None, 0, round((until_s - time.monotonic()) * 1000))
+            ctypes.PyDLL(None).poll(None, 0, round(left_s * 1000))
         else:
-            time.sleep(_POLL_S)
+            time.sleep(left_s)
     context.control.at = was

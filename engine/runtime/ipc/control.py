@@ -73,8 +73,19 @@ class Control:
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.has_given_notice = False
         self.recorder: Recorder | None = None  # once the main thread knows whose it is
-        self.at = (0, 0, False)  # step, actions begun in it, whether inside the last of them; the main thread writes it
+        self._at = (0, 0, False)
+        self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
         threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    @property
+    def at(self) -> tuple[int, int, bool]:
+        """The step, the actions begun in it, whether inside the last of them; the main thread writes it."""
+        return self._at
+
+    @at.setter
+    def at(self, at: tuple[int, int, bool]) -> None:
+        self._at = at
+        self.on_move(self.accepted, *at)
 
     def _listen(self) -> None:
         """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
@@ -88,7 +99,7 @@ class Control:
     def _take_in(self, message: Message) -> None:
         match message:
             case PingMessage():
-                self.send(HeartbeatMessage(self.accepted, *self.at))
+                self.send(HeartbeatMessage(self.accepted, *self._at))
                 return
             case ExitMessage():
                 if self.recorder is not None:

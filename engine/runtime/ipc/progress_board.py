@@ -8,10 +8,31 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _LINE = struct.Struct("<qq16s")
-_LINE_BYTES = 64
+_PLACE = struct.Struct("<iii?bqq")
+_PLACE_AT = 64  # in a line
+_CHECK = struct.Struct("<I")
+_LINE_BYTES = 128
+_MOST_TRIES = 3
+
+
+class BoardPlace(NamedTuple):
+    """The position of a worker: the actions begun in `step`, whether it is `inside` the last, and since when.
+
+    `slowest_ns` is its slowest action in this step and the one before; `loading` tells the thread that loads data.
+    """
+
+    epoch: int
+    step: int
+    number: int
+    inside: bool
+    since_ns: int
+    slowest_ns: int
+    loading: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +66,22 @@ class ProgressBoard:
         """Returns one line; a reader may see half of an update, which only a picture is made of."""
         step, num_computed, action = _LINE.unpack_from(self._memory, line * _LINE_BYTES)
         return Progress(step, num_computed, action.rstrip(b"\0").decode(errors="replace"))
+
+    def place(self, line: int, place: BoardPlace) -> None:
+        """Overwrites the position in a line."""
+        data = _PLACE.pack(*place[:4], place.loading, place.since_ns, place.slowest_ns)
+        begin = line * _LINE_BYTES + _PLACE_AT
+        self._memory[begin : begin + _PLACE.size + _CHECK.size] = data + _CHECK.pack(zlib.crc32(data))
+
+    def place_of(self, line: int) -> BoardPlace | None:
+        """Returns the position in a line; None if there is none, or only halves of two."""
+        begin = line * _LINE_BYTES + _PLACE_AT
+        for _ in range(_MOST_TRIES):
+            data, check = self._memory[begin : begin + _PLACE.size], begin + _PLACE.size
+            if zlib.crc32(data) == _CHECK.unpack_from(self._memory, check)[0]:
+                epoch, step, number, inside, loading, since_ns, slowest_ns = _PLACE.unpack(data)
+                return BoardPlace(epoch, step, number, inside, since_ns, slowest_ns, loading)
+        return None
 
     def close(self) -> None:
         """Unmaps the memory and closes the descriptor."""

@@ -1,11 +1,15 @@
-"""The kernel's state of a process, as a letter such as R (running), S (sleeping) or T (stopped)."""
+"""The kernel's accounts of a process: its times, and its state as a letter such as R (running) or T (stopped)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.runtime.process.fork_client import Child
 from engine.runtime.process.subprocesses import is_readable
+
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def process_state(child: Child) -> str | None:
@@ -15,6 +19,26 @@ def process_state(child: Child) -> str | None:
     return None if letter is None or is_readable(child.pidfd) else letter
 
 
+class ProcessTimes(NamedTuple):
+    """The state of the main thread; its nanoseconds on a core and waiting for one; those of all threads on a core."""
+
+    state: str
+    thread_ns: int
+    process_ns: int
+
+
+def process_times(child: Child) -> ProcessTimes | None:
+    """Returns the times of a child, or None if it has ended or the kernel keeps no account of waiting."""
+    try:
+        fields = _fields(child.pid)
+        ran_ns, waited_ns, _ = Path(f"/proc/{child.pid}/task/{child.pid}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    times = ProcessTimes(fields[0], int(ran_ns) + int(waited_ns), ticks * _TICK_NS)
+    return None if is_readable(child.pidfd) else times
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process of this number runs; one that has ended and that its parent has not waited for does not."""
     return _letter(pid) not in (None, "Z", "X")
@@ -22,7 +46,11 @@ def is_alive(pid: int) -> bool:
 
 def _letter(pid: int) -> str | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return _fields(pid)[0]
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[0]
+
+
+def _fields(pid: int) -> list[str]:
+    """Returns the fields of `/proc/PID/stat` behind the name, which may have spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

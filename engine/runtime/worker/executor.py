@@ -51,7 +51,7 @@ class Executor:
         """Sets the plane and the program of the next runs; callable between any two runs."""
         self._plane = plane
         self._worker_program = program
-        self._loader.forget_prepared()
+        self._loader.enter([action for action, _ in program.actions if self._takes_data(action)])
         self.end.enter(plane, program.ownership, program.routes)
         self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
         if self.context.shards is not None:
@@ -192,7 +192,7 @@ class Executor:
         targets = None
         if stage > 0:
             inputs = self.value_store.consume(needed(action, Kind.ACTIVATION))
-        if stage == 0 or replica.is_last:
+        if self._takes_data(action):
             batch = self._loader.load(step, action)
             inputs = batch.inputs if stage == 0 else inputs
             targets = batch.targets if replica.is_last else None
@@ -231,8 +231,11 @@ class Executor:
         """Prepares the random keys and the batch of a later forward, in time that would pass in a wait."""
         replica = self.context.replicas.stages[forward.pipeline, forward.stage]
         replica.prepare(self.step, forward.microbatch)
-        if forward.stage == 0 or replica.is_last:
+        if self._takes_data(forward):
             self._loader.prepare(self.step, forward)
+
+    def _takes_data(self, action: Action) -> bool:
+        return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.stages - 1)
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]

@@ -1,5 +1,7 @@
 """The microbatches that a worker loads in training, and their marks in a step with an audit.
 
+A slow source that draws from no stream of the process loads the microbatch of the next forward ahead, in a thread.
+
 Rules: a mark is taken from the whole microbatch as soon as it is loaded. The part that was used must have the same bits
 after its backward, because a layer keeps its inputs until then.
 """
@@ -7,6 +9,9 @@ after its backward, because a layer keeps its inputs until then.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -19,6 +24,7 @@ from engine.core.errors import UserError
 from engine.core.ownership import Slot
 from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
+from engine.runtime.worker.watched_data import WatchedData
 
 _Key = tuple[int, int, int]  # pipeline, stage, microbatch
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
@@ -31,12 +37,43 @@ class MicrobatchLoader:
     def __init__(self, job: Job, data: Data):
         self._job, self._data = job, data
         self._prepared: dict[Action, Batch] = {}
+        self._ahead: dict[tuple[int, Action], Future[Batch]] = {}  # by step and forward
+        self._thread: ThreadPoolExecutor | None = None
+        self._forwards: Sequence[Action] = ()  # with data, of one step
         self._marks: dict[Slot, dict[int, str]] = {}  # of the open step
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
 
     def load(self, step: int, action: Action) -> Batch:
         """Returns the microbatch of a forward; raises UserError if it was loaded with other bits before."""
-        return self._prepared.pop(action, None) or self._loaded(step, action)
+        batch = self._prepared.pop(action, None) or self._loaded(step, action)
+        self._load_ahead(step, action)
+        return batch
+
+    def enter(self, forwards: Sequence[Action]) -> None:
+        """Takes the forwards with data of the next program, in their order."""
+        self.forget_prepared()
+        self._forwards, self._ahead = forwards, {}
+
+    def _load_ahead(self, step: int, action: Action) -> None:
+        """Begins to load the microbatch of the forward after an action, which may be the first of the next step."""
+        data = self._data
+        if not isinstance(data, WatchedData) or not data.may_load_ahead or action not in self._forwards:
+            return
+        after = self._forwards.index(action) + 1
+        step, after = (step, after) if after < len(self._forwards) else (step + 1, 0)
+        following = self._forwards[after]
+        if step == self._job.steps or (step, following) in self._ahead or following in self._prepared:
+            return
+        if self._thread is None:  # a thread of its own has its own number of compute threads
+            self._thread = ThreadPoolExecutor(1, "loading", partial(torch.set_num_threads, self._job.threads))
+        at = (step, following.pipeline, following.microbatch, self._job.microbatch_size)
+        self._ahead[step, following] = self._thread.submit(data.microbatch_ahead, *at)
+
+    def _of_source(self, step: int, action: Action) -> Batch:
+        ahead, data = self._ahead.pop((step, action), None), self._data
+        if ahead is not None and isinstance(data, WatchedData):
+            return data.await_ahead(ahead.result)
+        return data.microbatch(step, action.pipeline, action.microbatch, self._job.microbatch_size)
 
     def prepare(self, step: int, action: Action) -> None:
         """Loads the microbatch of a later forward."""
@@ -64,7 +101,7 @@ class MicrobatchLoader:
 
     def _loaded(self, step: int, action: Action) -> Batch:
         pipeline, stage, microbatch = action.pipeline, action.stage, action.microbatch
-        batch = self._data.microbatch(step, pipeline, microbatch, self._job.microbatch_size)
+        batch = self._of_source(step, action)
         if is_due(self._job.audit, step, step == self._job.steps - 1) and microbatch < _MOST_MARKED:
             inputs, targets = _mark(batch.inputs), _mark(batch.targets)
             mark = inputs + targets

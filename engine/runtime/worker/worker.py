@@ -35,6 +35,7 @@ from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.ipc.step_writer import StepWriter
+from engine.runtime.ipc.whereabouts import Whereabouts
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
@@ -51,6 +52,7 @@ from engine.runtime.transport.transport import Transport, TransportBackend, Wait
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.training import Excluded, Training
+from engine.runtime.worker.watched_data import WatchedData
 from engine.runtime.worker.worker_context import WorkerContext
 
 _MOST_PROBLEMS = 100  # in one message
@@ -166,9 +168,11 @@ def join(
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
     torch.set_num_threads(job.threads)
     board = ProgressBoard(board_fd, welcome.num_lines)
+    whereabouts = Whereabouts(board, worker)
+    control.on_move = whereabouts.move
     with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
         displace(random_key(job.seed, "data") % 2**32)
-        data = data_of(job)
+        data = WatchedData(data_of(job), whereabouts)
     model = build_model(job, data.facts)
     events_fd, steps_fd = record_fds
     control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))

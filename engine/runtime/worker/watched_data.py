@@ -1,0 +1,73 @@
+"""A data source whose calls are watched: loading data is a state of its own, and a slow source can load ahead.
+
+Rule: only a source that draws from no stream of the process may load ahead. It would disturb the draws of the layers,
+and they its own. Its first calls, among them those of the trial before training, tell whether it draws.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.models.data import Data, DataFacts
+from engine.models.layers import Batch
+from engine.runtime.ipc.whereabouts import Whereabouts
+from engine.runtime.stage.random_streams import positions
+
+_CHECKED_CALLS = 20
+_LEAST_CALLS = 2
+_SLOW_S = 0.005  # a hand-over to another thread takes longer than a quicker call
+
+
+class WatchedData:
+    """The calls of `data`, which `whereabouts` tells."""
+
+    def __init__(self, data: Data, whereabouts: Whereabouts):
+        self._data, self._whereabouts = data, whereabouts
+        self._num_calls = 0
+        self._draws = self._is_slow = False
+
+    @property
+    def facts(self) -> DataFacts:
+        """The facts that a model needs."""
+        return self._data.facts
+
+    @property
+    def may_load_ahead(self) -> bool:
+        """Whether the last call was slow, and no call has drawn from a stream of the process."""
+        return self._is_slow and not self._draws and self._num_calls >= _LEAST_CALLS
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples, loaded in the main thread."""
+        return self._watched(lambda: self._data.microbatch(step, pipeline, microbatch, size))
+
+    def microbatch_ahead(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples, loaded in another thread."""
+        with self._whereabouts.loading(ahead=True):
+            return self._timed(lambda: self._data.microbatch(step, pipeline, microbatch, size))
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns `size` samples that training never sees."""
+        return self._watched(lambda: self._data.validation(index, size))
+
+    def await_ahead(self, wait: Callable[[], Batch]) -> Batch:
+        """Returns the outcome of a wait of the main thread for another one that loads."""
+        with self._whereabouts.loading():
+            return wait()
+
+    def _watched(self, load: Callable[[], Batch]) -> Batch:
+        with self._whereabouts.loading():
+            if self._draws or self._num_calls >= _CHECKED_CALLS:
+                return self._timed(load)
+            before = positions()
+            batch = self._timed(load)
+            after = positions()
+            self._draws = any(after[stream] != at for stream, at in before.items())
+            self._num_calls += 1
+            return batch
+
+    def _timed(self, load: Callable[[], Batch]) -> Batch:
+        start_s = time.monotonic()
+        batch = load()
+        self._is_slow = time.monotonic() - start_s >= _SLOW_S
+        return batch

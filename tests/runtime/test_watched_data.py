@@ -1,0 +1,106 @@
+"""A watched source: when it may load ahead, and what it tells meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+import torch
+
+from engine.core.action import Action, Op
+from engine.core.config.job import Job
+from engine.core.membership.evidence import Loading
+from engine.models.data import DataFacts
+from engine.models.layers import Batch
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.whereabouts import Whereabouts
+from engine.runtime.worker.microbatch_loader import MicrobatchLoader
+from engine.runtime.worker.watched_data import WatchedData
+
+SLOW_S = 0.01
+
+
+@pytest.fixture
+def board() -> Iterator[ProgressBoard]:
+    made = ProgressBoard.create(1)
+    yield made
+    made.close()
+
+
+class Source:
+    """A source that takes `seconds`, and calls `draw` each time."""
+
+    facts = DataFacts(task="regress", features=1, outputs=1)
+
+    def __init__(self, board: ProgressBoard, seconds: float = SLOW_S, draw: Callable[[], object] = lambda: None):
+        self.board, self.seconds, self.draw = board, seconds, draw
+        self.calls: list[tuple[int, int, str, int]] = []
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        place = self.board.place_of(0)
+        self.calls.append((step, microbatch, threading.current_thread().name, place.loading if place else 0))
+        self.draw()
+        time.sleep(self.seconds)
+        value = torch.full((size, 1), 100.0 * step + microbatch)
+        return Batch((value,), (value,))
+
+    def validation(self, index: int, size: int) -> Batch:
+        return self.microbatch(-1, 0, index, size)
+
+
+def two_steps(source: Source) -> list[float]:
+    """Returns the values that a worker loads in two steps of three microbatches, two of them already known to it."""
+    data = WatchedData(source, Whereabouts(source.board, 0))
+    loader = MicrobatchLoader(Job(stages=1, steps=2, microbatch_size=1, audit=0), data)
+    forwards = [Action(0, Op.F, microbatch) for microbatch in range(3)]
+    loader.enter(forwards)
+    data.microbatch(0, 0, 0, 1)
+    data.validation(0, 1)
+    values = []
+    for step in range(2):
+        for action in forwards:
+            values.append(loader.load(step, action).inputs[0].item())
+        loader.forget_step()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("seconds", "draw", "is_ahead"),
+    [
+        (SLOW_S, lambda: None, True),
+        (0.0, lambda: None, False),
+        (SLOW_S, random.random, False),
+        (SLOW_S, numpy.random.rand, False),
+        (SLOW_S, lambda: torch.rand(1), False),
+        (SLOW_S, lambda: torch.rand(1, generator=torch.Generator().manual_seed(1)), True),
+    ],
+    ids=["slow", "quick", "python", "numpy", "torch", "own generator"],
+)
+def test_a_slow_source_that_draws_nothing_loads_ahead(
+    board: ProgressBoard, seconds: float, draw: Callable[[], object], is_ahead: bool
+) -> None:
+    source = Source(board, seconds, draw)
+    assert two_steps(source) == [0.0, 1.0, 2.0, 100.0, 101.0, 102.0]
+    threads = [thread.partition("_")[0] for _, _, thread, _ in source.calls[3:]]
+    assert threads == ["loading" if is_ahead else "MainThread"] * 5
+    assert [(step, microbatch) for step, microbatch, _, _ in source.calls[2:]] == [
+        (step, microbatch) for step in range(2) for microbatch in range(3)
+    ], "nothing is loaded twice, and nothing behind the last step"
+    assert {loading for *_, loading in source.calls} <= {Loading.MAIN, Loading.AHEAD}
+
+
+def test_an_error_of_a_load_ahead_is_raised_where_the_data_is_needed(board: ProgressBoard) -> None:
+    source = Source(board)
+
+    def fail() -> None:
+        if source.calls[-1][:2] == (1, 1):
+            raise ValueError("no such file")
+
+    source.draw = fail
+    with pytest.raises(ValueError, match="no such file"):
+        two_steps(source)
+    assert source.calls[-1][:2] == (1, 1)
