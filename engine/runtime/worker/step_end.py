@@ -6,6 +6,7 @@ after a failure drops the earlier entries of its slots, because some replicas ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -47,11 +48,14 @@ class StepEnd:
         self._routes = routes
         self._reduced = {}
         self._tied = {}
+        self._elsewhere = sorted(self._tied_elsewhere(), key=_by_stage)
+        self._num_posted = 0
         self.bytes_healed = 0
 
     def clear(self) -> None:
         """Drops the reduced gradients and log entries of the open step."""
         self.logged, self._reduced, self._tied = {}, {}, {}
+        self._num_posted = 0
 
     def _targets(self, kind: Kind, slot: Slot) -> tuple[int, ...]:
         return self._routes.targets.get(Value(kind, *slot), ())
@@ -80,6 +84,7 @@ class StepEnd:
 
     def reduce(self, action: Action, step: int) -> None:
         """Reduces a stage over the pipelines, for all slots of it owned here; sends the gradients of tied uses."""
+        self._post_tied(below=action.stage)
         group = ReduceGroup(self._plane.in_order, self._ownership, self.worker, action.stage)
         owned = {each: self.replicas.stages[each, action.stage] for each in group.pipelines(self.worker)}
         losses = {pipeline: losses_of(replica) for pipeline, replica in owned.items()}
@@ -117,12 +122,33 @@ class StepEnd:
                             gradient = self._reduced[slot].gradients[use.layer][use.name]
                             self._plane.in_order.send(target, self._tie_key(pipeline, use), (gradient,))
 
+    def _tied_elsewhere(self) -> Iterator[tuple[int, Use]]:
+        """Yields the uses, with their pipelines, whose gradients come from other workers in the program."""
+        for pipeline in range(self._ownership.grid.pipelines):
+            for uses in self._uses:
+                if any(self._owns((pipeline, use.stage)) for use in uses):
+                    for use in uses:
+                        if Value(Kind.REDUCED, pipeline, use.stage) in self._routes.sources:
+                            yield pipeline, use
+
+    def _post_tied(self, below: int) -> None:
+        """Posts the receives of tied uses in stages below: a worker sends them when it has reduced their stage."""
+        for pipeline, use in self._elsewhere[self._num_posted :]:
+            if use.stage >= below:
+                break
+            self._num_posted += 1
+            mine = next(each for each in self._uses[use.tie] if self._owns((pipeline, each.stage)))
+            like = self.replicas.stages[pipeline, mine.stage].weights[mine.layer][mine.name]
+            source = self._source(Kind.REDUCED, (pipeline, use.stage))
+            self._plane.in_order.post(source, self._tie_key(pipeline, use), (TensorSpec.of(like).as_gradient(),))
+
     def _tie_key(self, pipeline: int, use: Use) -> ProgramKey:
         index = sum(len(uses) for uses in self._uses[: use.tie]) + use.order
         return self._key(ProgramPurpose.TIE, (pipeline, use.stage), index)
 
     def log(self, action: Action, step: int) -> None:
         """Runs a LOG: the owner completes the entry of a slot and sends it to the shadows; a shadow receives it."""
+        self._post_tied(below=self._ownership.grid.stages)
         slot = (action.pipeline, action.stage)
         key = self._key(ProgramPurpose.LOG, slot)
         if not self._owns(slot):
@@ -140,20 +166,18 @@ class StepEnd:
         for uses in self._uses:
             mine = [use for use in uses if use.stage == stage]
             if mine:
-                total = sum_in_layer_order([self._gradient_of(pipeline, use, mine[0]) for use in uses])
+                total = sum_in_layer_order([self._gradient_of(pipeline, use) for use in uses])
                 for use in mine:
                     gradients[use.layer][use.name] = total
         return replace(entry, gradients=gradients)
 
-    def _gradient_of(self, pipeline: int, use: Use, mine: Use) -> Tensor:
+    def _gradient_of(self, pipeline: int, use: Use) -> Tensor:
         """Returns the reduced gradient of one use of a tied parameter; receives it if another worker owns the use."""
         slot = (pipeline, use.stage)
         if self._owns(slot):
             return self._reduced[slot].gradients[use.layer][use.name]
         if (pipeline, use) not in self._tied:
             source, key = self._source(Kind.REDUCED, slot), self._tie_key(pipeline, use)
-            like = self._reduced[pipeline, mine.stage].gradients[mine.layer][mine.name]
-            self._plane.in_order.post(source, key, (TensorSpec.of(like),))
             (self._tied[pipeline, use],) = self._plane.in_order.take(source, key)
         return self._tied[pipeline, use]
 
@@ -176,3 +200,9 @@ class StepEnd:
         slot, job = (action.pipeline, action.stage), self.context.job
         rate = learning_rate(job.lr_schedule, job.lr, step, job.steps, job.warmup_steps)
         take_step(self.replicas.stages[slot], self.logged[slot], rate, self.clip_factor)
+
+
+def _by_stage(awaited: tuple[int, Use]) -> tuple[int, int, int, int]:
+    """Returns the place of a use, with its pipeline, in the order in which the owner of its stage sends."""
+    pipeline, use = awaited
+    return use.stage, pipeline, use.tie, use.order
