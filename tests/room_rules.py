@@ -60,12 +60,12 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.recovery", "engine.core.faults", "engine.core.checks", "engine.models", "engine.runtime.faults"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
-    | {"engine.core.config", "engine.core.recovery", "engine.core.membership", "engine.core.store"}
+    | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}
     | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS
-    | {"engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
+    | {"engine.core.coordinator", "engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
     | {"engine.models", "engine.models.networks", "engine.runtime.store", "engine.runtime.worker"}
     | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"},
     "engine.bench.figures": _PLANS | {"engine.core.history"},

@@ -18,6 +18,7 @@ from typing import Any
 from engine.bench.figures.bench_messages import Round
 from engine.bench.figures.rows import BenchRow, Cases, limit_row
 from engine.core.config.job import Job
+from engine.core.coordinator.state import first_state
 from engine.core.errors import WorkerFailedError
 from engine.core.history.process_records import ExitRecord, KnownRecord
 from engine.core.history.record import AGENT, Record
@@ -27,9 +28,8 @@ from engine.core.history.step_files import FOLDER
 from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
-from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.session import first_state, join_store
+from engine.runtime.agent.session import join_store
 from engine.runtime.agent.worker_handles import close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
@@ -96,7 +96,7 @@ def _etcd_start_s(folder: Path) -> float:
         events_fd = open_events(own / "events.jsonl")
         stack.callback(os.close, events_fd)
         since_ns = now_ns()
-        state = first_state(job, one_slot_each(Grid(job.stages, job.microbatches)))
+        state = first_state(job, one_slot_each(Grid(job.stages, job.microbatches)), now_ns())
         join_store(stack, None, "bench", own, state, Recorder(events_fd, AGENT))
         return (now_ns() - since_ns) / 1e9
 
@@ -145,7 +145,7 @@ def _round(
         members = start_workers(server, ownership, (events_fd, steps_fd), board, folder, role="bench-relay")
         stack.callback(close_workers, list(members.values()))
         recorder = Recorder(events_fd, AGENT)
-        node = Node(kv, first_state(job, ownership), now_ns())
+        node = Node(kv, first_state(job, ownership, now_ns()), now_ns())
         stack.callback(node.leave)
         node.enrol(members.values())
         agent = Agent(job, members, recorder, node, lambda agent: None)
@@ -153,7 +153,7 @@ def _round(
         for member in members.values():
             victim = number % num_workers
             member.link.send(Round(member.worker, ownership.workers(), victim))
-        supervise(agent, dispatch, server, interrupts)
+        supervise(agent, server, interrupts)
     return agent
 
 

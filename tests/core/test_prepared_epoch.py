@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.coordinator.preparation import PreparedEpoch, held_at_boundary, prepare_epoch
 from engine.core.membership.effects import OrderHandOver, PublishPlanInput
 from engine.core.membership.events import Notice, StepCommitted
-from engine.core.membership.prepared_epoch import PreparedEpoch, held_at_boundary, prepare_epoch
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
 from engine.core.membership.verdicts import leavers

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from engine.core.action import Op
-from engine.core.membership.prepared_epoch import held_at_boundary
+from engine.core.coordinator.preparation import held_at_boundary
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.step_end_pass import with_end_of_step

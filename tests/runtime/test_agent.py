@@ -1,18 +1,29 @@
-"""The agent, with real workers: what it makes of deaths at the worst moments."""
+"""The agent: deaths of real workers at the worst moments, and the times of the records that it writes."""
 
 from __future__ import annotations
 
+import json
 import select
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.core.config.job import Job
+from engine.core.coordinator.inputs import CoordinatorInput
+from engine.core.coordinator.machine import step
+from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.errors import ExitCode, WorkerFailedError
+from engine.core.message_codec import decode
+from engine.core.messages import CommitMessage, CutMessage
+from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.session import run_session
+from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.process.fork_client import Child, ForkServer
+from tests.core.coordinator_cases import training, votes
 
 
 def test_a_worker_that_dies_while_others_are_forked_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,3 +45,44 @@ def test_a_worker_that_dies_while_others_are_forked_is_named(monkeypatch: pytest
     assert str(ending.error) == f"training did not recover: worker 1 was ended by SIGKILL; {who}"
     assert (ending.outcome, ending.exit_code) == ("failed", ExitCode.NOT_RECOVERED)
     assert [each.state for each in ending.view.workers] == ["starting", "dead", "starting"]
+
+
+class NodeDouble:
+    """A coordinator without a store, before the first commit."""
+
+    def __init__(self) -> None:
+        self.coordination = training()
+
+    @property
+    def state(self) -> Any:
+        """The state of the membership protocol."""
+        return self.coordination.membership
+
+    def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
+        """Returns the outputs of the machine."""
+        self.coordination, found = step(self.coordination, given)
+        return found
+
+
+def test_no_worker_hears_of_a_commit_before_the_time_in_its_record(tmp_path: Path) -> None:
+    """An action after the commit, such as a heal, would else lie before it."""
+    heard_ns: list[int] = []
+
+    def hear(data: bytes) -> None:
+        assert isinstance(decode(data), CommitMessage)
+        heard_ns.append(now_ns())
+
+    link = SimpleNamespace(send_packet=hear)
+    members: dict[int, Any] = {
+        worker: SimpleNamespace(worker=worker, slots=(), exit_code=None, link=link) for worker in range(3)
+    }
+    node: Any = NodeDouble()
+    recorder = Recorder(open_events(tmp_path / "events.jsonl"), -1)
+    agent = Agent(node.coordination.job, members, recorder, node, lambda agent: None)
+    agent.run_state.cut(CutMessage((0, 1, 2), ("fc1", "fc2", "fc3")))
+    for vote in votes(node.coordination):
+        agent.decide(vote)
+    (commit,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (commit["event"], len(heard_ns)) == ("commit", 3)
+    assert commit["at_ns"] <= min(heard_ns)
+    assert agent.run_state.losses == [0.5]

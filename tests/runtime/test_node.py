@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from engine.core.config.job import Job
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard
+from engine.core.coordinator.state import CoordinatorState
+from engine.core.coordinator.state import begin as begin_coordinator
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.membership.events import Event, ExitSeen, Heartbeat, Joined
-from engine.core.membership.state import Options, State, begin
+from engine.core.membership.state import Options, begin
+from engine.core.messages import HeartbeatMessage, ReadyMessage
 from engine.core.store.kv import KV, Lease
 from engine.runtime.agent import node as node_module
 from engine.runtime.agent.node import LEASE_TTL_S, Node
@@ -25,12 +29,12 @@ S = 1_000_000_000
 NO_LINK: Any = None  # nobody is spoken to
 
 
-def first_state(num_stages: int) -> State:
+def first_state(num_stages: int) -> CoordinatorState:
     """Returns the state of one stage on each worker; whoever owns the stage before is the shadow."""
     owners = tuple(range(num_stages))
-    return begin(
-        Options(stages=num_stages, redundant=True), owners, tuple(((each - 1) % num_stages,) for each in owners), 9, 0
-    )
+    shadows = tuple(((each - 1) % num_stages,) for each in owners)
+    first = begin(Options(stages=num_stages, redundant=True), owners, shadows, 9, 0)
+    return begin_coordinator(Job(model="mlp", stages=num_stages), first, 0)
 
 
 def start(client: KV, num_stages: int = 3) -> Node:
@@ -43,9 +47,9 @@ def start(client: KV, num_stages: int = 3) -> Node:
     return node
 
 
-def tell(node: Node, events: Iterable[Event]) -> None:
-    for event in events:
-        node.handle(event)
+def tell(node: Node, inputs: Iterable[CoordinatorInput]) -> None:
+    for each in inputs:
+        node.handle(each)
 
 
 def members_of(client: KV) -> dict[str, Any]:
@@ -71,8 +75,8 @@ def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backe
         f"members/{worker}": {"pid": 1000 + worker, "node": host, "now": [[0, worker]], "before": []}
         for worker in range(3)
     }
-    tell(node, (Joined(1, worker, host) for worker in range(3)))
-    tell(node, [ExitSeen(2, 1, -9)])
+    tell(node, (Heard(1, worker, ReadyMessage(), host) for worker in range(3)))
+    tell(node, [Ended(2, 1, -9)])
     node.strike_off(1)
     assert members_of(reader).keys() == {"members/0", "members/2"}
     node.report(2 * S)
@@ -92,8 +96,8 @@ def test_striking_one_off_leaves_those_whose_number_begins_alike(backend: Backen
 def test_heartbeats_are_written_at_most_once_a_second(backend: Backend) -> None:
     client, reader = backend.client(), backend.client()
     node = start(client)
-    tell(node, (Joined(S, worker, "host") for worker in range(3)))
-    tell(node, [Heartbeat(S * 3 // 2, 2, 1, 0, 4, True)])
+    tell(node, (Heard(S, worker, ReadyMessage(), "host") for worker in range(3)))
+    tell(node, [Heard(S * 3 // 2, 2, HeartbeatMessage(1, 0, 4, True))])
     node.report(2 * S)
     found = reader.get("heartbeats")
     assert found is not None and json.loads(found.value) == {"at_ns": 2 * S, "ages": {"0": 1.0, "1": 1.0, "2": 0.5}}
@@ -121,7 +125,7 @@ def test_whoever_has_lost_its_lease_is_out_and_touches_nothing(backend: Backend,
     acts = {
         "renew": lambda: node.renew(4 * S),
         "report": lambda: node.report(4 * S),
-        "handle": lambda: node.handle(Joined(1, 0, "host")),
+        "handle": lambda: node.handle(Heard(1, 0, ReadyMessage(), "host")),
     }
     with pytest.raises(CoordinatorUnavailableError, match=r"has expired.*run less beside it, and start again"):
         acts[act]()
@@ -139,7 +143,7 @@ def test_leaving_takes_every_key_along_and_its_leases(backend: Backend) -> None:
     client, other = backend.client(), backend.client(backend.root[:-1] + "-2/")
     other.put("state", b"of another run")
     node = start(client)
-    tell(node, (Joined(S, worker, "host") for worker in range(3)))
+    tell(node, (Heard(S, worker, ReadyMessage(), "host") for worker in range(3)))
     node.report(2 * S)
     lease = node._lease
     node.leave()

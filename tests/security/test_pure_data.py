@@ -18,8 +18,8 @@ from engine.core.checks.purity import DATA, PurityBook
 from engine.core.checks.trajectory import first_difference
 from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.history.run_records import CommitRecord
 from engine.core.messages import AuditMessage, CutMessage, VoteMessage
-from engine.core.ownership import Grid, one_slot_each
 from engine.models.data import Data
 from engine.models.layers import Batch
 from engine.models.model_loader import open_data
@@ -187,7 +187,6 @@ def test_a_mark_tells_bits_and_shapes_of_each_type(dtype: torch.dtype) -> None:
 def run_state(**values: Any) -> RunState:
     state = RunState(Job(data="mine:rows", **{"stages": 2, "microbatches": 2, **values}))
     state.cut(CutMessage((0, 1), ("first", "last")))
-    state.open(0, one_slot_each(Grid(2, 2, 1)))
     return state
 
 
@@ -203,10 +202,8 @@ def vote_of(step: int, stage: int, loaded: LoadedMarks, epoch: int = 0) -> VoteM
 def votes(state: RunState, step: int, first: LoadedMarks, last: LoadedMarks) -> None:
     """Commits a step after the votes of both stages, which have loaded `first` and `last`."""
     state.vote(0, vote_of(step, 0, first))
-    commit = state.vote(1, vote_of(step, 1, last))
-    assert commit is not None
-    state.settle(commit)
-    state.open(0, one_slot_each(Grid(2, 2, 1)))
+    state.vote(1, vote_of(step, 1, last))
+    assert state.books(CommitRecord(step=step, loss=0.5, grad_norm=1.0, clip_factor=1.0, last=False))
     for layer in range(2):
         state.audit(layer, AuditMessage(step, 0, ((layer, str((step, last)), "", (), ()),)))
 
@@ -227,8 +224,6 @@ def test_the_marks_of_a_dead_worker_count_until_the_commit() -> None:
     """Before, an heir could train on other data than the worker before it."""
     state = run_state()
     state.vote(0, vote_of(0, 0, FIRST))
-    state.freeze()
-    state.open(1, one_slot_each(Grid(2, 2, 1)))
     with pytest.raises(UserError, match="between worker 0 and worker 5"):
         state.vote(5, vote_of(0, 0, OTHER, epoch=1))
 

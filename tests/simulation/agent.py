@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from engine.core.coordinator.preparation import PreparedEpoch, prepare_epoch
 from engine.core.membership import effects, events
-from engine.core.membership.prepared_epoch import PreparedEpoch, prepare_epoch
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.messages import PlanMessage, VoteMessage

@@ -125,3 +125,8 @@ class Job:
 
 def _masked(args: Args) -> Args:
     return {name: MASK if is_secret(name, value) else value for name, value in args.items()}
+
+
+def is_due(every: int, step: int, is_last: bool) -> bool:
+    """Returns whether periodic work follows `step`: after each `every` steps and after the last; never if 0."""
+    return every > 0 and ((step + 1) % every == 0 or is_last)

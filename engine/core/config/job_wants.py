@@ -1,4 +1,4 @@
-"""The ownership that a job asks for, and the steps after which periodic work is due."""
+"""The ownership that a job asks for."""
 
 from __future__ import annotations
 
@@ -38,8 +38,3 @@ def holders(job: Job) -> list[frozenset[int]]:
         frozenset(worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage))
         for stage in range(job.stages)
     ]
-
-
-def is_due(every: int, step: int, is_last: bool) -> bool:
-    """Returns whether periodic work follows `step`: after each `every` steps and after the last; never if 0."""
-    return every > 0 and ((step + 1) % every == 0 or is_last)

@@ -33,8 +33,8 @@ from engine.core.membership.events import (
     StepCommitted,
     Suspicion,
 )
-from engine.core.message_codec import LastWords, Message
-from engine.core.process_messages import UnprovenMessage
+from engine.core.message_codec import Message
+from engine.core.process_messages import KeyMessage, UnprovenMessage
 
 MessageRule = Callable[[CoordinatorState, Heard, Any], Decided]
 
@@ -44,8 +44,8 @@ def _on_cut(state: CoordinatorState, heard: Heard, cut: messages.CutMessage) -> 
     return state, (Write(record), tell_all(state, messages.PartitionMessage(cut.starts)))
 
 
-def _on_border(state: CoordinatorState, heard: Heard, border: messages.BorderMessage) -> Decided:
-    return state, (tell_all(state, border),)
+def _relay(state: CoordinatorState, heard: Heard, message: messages.BorderMessage | KeyMessage) -> Decided:
+    return state, (tell_all(state, message),)
 
 
 def _on_ready(state: CoordinatorState, heard: Heard, ready: messages.ReadyMessage) -> Decided:
@@ -106,7 +106,11 @@ def _on_raised(state: CoordinatorState, heard: Heard, raised: messages.RaisedMes
     return _after(record, _on_failed(state, heard, raised))
 
 
-def _on_failed(state: CoordinatorState, heard: Heard, last: LastWords) -> Decided:
+def _on_failed(
+    state: CoordinatorState,
+    heard: Heard,
+    last: messages.RefusedMessage | messages.FailedMessage | messages.RaisedMessage,
+) -> Decided:
     has_commit = state.membership.committed >= 0
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
 
@@ -132,7 +136,7 @@ def _after(record: Any, result: Decided) -> Decided:
 
 RULES: dict[type[Message], MessageRule] = {
     messages.CutMessage: _on_cut,
-    messages.BorderMessage: _on_border,
+    messages.BorderMessage: _relay,
     messages.ReadyMessage: _on_ready,
     messages.HeartbeatMessage: _on_heartbeat,
     messages.VoteMessage: _on_vote,
@@ -145,5 +149,6 @@ RULES: dict[type[Message], MessageRule] = {
     messages.InventoryMessage: _on_inventory,
     messages.PlannedMessage: _on_planned,
     messages.PreparedMessage: _on_prepared,
+    KeyMessage: _relay,
     UnprovenMessage: _on_unproven,
 }

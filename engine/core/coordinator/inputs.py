@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.core.membership.events import Restarted, TakenOver
+from engine.core.membership.evidence import Sight
 from engine.core.message_codec import Message
 
 
@@ -56,10 +57,11 @@ class NodeLost(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Time has passed; `places` are those of the workers, as far as they are known."""
+    """Time has passed; `places` and `sights` are those of the workers, as far as they are known."""
 
     now_ns: int
     places: Mapping[int, Place] = MappingProxyType({})
+    sights: Mapping[int, Sight] = MappingProxyType({})
 
 
 class Interrupted(NamedTuple):

@@ -40,7 +40,7 @@ from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord, StaysRecord
 from engine.core.membership import protocol
-from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, Restarted, TakenOver, Tick
+from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, Restarted, Sighted, TakenOver, Tick
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.texts import numbered
 
@@ -111,7 +111,9 @@ def _loses_node(state: CoordinatorState, lost: NodeLost) -> Decided:
 
 
 def _passes(state: CoordinatorState, passed: Passed) -> Decided:
-    return decide(state._replace(places={**state.places, **passed.places}), Tick(passed.now_ns))
+    known = state._replace(places={**state.places, **passed.places})
+    sighted = (Sighted(passed.now_ns, worker, sight) for worker, sight in passed.sights.items())
+    return decide(known, *sighted, Tick(passed.now_ns))
 
 
 def _is_interrupted(state: CoordinatorState, interrupted: Interrupted) -> Decided:

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from engine.core import messages
-from engine.core.config.job_wants import is_due
+from engine.core.config.job import is_due
 from engine.core.coordinator.equal_ends import put_out, repeated
 from engine.core.coordinator.outputs import (
     Arm,

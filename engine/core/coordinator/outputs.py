@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from engine.core.faults.fault import RecoveryPhase
 from engine.core.history.record import StampedRecord
-from engine.core.message_codec import LastWords, ToWorker
+from engine.core.message_codec import ToWorker
+from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
 
 
 class Tell(NamedTuple):
@@ -67,7 +68,7 @@ class Fail(NamedTuple):
     """Ends the run with the error in the last message of a worker; `has_commit`: training would be lost."""
 
     worker: int
-    last: LastWords
+    last: RefusedMessage | FailedMessage | RaisedMessage
     has_commit: bool
 
 

@@ -5,35 +5,29 @@
     <---------- PreparedMessage(digest)
     commit: with all answers, commit + epoch + start are one decision; else the usual messages of a recovery
 
-Rules: an answer counts only for the plan that the commit then needs. No worker waits for an answer: if one is missing,
-the leaving worker stays for one more step, provided that its grace is long enough, and for one step only. Another
-coordinator prepares anew.
+Rules: the protocol is pure, so its table can be applied to events that have not happened yet. The inventories follow
+from the commit: every replica has voted for it and is therefore whole at the boundary, and no worker has begun the next
+step. If another event comes first, the prepared epoch is not used. An answer counts only for the plan that the commit
+then needs. No worker waits for an answer: if one is missing, the leaving worker stays for one more step, provided that
+its grace is long enough, and for one step only. Another coordinator prepares anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-from engine.core.membership.events import Event, PlanAcknowledged, StepCommitted
-from engine.core.membership.prepared_epoch import prepare_epoch
-from engine.core.membership.state import State
+from engine.core.coordinator.state import Preparation
+from engine.core.errors import InvariantError
+from engine.core.membership.effects import PublishPlanInput
+from engine.core.membership.events import Event, InventoryReceived, PlanAcknowledged, StepCommitted
+from engine.core.membership.protocol import step
+from engine.core.membership.state import Phase, State
 from engine.core.messages import PlanMessage, PrepareMessage
 from engine.core.ownership import Ownership
+from engine.core.recovery.inventory import Inventory as Held
+from engine.core.recovery.inventory import to_json
 
 _STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
-
-
-class Preparation(NamedTuple):
-    """The epoch that the coming commit will begin, and the answers of the workers."""
-
-    begun_ns: int  # when the open step began
-    number: int = -1  # of the latest plan
-    document: PlanMessage | None = None  # the latest plan
-    digests: Mapping[int, str] = {}  # the answers, by worker
-    deadlines_ns: Mapping[int, int] = {}  # the end of the grace of each worker that has given notice
-    waited_in: int = 0  # the latest epoch in which a worker stayed for one more step
 
 
 def noticed(preparation: Preparation, worker: int, until_ns: int) -> Preparation:
@@ -77,3 +71,39 @@ def at_commit(
     if preparation.waited_in < state.epoch and has_time:
         return new._replace(waited_in=state.epoch), (replace(commit, waits=True),)
     return new, (commit,)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEpoch:
+    """A prepared epoch: the events that lead to it (the commit, the inventories), and the input of its plan."""
+
+    events: tuple[Event, ...]
+    document: PlanMessage
+
+
+def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEpoch | None:
+    """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
+    if state.phase is not Phase.RUNNING or not state.leaving:
+        return None
+    commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows)
+    new, effects = step(state, commit)
+    if new.phase is not Phase.RECONFIGURING:
+        return None
+    held = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
+    answers = tuple(
+        InventoryReceived(now_ns, each.worker, new.epoch, to_json(each), ownership.grid.places(each.whole))
+        for each in held
+    )
+    for answer in answers:
+        new, effects = step(new, answer)
+    (effect,) = effects
+    if not isinstance(effect, PublishPlanInput):
+        raise InvariantError(f"the last inventory of a prepared epoch led to {effect}")
+    return PreparedEpoch((commit, *answers), effect.document)
+
+
+def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
+    """Returns the inventory of a worker at the boundary before `step`, after a step with this ownership."""
+    slots = tuple(sorted(ownership.held_by(worker)))
+    nothing = dict.fromkeys(slots, 0)
+    return Held(worker, step, slots, nothing, nothing, (), ())

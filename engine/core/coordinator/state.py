@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.coordinator.inputs import Place
-from engine.core.coordinator.preparation import Preparation
-from engine.core.errors import InvariantError
+from engine.core.duration import parse_duration
+from engine.core.errors import InvariantError, required
 from engine.core.membership import state as membership_state
-from engine.core.membership.state import State
-from engine.core.messages import CommitMessage, EpochMessage
+from engine.core.membership.state import Options, State
+from engine.core.messages import CommitMessage, EpochMessage, PlanMessage
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Ballot, Commit
 
+_PATIENCE_S = 600
 STATE, COMMIT, FACTS = "state", "commit", "facts"  # keys in the store
 
 
@@ -29,6 +31,17 @@ class Raised(NamedTuple):
     step: int
     error: str
     words: str
+
+
+class Preparation(NamedTuple):
+    """The epoch that the coming commit will begin, and the answers of the workers."""
+
+    begun_ns: int  # when the open step began
+    number: int = -1  # of the latest plan
+    document: PlanMessage | None = None  # the latest plan
+    digests: Mapping[int, str] = {}  # the answers, by worker
+    deadlines_ns: Mapping[int, int] = {}  # the end of the grace of each worker that has given notice
+    waited_in: int = 0  # the latest epoch in which a worker stayed for one more step
 
 
 class CoordinatorState(NamedTuple):
@@ -66,6 +79,26 @@ class CoordinatorState(NamedTuple):
 def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
     """Returns the first state of a coordinator, with the first state of the membership protocol."""
     return CoordinatorState(job, membership, preparation=Preparation(now_ns))
+
+
+def first_state(job: Job, ownership: Ownership, at_ns: int) -> CoordinatorState:
+    """Returns the state of the coordinator of a job before a worker has joined."""
+    # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
+    patience_ns = _PATIENCE_S * 1_000_000_000
+    options = Options(
+        stages=job.stages,
+        redundant=job.redundancy != "none",
+        form_ns=patience_ns,
+        silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
+        hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),
+    )
+    if job.redundancy == "none" and job.pipelines == 1:
+        # A verdict on a slow worker would only end the run. A transfer that breaks while both its workers live cannot
+        # be repaired.
+        options = replace(options, hang_ns=patience_ns, first_ns=patience_ns, stall_ns=patience_ns)
+        options = replace(options, silence_ns=patience_ns // 10, max_repeats=0)
+    shadows = ownership.shadows or tuple(() for _ in ownership.owners)
+    return begin(job, membership_state.begin(options, ownership.owners, shadows, job.steps - 1, at_ns), at_ns)
 
 
 def documents(state: CoordinatorState) -> dict[str, str]:

@@ -54,7 +54,12 @@ def pending_effects(state: State) -> tuple[Effect, ...]:
 def _gathering(state: State) -> Effect:
     if len(state.inventories) < len(state.members):
         return GatherInventories(state.epoch)
-    document = PlanMessage(
+    return PublishPlanInput(state.epoch, plan_document(state), state.verdict)
+
+
+def plan_document(state: State) -> PlanMessage:
+    """Returns the input of the plan of this epoch, once all inventories have come."""
+    return PlanMessage(
         state.epoch,
         state.committed,
         state.members,
@@ -63,7 +68,6 @@ def _gathering(state: State) -> Effect:
         state.shadows,
         inventories=tuple(sorted(state.inventories.items())),
     )
-    return PublishPlanInput(state.epoch, document, state.verdict)
 
 
 def _training(state: State) -> list[Effect]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.config.job_wants import is_due
+from engine.core.config.job import is_due
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.message_codec import Message
 from engine.core.messages import (

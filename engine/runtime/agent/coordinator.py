@@ -1,12 +1,14 @@
-"""The coordinator: runs the membership protocol of one job and keeps its state in the store.
+"""The coordinator: runs the machine of `engine/core/coordinator` for one job and keeps its state in the store.
 
-Rules: the coordinator writes the new state by compare-and-swap on the old one, and then carries out the effects. If it
-finds a state that it did not write, another coordinator has replaced it, and it stops. An answer without an effect is
-not written: the next coordinator asks again. Keys under the root of the run; their number does not grow with the steps:
+Rules: the coordinator writes the new state by compare-and-swap on the old one, and then returns the outputs. If it
+finds a state that it did not write, another coordinator has replaced it, and it stops. Keys under the root of the run;
+their number does not grow with the steps:
 
     coordinator                       holder of the role; on a lease
-    state                             state of the protocol
-    epoch, commit, status             parts of the state, for readers
+    state                             state of the membership protocol
+    commit                            the last commit: step, loss, norm of the gradients, clip factor
+    facts                             the other facts that the next coordinator needs
+    epoch, status                     parts of the state, for readers
     reconfigured                      the last epoch that began at a step boundary, and its reason
     verdicts                          the latest epochs and their reasons
     plan                              input of the latest plan
@@ -17,13 +19,15 @@ not written: the next coordinator asks again. Keys under the root of the run; th
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 
+from engine.core.coordinator.inputs import CoordinatorInput
+from engine.core.coordinator.machine import is_to_be_kept, step
+from engine.core.coordinator.outputs import CoordinatorOutput
+from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.membership.effects import Effect, PublishPlanInput
-from engine.core.membership.events import Answer, Event
-from engine.core.membership.protocol import step
-from engine.core.membership.state import Phase, State, resume, to_json
+from engine.core.membership.pending_effects import plan_document
 from engine.core.store.kv import KV, Change, KeyValue, Put, Txn, absent, equal
 from engine.runtime.store.election import Election
 
@@ -31,7 +35,7 @@ from engine.runtime.store.election import Election
 STOOD_STILL = (
     "the launcher had no processor time for many seconds, or the machine slept: run less beside it, and start again"
 )
-ROLE, STATE = "coordinator", "state"
+ROLE = "coordinator"
 _MAX_VERDICTS = 64
 
 
@@ -42,39 +46,37 @@ class Coordinator:
     coordinator was faster.
     """
 
-    def __init__(self, kv: KV, election: Election, first: State, now_ns: int):
+    def __init__(self, kv: KV, election: Election, first: CoordinatorState, now_ns: int):
         self._kv = kv
         self._election = election
-        found = kv.get(STATE)
-        self.state = first if found is None else _resume(found, now_ns)
-        self._written = to_json(self.state).encode()
-        self._verdicts = _read_verdicts(kv.get("verdicts"))
-        unchanged = absent(STATE) if found is None else equal(STATE, found.value)
-        changes: list[Change] = [Put(STATE, self._written), Put("status", self.state.phase.encode())]
-        self._transact(Txn((election.fence, unchanged), tuple(changes)))
+        found = {each.key: each for each in kv.read_prefix("").items}
+        known = found.get(STATE)
+        self.state = first if known is None else _resume(first, found, now_ns)
+        self._written = documents(self.state)
+        self._verdicts = _read_verdicts(found.get("verdicts"))
+        unchanged = absent(STATE) if known is None else equal(STATE, known.value)
+        changes = [Put(key, text.encode()) for key, text in self._written.items()]
+        status = Put("status", self.state.membership.phase.encode())
+        self._transact(Txn((election.fence, unchanged), (*changes, status)))
 
-    def handle(self, *events: Event) -> tuple[Effect, ...]:
-        """Applies events as one transaction and returns their effects.
+    def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
+        """Applies an input as one transaction and returns the outputs.
 
-        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written.
+        Raises CoordinatorUnavailableError if the store cannot be reached or another coordinator has written, and the
+        errors of the machine.
         """
-        new, effects, changes = self.state, list[Effect](), dict[str, Change]()
-        for event in events:
-            old = new
-            new, found = step(old, event)
-            effects += found
-            if new.epoch != old.epoch:
-                self._verdicts = [*self._verdicts, (new.epoch, new.reason)][-_MAX_VERDICTS:]
-            told = _changes(old, new, self._verdicts)
-            told += (Put("plan", _plan_text(each)) for each in found if isinstance(each, PublishPlanInput))
-            changes |= {change.key: change for change in told}
-        if changes and (effects or not all(isinstance(event, Answer) for event in events)):
-            written = to_json(new).encode()
-            conditions = (self._election.fence, equal(STATE, self._written))
-            self._transact(Txn(conditions, (Put(STATE, written), *changes.values())))
-            self._written = written
+        new, outputs = step(self.state, given)
+        if is_to_be_kept(self.state, new, given, outputs):
+            verdicts, now = self._verdicts, new.membership
+            if now.epoch != self.state.membership.epoch:
+                verdicts = [*verdicts, (now.epoch, now.reason)][-_MAX_VERDICTS:]
+            written = documents(new)
+            changed = [Put(key, text.encode()) for key, text in written.items() if text != self._written.get(key)]
+            changes = (*changed, *_changes(self.state, new, verdicts))
+            self._transact(Txn((self._election.fence, equal(STATE, self._written[STATE].encode())), changes))
+            self._written, self._verdicts = written, verdicts
         self.state = new
-        return tuple(effects)
+        return outputs
 
     def _transact(self, txn: Txn) -> None:
         outcome = self._kv.transact(txn)
@@ -93,9 +95,10 @@ class Coordinator:
         return f"another client has written the key {STATE!r}"
 
 
-def _resume(found: KeyValue, now_ns: int) -> State:
+def _resume(first: CoordinatorState, found: Mapping[str, KeyValue], now_ns: int) -> CoordinatorState:
+    texts = {key: each.value.decode(errors="replace") for key, each in found.items()}
     try:
-        return resume(found.value.decode(errors="replace"), now_ns)
+        return resume(first.job, texts, now_ns)
     except InvariantError as error:
         raise InvariantError(f"the key {STATE!r} of this run is not of a coordinator: {error}") from error
 
@@ -107,20 +110,16 @@ def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
         raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error!r}") from error
 
 
-def _plan_text(effect: PublishPlanInput) -> bytes:
-    return json.dumps(asdict(effect.document) | {"verdict": effect.verdict}).encode()
-
-
-def _changes(old: State, new: State, verdicts: list[tuple[int, str]]) -> list[Change]:
-    """Returns the changes of the keys for readers; none if only clocks have changed."""
-    if new.decided() == old.decided():
-        return []
-    changes: list[Change] = [Put("status", new.phase.encode())]
-    if new.epoch != old.epoch:
-        changes.append(Put("epoch", str(new.epoch).encode()))
+def _changes(old: CoordinatorState, new: CoordinatorState, verdicts: list[tuple[int, str]]) -> list[Change]:
+    """Returns the changes of the keys for readers."""
+    was, now = old.membership, new.membership
+    changes: list[Change] = [Put("status", now.phase.encode())]
+    if now.epoch != was.epoch:
+        changes.append(Put("epoch", str(now.epoch).encode()))
         changes.append(Put("verdicts", json.dumps(verdicts).encode()))
-    if new.committed != old.committed:
-        changes.append(Put("commit", str(new.committed).encode()))
-    if new.phase is Phase.RECONFIGURING and new.epoch != old.epoch:
-        changes.append(Put("reconfigured", json.dumps({"epoch": new.epoch, "reason": new.reason}).encode()))
+        if now.planned:
+            changes.append(Put("reconfigured", json.dumps({"epoch": now.epoch, "reason": now.reason}).encode()))
+    if new.planned != old.planned:
+        plan = asdict(plan_document(now)) | {"verdict": now.verdict}
+        changes.append(Put("plan", json.dumps(plan).encode()))
     return changes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.core.config.job import Job
+from engine.core.coordinator.inputs import Place
 from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import Fault, RecoveryPhase
 from engine.core.faults.fault_kind import Sign
@@ -73,6 +74,11 @@ class Injector:
     def has_struck(self, worker: int) -> bool:
         """Returns whether a fault has struck a worker."""
         return self.injection.has_struck(worker)
+
+    def places(self) -> dict[int, Place]:
+        """Returns the last action that each worker has begun."""
+        read = {} if self._board is None else {worker: self._board.read(worker) for worker in self._members}
+        return {worker: Place(at.step, at.action, self.has_struck(worker)) for worker, at in read.items()}
 
     def look_at_clock(self) -> None:
         """Does the late work that is due."""

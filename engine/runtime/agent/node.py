@@ -14,9 +14,10 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 
+from engine.core.coordinator.inputs import CoordinatorInput
+from engine.core.coordinator.outputs import CoordinatorOutput
+from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
-from engine.core.membership.effects import Effect
-from engine.core.membership.events import Event
 from engine.core.membership.run_status import Slots
 from engine.core.membership.state import State
 from engine.core.ownership import by_slot
@@ -33,7 +34,7 @@ _REPORT_EVERY_NS = 1_000_000_000
 class Node:
     """This host in the store of one run; its agent is the coordinator."""
 
-    def __init__(self, kv: KV, first: State, now_ns: int):
+    def __init__(self, kv: KV, first: CoordinatorState, now_ns: int):
         self.name = socket.gethostname()
         self._kv = kv
         self._is_out = False
@@ -47,14 +48,19 @@ class Node:
         self._enrolled: dict[int, tuple[int, Slots]] = {}  # pid and slots of each worker, as written
 
     @property
-    def state(self) -> State:
+    def coordination(self) -> CoordinatorState:
         """The state of the coordinator."""
         return self._coordinator.state
 
-    def handle(self, *events: Event) -> tuple[Effect, ...]:
-        """Applies events as one transaction and returns their effects; raises CoordinatorUnavailableError."""
+    @property
+    def state(self) -> State:
+        """The state of the membership protocol."""
+        return self._coordinator.state.membership
+
+    def handle(self, given: CoordinatorInput) -> tuple[CoordinatorOutput, ...]:
+        """Applies an input as one transaction and returns the outputs; raises CoordinatorUnavailableError."""
         with self._in_or_out():
-            return self._coordinator.handle(*events)
+            return self._coordinator.handle(given)
 
     def enrol(self, members: Iterable[WorkerHandle]) -> None:
         """Writes the key of each worker: its pid, its host and its slots."""

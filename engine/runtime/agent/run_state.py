@@ -1,16 +1,17 @@
-"""The state of a run, put together from the messages of its workers, for pictures and results."""
+"""The results of a run for the user: a ledger of the messages and the records that the launcher relays.
+
+Rule: the ledger outlives a coordinator. A coordinator that takes over writes some records again; each counts once.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from engine.core.checks.audit import AuditBook, AuditMarks
 from engine.core.checks.loaded_data import LoadedBook
 from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job
-from engine.core.config.job_wants import is_due, shadowed
+from engine.core.config.job import Job, is_due
 from engine.core.errors import (
     BambooError,
     DivergedError,
@@ -18,9 +19,10 @@ from engine.core.errors import (
     UserCodeError,
     UserError,
     WorkerFailedError,
-    required,
 )
 from engine.core.exclusion import Verdict
+from engine.core.history.record import StampedRecord
+from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord
 from engine.core.messages import (
     AuditMessage,
     CutMessage,
@@ -30,8 +32,6 @@ from engine.core.messages import (
     ValidationMessage,
     VoteMessage,
 )
-from engine.core.ownership import Ownership
-from engine.core.recovery.ballot import Ballot, Commit, open_ballot
 from engine.runtime.agent.worker_handles import WorkerHandle
 
 
@@ -61,7 +61,6 @@ class RunState:
     _book: AuditBook = field(init=False)
     _loaded: LoadedBook = field(init=False)  # of the open step
     _data_marks: AuditMarks = ()  # of the last committed step
-    _ballot: Ballot | None = None
 
     def __post_init__(self) -> None:
         self.purity = PurityBook(self.job.data)
@@ -71,11 +70,6 @@ class RunState:
     def committed(self) -> int:
         """The last committed step, -1 before the first."""
         return len(self.losses) - 1
-
-    @property
-    def ownership(self) -> Ownership | None:
-        """The ownership of the open step, whose replicas vote; None while no vote counts."""
-        return self._ballot.ownership if self._ballot is not None else None
 
     def cut(self, cut: CutMessage) -> None:
         """Keeps the partition of the model."""
@@ -95,43 +89,25 @@ class RunState:
         self.notes += [text] * is_news
         return is_news
 
-    def open(self, epoch: int, ownership: Ownership) -> None:
-        """Opens the ballot of an epoch for the step after the last committed one."""
-        self._ballot = open_ballot(epoch, self.committed + 1, ownership, self.job.clip_norm)
-
-    def freeze(self) -> None:
-        """Ignores votes until the next epoch begins to train."""
-        self._ballot = None
-
-    def heal(self, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
-        """Opens the ballot of the next step with the wanted shadows; the workers compute the same ownership."""
-        ballot = required(self._ballot, "a ballot is open in training")
-        self.open(ballot.epoch, shadowed(self.job, ballot.ownership, members, leaving))
-
-    def vote(self, worker: int, vote: VoteMessage) -> Commit | None:
-        """Counts a vote; returns the commit if the vote was the last missing one.
-
-        Raises ReplicasDifferError if replicas disagree on the previous step, UserError if two workers have loaded
-        different data in this one, DivergedError for a norm that is not finite.
-        """
-        if vote.step == self.committed + 1:  # the marks of a worker count that dies before the commit
-            self._loaded.add(vote.step, worker, vote.pipeline, dict(zip(vote.loaded, vote.marks, strict=True)))
-        if self._ballot is None:
-            return None
-        self._ballot, commit = self._ballot.add(worker, vote)
-        if commit is not None:
+    def books(self, record: StampedRecord) -> bool:
+        """Takes a record of the coordinator into the results; returns False for one that was taken before."""
+        if isinstance(record, CommitRecord):
+            if record.step <= self.committed:
+                return False
             # Every voter has sent its hashes of the previous step before its vote.
             self.close_book()
             self._data_marks = self._loaded.close()
-            if not math.isfinite(commit.grad_norm):
-                raise DivergedError(
-                    f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps"
-                )
-        return commit
+            self.losses.append(record.loss)
+        elif isinstance(record, EpochRecord):
+            self.epochs.append(Epoch(record.epoch, record.verdict, record.reason))
+        elif isinstance(record, GoRecord):
+            self.going_at_ns = self.going_at_ns or record.at_ns
+        return True
 
-    def settle(self, commit: Commit) -> None:
-        """Counts a step as committed, after the coordinator has written the commit to the store."""
-        self.losses.append(commit.loss)
+    def vote(self, worker: int, vote: VoteMessage) -> None:
+        """Compares the data of a vote; raises UserError if two workers have loaded different data."""
+        if vote.step == self.committed + 1:  # the marks of a worker count that dies before the commit
+            self._loaded.add(vote.step, worker, vote.pipeline, dict(zip(vote.loaded, vote.marks, strict=True)))
 
     def progress(self) -> str:
         """Returns the last committed step, in words."""
@@ -158,12 +134,8 @@ class RunState:
         step = self.committed
         audited = not is_due(self.job.audit, step, True) or any(row.step == step for row in self.rows[-1:])
         found = [] if audited else [f"the hashes of step {step}"]
-        return (*found, *([f"the validation after step {step}"] if self.owes_validation(True) else []))
-
-    def owes_validation(self, is_last: bool) -> bool:
-        """Returns whether the result of a validation pass after the last committed step is due and missing."""
-        every, step = self.job.validate_every, self.committed
-        return step >= 0 and step not in self.validations and is_due(every, step, is_last)
+        is_owed = step >= 0 and step not in self.validations and is_due(self.job.validate_every, step, True)
+        return (*found, *([f"the validation after step {step}"] if is_owed else []))
 
 
 def error_of(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
-from engine.core.duration import parse_duration
+from engine.core.coordinator.state import CoordinatorState, first_state
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import (
@@ -26,13 +26,12 @@ from engine.core.history.process_records import (
     StoreRecord,
     TrainingEndedRecord,
 )
-from engine.core.membership.state import Options, Sighting, State, begin
+from engine.core.membership.state import Sighting
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
-from engine.runtime.agent.message_handlers import dispatch
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.recording import recording
 from engine.runtime.agent.run_state import RunState
@@ -47,7 +46,6 @@ from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
 from engine.runtime.store.store_keeper import StoreKeeper
 
-_PATIENCE_S = 600
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
 
@@ -83,7 +81,7 @@ def run_session(
     _refuse_backend(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership = shadowed(job, ownership, ownership.workers())
-    first = first_state(job, ownership)
+    first = first_state(job, ownership, now_ns())
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, ownership.workers(), host)
         try:
@@ -139,7 +137,7 @@ def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
 def _supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
     """Runs until every worker has ended, or until a record of the agent cannot be written: no more could be proved."""
     try:
-        supervise(agent, dispatch, server, interrupts)
+        supervise(agent, server, interrupts)
     except StorageError as error:
         agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
 
@@ -197,28 +195,13 @@ def _welcome(
     member.link.send(welcome)
 
 
-def first_state(job: Job, ownership: Ownership) -> State:
-    """Returns the state of the protocol before a worker has joined."""
-    # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
-    patience_ns = _PATIENCE_S * 1_000_000_000
-    options = Options(
-        stages=job.stages,
-        redundant=job.redundancy != "none",
-        form_ns=patience_ns,
-        silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
-        hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),
-    )
-    if job.redundancy == "none" and job.pipelines == 1:
-        # A verdict on a slow worker would only end the run. A transfer that breaks while both its workers live cannot
-        # be repaired.
-        options = replace(options, hang_ns=patience_ns, first_ns=patience_ns, stall_ns=patience_ns)
-        options = replace(options, silence_ns=patience_ns // 10, max_repeats=0)
-    shadows = ownership.shadows or tuple(() for _ in ownership.owners)
-    return begin(options, ownership.owners, shadows, job.steps - 1, now_ns())
-
-
 def join_store(
-    stack: contextlib.ExitStack, etcd: EtcdSettings | None, run_id: str, logs: Path, first: State, recorder: Recorder
+    stack: contextlib.ExitStack,
+    etcd: EtcdSettings | None,
+    run_id: str,
+    logs: Path,
+    first: CoordinatorState,
+    recorder: Recorder,
 ) -> Node:
     """Connects this host to the store, or to a private one that it starts; `stack` releases all of it."""
     private = EmbeddedEtcd(logs) if etcd is None else None

@@ -13,6 +13,7 @@ from engine.core.ownership import Ownership
 from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.process_state import process_times
 
@@ -70,13 +71,19 @@ def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int
     return child, link
 
 
-def sight_of(member: WorkerHandle, board: ProgressBoard, now_ns: int) -> Sight | None:
-    """Returns what a look at a worker's process and at its line of the board shows; None if there is nothing to see."""
+def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> dict[int, Sight]:
+    """Returns the sight of each worker that has not ended, as far as there is something to see."""
+    seen = {each.worker: _sight_of(each, board) for each in members if each.exit_code is None} if board else {}
+    return {worker: sight for worker, sight in seen.items() if sight is not None}
+
+
+def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
+    """Returns the findings of a look at a worker's process and at its line of the board."""
     place, times = board.place_of(member.worker), process_times(member.child)
     if place is None or times is None:
         return None
     at = (place.epoch, place.step, place.number, place.inside)
-    inside_ns = now_ns - place.since_ns if place.inside else 0
+    inside_ns = now_ns() - place.since_ns if place.inside else 0
     return Sight(*at, inside_ns, place.slowest_ns, Loading(place.loading), *times)
 
 

@@ -18,8 +18,7 @@ import torch
 from engine.core.action import Action
 from engine.core.checks.loaded_data import LoadedMarks, another, impure_data, named
 from engine.core.checks.trajectory import MARK_DIGITS
-from engine.core.config.job import Job
-from engine.core.config.job_wants import is_due
+from engine.core.config.job import Job, is_due
 from engine.core.errors import UserError
 from engine.core.ownership import Slot
 from engine.models.data import Data

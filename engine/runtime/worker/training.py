@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from engine.core import messages
-from engine.core.config.job_wants import is_due
+from engine.core.config.job import is_due
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.message_codec import CUT, cut, in_messages

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from engine.core.coordinator import preparation
+from engine.core.coordinator.state import Preparation
 from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
 from engine.core.membership.state import Phase, State
-from engine.core.messages import PlanMessage
+from engine.core.messages import PrepareMessage
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.agent.preparation import HandOverPreparation
-from engine.runtime.ipc.recorder import now_ns
 from tests.core.membership_cases import S, running, told
 
 GRID = Grid(3, 4)
+NOW_NS = 1000 * S
 
 
 class Prepared:
-    """A preparation, and what it has ordered."""
+    """A preparation, and its orders so far."""
 
     def __init__(self, grace_ns: int = 120 * S):
-        self.orders: list[tuple[int, PlanMessage]] = []
-        self.of = HandOverPreparation(lambda number, document: self.orders.append((number, document)))
-        self.of.noticed(2, grace_ns)
+        self.orders: list[PrepareMessage] = []
+        self.of = preparation.noticed(Preparation(NOW_NS), 2, NOW_NS + grace_ns)
 
     def look(self, state: State) -> None:
         """Looks at a state, with the shadows that it has."""
-        self.of.look(state, Ownership(GRID, state.owners, state.shadows))
+        ownership = Ownership(GRID, state.owners, state.shadows)
+        self.of, order = preparation.looked(self.of, state, ownership, NOW_NS)
+        self.orders += [order] if order else []
+
+    def answered(self, worker: int, number: int, digest: str) -> None:
+        """Takes the answer of a worker."""
+        self.of = preparation.answered(self.of, worker, number, digest)
 
     def commit(self, state: State) -> tuple[Event, ...]:
-        """Returns what there is to decide on with the commit of the open step."""
-        event = StepCommitted(now_ns(), state.epoch, state.committed + 1, state.shadows)
-        return self.of.at_commit(event, state, Ownership(GRID, state.owners, state.shadows))
+        """Returns the events that are decided with the commit of the open step."""
+        event = StepCommitted(NOW_NS + 1, state.epoch, state.committed + 1, state.shadows)
+        ownership = Ownership(GRID, state.owners, state.shadows)
+        self.of, events = preparation.at_commit(self.of, event, state, ownership)
+        return events
 
 
 LEAVING = told(running(), Notice(5, 2, 120 * S))
@@ -39,10 +47,10 @@ def test_when_all_have_prepared_the_commit_brings_the_epoch_and_its_start() -> N
     prepared.look(running())
     prepared.look(LEAVING)
     prepared.look(LEAVING)
-    ((number, document),) = prepared.orders
-    assert (document.epoch, document.committed) == (2, 0)
+    ((number, plan),) = ((each.number, each.plan) for each in prepared.orders)
+    assert (plan.epoch, plan.committed) == (2, 0)
     for worker in range(3):
-        prepared.of.answered(worker, number, "plan")
+        prepared.answered(worker, number, "plan")
     state = told(LEAVING, *prepared.commit(LEAVING))
     assert (state.phase, state.epoch, state.committed) == (Phase.RUNNING, 2, 0)
     assert state.digests == dict.fromkeys(range(3), "plan")
@@ -52,7 +60,7 @@ def test_two_plans_are_found_out_on_the_short_way_too() -> None:
     prepared = Prepared()
     prepared.look(LEAVING)
     for worker in range(3):
-        prepared.of.answered(worker, 0, f"plan {worker}")
+        prepared.answered(worker, 0, f"plan {worker}")
     assert told(LEAVING, *prepared.commit(LEAVING)).phase is Phase.HALTED
 
 
@@ -60,13 +68,13 @@ def test_an_answer_to_an_earlier_order_counts_for_nothing() -> None:
     prepared = Prepared(grace_ns=0)
     prepared.look(LEAVING)
     for worker in (0, 1):
-        prepared.of.answered(worker, 0, "plan")
+        prepared.answered(worker, 0, "plan")
     dead = told(LEAVING._replace(shadows=((2,), (0,), (1, 0))), ExitSeen(6, 1, -9))
     failed_over = dead._replace(phase=Phase.RUNNING)
     prepared.look(failed_over)
-    assert [(number, document.epoch) for number, document in prepared.orders] == [(0, 2), (1, 3)]
-    prepared.of.answered(0, 1, "plan")
-    prepared.of.answered(2, 0, "plan")  # it had not heard of the death
+    assert [(each.number, each.plan.epoch) for each in prepared.orders] == [(0, 2), (1, 3)]
+    prepared.answered(0, 1, "plan")
+    prepared.answered(2, 0, "plan")  # it had not heard of the death
     (commit,) = prepared.commit(failed_over)
     assert isinstance(commit, StepCommitted) and not commit.waits
 
@@ -75,7 +83,7 @@ def test_what_was_prepared_for_something_else_is_not_taken() -> None:
     prepared = Prepared(grace_ns=0)
     prepared.look(LEAVING)
     for worker in range(3):
-        prepared.of.answered(worker, 0, "plan")
+        prepared.answered(worker, 0, "plan")
     healed_elsewhere = LEAVING._replace(shadows=((1,), (0,), (0,)))
     assert [type(event) for event in prepared.commit(healed_elsewhere)] == [StepCommitted]
 
@@ -88,7 +96,7 @@ def test_who_has_time_stays_for_one_more_step_and_no_longer() -> None:
     later = told(LEAVING, commit)
     assert (later.phase, later.epoch) == (Phase.RUNNING, 1)
     prepared.look(later)
-    assert [document.committed for _, document in prepared.orders] == [0, 1]
+    assert [each.plan.committed for each in prepared.orders] == [0, 1]
     (commit,) = prepared.commit(later)
     assert isinstance(commit, StepCommitted) and not commit.waits
 

@@ -1,4 +1,4 @@
-"""Exceptions of workers: which are deaths like any other, and which end the run."""
+"""The results of a run: the errors that end it, and the records that count once."""
 
 from __future__ import annotations
 
@@ -7,43 +7,21 @@ from typing import Any
 
 import pytest
 
+from engine.core.config.job import Job
+from engine.core.coordinator.hearing import RULES
 from engine.core.errors import ExitCode, Problem
-from engine.core.membership.state import Options, State, begin
+from engine.core.history.run_records import CommitRecord
 from engine.core.message_codec import ToAgent, kinds
-from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
+from engine.core.messages import CutMessage, FailedMessage, NoticeMessage, RaisedMessage, RefusedMessage
 from engine.core.worker_exception import WorkerException
-from engine.runtime.agent.message_handlers import _HANDLERS
-from engine.runtime.agent.run_state import error_of
-from engine.runtime.agent.worker_errors import WorkerErrors
-
-SHADOWED: State = begin(Options(stages=3, redundant=True), (0, 1, 2), ((2,), (0,), (1,)), 7, 0)
-ALONE: State = begin(Options(stages=3, redundant=False), (0, 1, 2), ((), (), ()), 7, 0)
+from engine.runtime.agent.message_handlers import _OWN_PARTS
+from engine.runtime.agent.run_state import RunState, error_of
 
 MEMBER: Any = SimpleNamespace(worker=1, child=SimpleNamespace(pid=7), log="logs/worker-1.log")
 
 
 def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
     return RaisedMessage(7, step, WorkerException(error, "layer 2 (fc2)", "mine.py", 31, "forward"))
-
-
-def test_who_raises_is_dead_where_somebody_can_take_over() -> None:
-    assert WorkerErrors().is_survivable(1, words(), SHADOWED)
-    assert not WorkerErrors().is_survivable(1, words(), ALONE)
-
-
-def test_no_exception_ends_a_run_that_has_committed_every_step() -> None:
-    """A mistake in the validation after the last step made a failed run of a finished one."""
-    raised, over = WorkerErrors(), ALONE._replace(committed=ALONE.last_step)
-    assert raised.is_survivable(1, words(), over)
-    assert raised.is_survivable(0, words(), over)
-
-
-def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
-    raised = WorkerErrors()
-    assert raised.is_survivable(1, words(), SHADOWED)
-    assert raised.is_survivable(0, words(step=4), SHADOWED)
-    assert raised.is_survivable(0, words("RuntimeError: another"), SHADOWED)
-    assert not raised.is_survivable(0, words(), SHADOWED)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +57,18 @@ def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake(
     assert error_of(MEMBER, elsewhere, has_commit=False).exit_code == ExitCode.NOT_RECOVERED
 
 
-def test_every_message_to_the_agent_has_a_handler() -> None:
+def test_every_message_to_the_agent_has_a_rule() -> None:
     engine = {each for each in kinds().values() if each.__module__.startswith("engine.core.")}
     to_agent = {each for each in engine if issubclass(each, ToAgent)}
-    assert to_agent == _HANDLERS.keys()
+    assert to_agent == {*_OWN_PARTS, *RULES, NoticeMessage}
+
+
+def commit(step: int) -> CommitRecord:
+    return CommitRecord(step=step, loss=0.5 + step, grad_norm=1.0, clip_factor=1.0, last=False)
+
+
+def test_a_commit_that_another_coordinator_writes_again_counts_once() -> None:
+    ledger = RunState(Job(model="mlp"))
+    ledger.cut(CutMessage((0,), ("fc1",)))
+    assert [ledger.books(commit(step)) for step in (0, 1, 1, 2)] == [True, True, False, True]
+    assert ledger.losses == [0.5, 1.5, 2.5]
