@@ -73,6 +73,10 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
         (wanted("a", at(1, "1B0"), stage=1), "target: expected both pipeline and stage, found no pipeline"),
         (wanted("a", at(1, "1B0"), worker=8), "target.worker: expected a worker from 0 to 7, found 8 (the job has 8)"),
         (
+            replace(wanted("a", at(1, "1B0"), "cut-link"), parameters={"peer": 8}),
+            "peer: expected a worker from 0 to 7, found 8 (the job has 8)",
+        ),
+        (
             wanted("a", at(1, "1B0"), worker=1, role="random"),
             "target: expected one of a slot, a worker and a role, found a worker and role random",
         ),

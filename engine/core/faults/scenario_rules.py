@@ -70,7 +70,11 @@ def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) 
 
 def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Collection[str]) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    problems = list(_target("target", wanted, job, job.stages // job.stages_per_worker * job.pipelines))
+    num_workers = job.stages // job.stages_per_worker * job.pipelines
+    problems = list(_target("target", wanted, job, num_workers))
+    peer = wanted.parameters.get("peer", 0)
+    if isinstance(peer, int) and peer >= num_workers:
+        problems += [Problem("peer", f"a worker from 0 to {num_workers - 1}", str(peer), f"the job has {num_workers}")]
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
