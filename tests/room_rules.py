@@ -46,7 +46,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
     "engine.runtime": frozenset(),
-    "engine.runtime.ipc": _GROUND | {"engine.core.history", "engine.core.membership", "engine.files"},
+    "engine.runtime.ipc": _GROUND
+    | {"engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"},
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
@@ -57,7 +58,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.worker": _HOST
     | _PLANS
     | _ARRAYS
-    | {"engine.core.recovery", "engine.core.faults", "engine.core.checks", "engine.models", "engine.runtime.faults"},
+    | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
+    | {"engine.runtime.faults"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}

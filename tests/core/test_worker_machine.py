@@ -25,8 +25,7 @@ from engine.core.messages import (
 )
 from engine.core.ownership import Grid, Ownership
 from engine.core.process_messages import ByeMessage, StopMessage
-from engine.core.recovery.planner import Plan
-from engine.core.worker.epoch_plan import EpochPlan
+from engine.core.recovery.plan import EpochPlan, Plan
 from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.inputs import (
     Built,
@@ -49,6 +48,7 @@ from engine.core.worker.outputs import (
     Adopt,
     Audit,
     CatchUp,
+    CloseGroup,
     CountHeld,
     Drop,
     End,
@@ -279,7 +279,7 @@ def test_the_last_commit_leads_to_an_audit_a_validation_and_the_end() -> None:
     state, outputs = step(fed(state, PassEnded(None, None)), Told(ValidatedMessage(4)))
     assert (state.mode, outputs) == (Mode.DONE, (ReportDone(((0, 0),)),))
     state, outputs = step(state, Told(ByeMessage()))
-    assert (state.mode, outputs) == (Mode.OUT, (LeaveGroup(), End(ExitCode.OK)))
+    assert (state.mode, outputs) == (Mode.OUT, (CloseGroup(), End(ExitCode.OK)))
 
 
 def test_the_next_step_waits_for_the_result_of_a_validation() -> None:
@@ -305,7 +305,7 @@ def test_a_failure_freezes_plans_and_resumes_the_open_step() -> None:
     assert outputs == (MakePlan(document(2, 2)),)
     state, outputs = step(state, PlanMade(plan(2, 2)))
     answered = Say(PlannedMessage(2, "digest 2", ()))
-    assert outputs == (answered, Drop(HELD), MarkPhase("plan", ()), LoadPlan(2))
+    assert outputs == (answered, Drop(HELD), MarkPhase("plan", ()), LoadPlan(plan(2, 2)))
     assert (state.mode, state.ownership) == (Mode.PLANNED, ALONE)
     state, outputs = step(state, Told(GO))
     assert outputs == ()  # the group is not formed
@@ -370,7 +370,7 @@ def test_adopted_slots_are_audited_and_kept() -> None:
         Audit(2, ((0, 1),)),
         Drop(HELD),
         MarkPhase("plan", ((0, 1),)),
-        LoadPlan(2),
+        LoadPlan(plan(2, 2, adopted=((0, 1),))),
     )
 
 
@@ -486,7 +486,7 @@ def test_a_prepared_epoch_begins_with_one_message() -> None:
     state, outputs = step(prepared(), Told(hand_over()))
     assert outputs == (MarkPhase("fence"), CountHeld())
     state, outputs = step(state, Counted(HOLDS, (0, 1)))
-    taken_over = (Drop(HELD), MarkPhase("plan", ()), LoadPlan(2))
+    taken_over = (Drop(HELD), MarkPhase("plan", ()), LoadPlan(plan(2, 3)))
     assert outputs == (*taken_over, Enter(ALONE), PlanNextStep(4, ALONE, (0, 1), ()), Run("plan"))
     assert (state.mode, state.epoch, state.ownership) == (Mode.RUNNING, 2, ALONE)
 

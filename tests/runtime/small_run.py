@@ -18,7 +18,7 @@ from engine.core.action import Action
 from engine.core.config.job import Job
 from engine.core.errors import TransferFailedError
 from engine.core.message_codec import Message, ToWorker
-from engine.core.messages import CommitMessage, InventoryMessage, VoteMessage
+from engine.core.messages import CommitMessage, EpochMessage, InventoryMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.ballot import open_ballot
@@ -37,6 +37,7 @@ from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import worker_program
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.worker_context import WorkerContext
@@ -130,6 +131,14 @@ class Forwards(Control):
 
     _at = (0, 0, False)
 
+    def next_epoch(self) -> EpochMessage:
+        """Waits for an epoch, and enters it."""
+        while True:
+            heard = self.hear()
+            if isinstance(heard, EpochMessage):
+                self.accepted = heard.epoch
+                return heard
+
     @property
     def at(self) -> tuple[int, int, bool]:
         """The position in the heartbeats."""
@@ -175,7 +184,7 @@ def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kil
                 job, worker, starts, borders, replicas, data, control, recorder, board, doom, backend
             )
             executor = Executor(context)
-        executor.catch_up(told.commit)
+        catch_up(executor, told.commit)
         if told.inventories is None:
             healing = frozenset((each, (d, s)) for each, d, s in told.healing)
             program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every)
@@ -190,11 +199,25 @@ def works(control_fd: int, prefix: str, worker: int, values: dict[str, Any], kil
         assert plane is not None
         executor.enter(plane, worker_program(worker, program, ownership, executor.context.borders))
         try:
-            while executor.run_step().then != "end":
-                pass
+            run_to_end(executor, control, plane)
             control.send(Report(tuple((*slot, *_hashes(replicas.stages[slot])) for slot in replicas.whole())))
         except (Fenced, TransferFailedError):
             pass  # the test hears of a death by itself
+
+
+def catch_up(executor: Executor, commit: CommitMessage | None) -> None:
+    if commit is not None and commit.step == executor.step:
+        executor.catch_up(commit)
+
+
+def run_to_end(executor: Executor, control: Control, plane: Transport) -> None:
+    then = ""
+    while then != "end":
+        executor.run_actions()
+        commit = control.take(CommitMessage)
+        executor.take_step(commit)
+        plane.release_sent()
+        then = commit.then
 
 
 def _hashes(stage: Stage) -> tuple[str, str, str]:

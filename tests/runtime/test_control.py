@@ -16,13 +16,20 @@ from engine.core.messages import (
     GoMessage,
     HeartbeatMessage,
     MarkMessage,
+    PlanMessage,
+    PreparedMessage,
+    PrepareMessage,
     ValidatedMessage,
     VoteMessage,
 )
+from engine.core.ownership import Grid, fresh
 from engine.core.process_messages import PingMessage, StopMessage
+from engine.core.recovery.plan import EpochPlan, Plan
+from engine.core.worker.inputs import Built, PlanPrepared, Told
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.worker.worker_protocol import WorkerProtocol
 from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
@@ -105,7 +112,7 @@ def test_a_new_epoch_ends_a_wait_and_every_later_one_until_it_is_accepted(pair: 
         control.check()
     with pytest.raises(Fenced):
         control.wait_until(lambda: "found")
-    assert control.next_epoch() == an_epoch(2)
+    assert control.hear() == an_epoch(2)
     control.check()
 
 
@@ -114,33 +121,46 @@ def test_what_was_said_before_an_epoch_is_dropped_and_what_came_after_is_kept(pa
     agent.send(commit(1))
     agent.send(an_epoch(2))
     agent.send(commit(2))
-    assert control.next_epoch().epoch == 2
-    assert control.take(CommitMessage).step == 2
+    assert [control.hear(), control.hear()] == [an_epoch(2), commit(2)]
 
 
-def test_only_the_newest_epoch_is_accepted(pair: tuple[Control, Link]) -> None:
+def test_what_is_looked_for_is_heard_when_no_message_waits(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    for number in (1, 2, 3, 2):
-        agent.send(an_epoch(number))
+    assert control.hear(lambda: "found") == "found"
+    agent.send(an_epoch(1))
     agent.send(Word())
-    while control.accepted < 3:  # however many of them it sees
-        control.next_epoch()
+    with pytest.raises(Fenced):
+        control.take(Word)
+    assert control.hear(lambda: "found") == an_epoch(1)
     assert control.take(Word)
-    control.check()
 
 
-def test_it_speaks_in_the_epoch_that_it_has_accepted(pair: tuple[Control, Link]) -> None:
+def test_it_speaks_in_the_epoch_that_it_has_entered(pair: tuple[Control, Link]) -> None:
     control, agent = pair
+    protocol = WorkerProtocol(control)
     control.tells_marks = True
+    protocol.feed(Built(0, fresh(Grid(1, 1)), 0, 0))
     agent.send(an_epoch(2))
     with pytest.raises(Fenced):
         control.take(GoMessage)
     control.mark("fence")
-    assert control.next_epoch().epoch == 2
+    assert protocol.feed(Told(control.hear()))
     control.mark("plan")
     assert [agent.receive(), agent.receive()] == [MarkMessage(0, "fence"), MarkMessage(2, "plan")]
     agent.send(PingMessage())
     assert agent.receive() == HeartbeatMessage(2, *control.at)
+
+
+def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tuple[Control, Link]) -> None:
+    control, agent = pair
+    protocol = WorkerProtocol(control)
+    protocol.feed(Built(0, fresh(Grid(1, 1)), 0, 0))
+    told = PrepareMessage(3, PlanMessage(2, 1, (0,), (), (0,), (), ()))
+    plan = EpochPlan(told.plan, fresh(Grid(1, 1)), Plan(2, {}, (), (), "the digest"))
+    protocol.prepare = lambda message: protocol.feed_aside(PlanPrepared(message.number, plan))
+    agent.send(told)
+    assert agent.receive() == PreparedMessage(3, "the digest")  # this thread, the main one, has done nothing
+    assert protocol.state.prepared == (plan,)
 
 
 def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
@@ -172,10 +192,3 @@ def test_a_malformed_message_ends_the_worker(
     thread.join(5.0)
     assert not thread.is_alive()
     assert "Error" in capsys.readouterr().err
-
-
-def test_stop_is_heard_while_an_epoch_is_awaited(pair: tuple[Control, Link]) -> None:
-    control, agent = pair
-    later(lambda: agent.send(StopMessage()))
-    with pytest.raises(Stopped):
-        control.next_epoch()

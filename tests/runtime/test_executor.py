@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from engine.core.action import Action, Op
-from engine.core.errors import InvariantError
-from engine.core.messages import CommitMessage
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
-from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 from engine.models.model_loader import build_model, open_data
 from engine.runtime.ipc.control import Fenced
@@ -228,17 +225,6 @@ def lone_executor(**values: Any) -> Executor:
     nothing: Any = Nothing()
     replicas = Replicas(job, model, (0,), [(0, 0)])
     return Executor(WorkerContext(job, 0, (0,), (), replicas, data, nothing, nothing, nothing, nothing, nothing))
-
-
-def test_a_commit_is_taken_once_and_none_is_missed() -> None:
-    executor = lone_executor()
-    executor.step = 3
-    assert not executor.catch_up(None)
-    assert not executor.catch_up(CommitMessage(2, 1.0, "step"))
-    with pytest.raises(InvariantError, match="step 4 is committed, and worker 0 is at 3"):
-        executor.catch_up(CommitMessage(4, 1.0, "step"))
-    assert executor.step == 3
-    assert executor.inventory() == Inventory(0, 3, ((0, 0),), {(0, 0): 0}, {(0, 0): 0})
 
 
 def test_a_fence_takes_nobody_out_of_the_optimizer_steps() -> None:

@@ -83,7 +83,7 @@ def test_each_epoch_has_its_own_keys_also_before_this_worker_is_told_of_it(worke
     ahead.wait(["a"], SOON)
     later = workers.stores(1)[1]
     workers.agent_ends[1].send(an_epoch(1, (0, 1, 2)))
-    workers.controls[1].next_epoch()
+    workers.controls[1].hear()
     assert later.get("a") == b"of epoch 1"
     behind.set("a", b"late")
     with pytest.raises(RuntimeError, match="epoch 0 is over"):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from engine.core.ownership import Ownership, Redundancy, Slot, with_shadows
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import Inventory, from_json
-from engine.core.recovery.planner import Plan, PlanInput, make_plan
+from engine.core.recovery.plan import Plan
+from engine.core.recovery.planner import PlanInput, make_plan
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled, compiled
 from tests.simulation.oracle import check_plan

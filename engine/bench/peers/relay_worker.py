@@ -30,7 +30,7 @@ class _Stamped(Control):
     told_ns = 0
 
     def wake(self) -> None:
-        if self._stopped:
+        if self.inbox.is_urgent:
             self.told_ns = now_ns()
         super().wake()
 
@@ -46,7 +46,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(ReadyMessage())
-        control.next_epoch()  # begins training, because no worker has to answer
+        control.hear()  # the epoch, which begins training: no worker has to answer
         if told.worker == told.victim:
             time.sleep(_SETTLE_S)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,6 @@ import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from engine.core.action import Program
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.dry_run import refuse_stuck
@@ -28,6 +27,7 @@ from engine.core.program.replay import replayed, shown_by
 from engine.core.program.step_end_pass import with_end_of_step
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.recovery.inventory import Inventory
+from engine.core.recovery.plan import Plan
 from engine.core.value import WIRE, Held, Kind, Value
 
 
@@ -39,17 +39,6 @@ class PlanInput:
     committed: int
     ownership: Ownership  # after the verdict: heirs are owners, surviving replicas are shadows
     inventories: tuple[Inventory, ...]  # of every member, by worker
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The work of all members to finish the step. Owners build `adopted` slots from a replica of another pipeline."""
-
-    step: int
-    program: Program
-    adopted: tuple[Slot, ...]
-    lost_stages: tuple[int, ...]  # stages without a whole replica at an owner: the step cannot be finished
-    digest: str  # SHA-256 over all of it, the same on every member
 
 
 def make_plan(given: PlanInput) -> Plan:

@@ -1,21 +1,12 @@
-"""The plan of an epoch, from its document; all members make the same."""
+"""Makes the plan of an epoch from its document; all members make the same."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from engine.core.messages import PlanMessage
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.inventory import from_json
-from engine.core.recovery.planner import Plan, PlanInput, make_plan
-
-
-class EpochPlan(NamedTuple):
-    """The document of an epoch, with the ownership and the plan that follow from it."""
-
-    told: PlanMessage
-    ownership: Ownership
-    plan: Plan
+from engine.core.recovery.plan import EpochPlan
+from engine.core.recovery.planner import PlanInput, make_plan
 
 
 def plan_epoch(grid: Grid, told: PlanMessage) -> EpochPlan:

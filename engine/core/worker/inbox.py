@@ -41,3 +41,8 @@ def arrived(inbox: Inbox, message: ToWorker) -> Inbox:
 def taken(inbox: Inbox) -> tuple[ToWorker, Inbox]:
     """Returns the first message, and the inbox without it."""
     return inbox.waiting[0], inbox._replace(waiting=inbox.waiting[1:])
+
+
+def without(inbox: Inbox, message: ToWorker) -> Inbox:
+    """Returns the inbox without one of its messages, which was taken out of turn by a worker that has not joined."""
+    return inbox._replace(waiting=tuple(each for each in inbox.waiting if each is not message))

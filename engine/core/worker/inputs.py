@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.core.message_codec import ToWorker
 from engine.core.messages import CommitMessage
 from engine.core.ownership import Ownership
-from engine.core.worker.epoch_plan import EpochPlan
+from engine.core.recovery.plan import EpochPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Literal
 from engine.core.message_codec import ToAgent
 from engine.core.messages import CommitMessage, EpochMessage, OwnPhase, PlanMessage, PrepareMessage
 from engine.core.ownership import Ownership, Slot
+from engine.core.recovery.plan import EpochPlan
 
 ProgramKind = Literal["usual", "plan", "heal"]  # heal: a whole step in which new shadows get their state
 
@@ -50,7 +51,12 @@ class CountHeld(MainThreadWork):
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup(Output):
-    """Leaves the group of the epoch before, or the attempt to form it."""
+    """Breaks off all transfers in the group of an epoch before, or the attempt to form it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGroup(Output):
+    """Leaves the group when no transfer is under way at any member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +82,9 @@ class PreparePlan(Output):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan(Output):
-    """Makes this worker's part of the program of an epoch's plan ready to run."""
+    """Makes this worker's part of the program of a plan ready to run."""
 
-    epoch: int
+    plan: EpochPlan
 
 
 @dataclass(frozen=True, slots=True)

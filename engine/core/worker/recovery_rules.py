@@ -150,7 +150,7 @@ def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
         return new, (*before, mark)
     mine = tuple(slot for slot in made.plan.adopted if made.ownership.owner(*slot) == state.worker)
     audits = () if epoch.commit is None else audit(state, epoch.commit, mine)
-    return new, (*before, *((Adopt(mine),) if mine else ()), *audits, Drop(state.held), mark, LoadPlan(state.epoch))
+    return new, (*before, *((Adopt(mine),) if mine else ()), *audits, Drop(state.held), mark, LoadPlan(made))
 
 
 def is_formed(state: WorkerState, formed: GroupFormed) -> Stepped:

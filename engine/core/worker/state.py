@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine.core.messages import EpochMessage, GoMessage
 from engine.core.ownership import Grid, Ownership, Slot
-from engine.core.worker.epoch_plan import EpochPlan
+from engine.core.recovery.plan import EpochPlan
 from engine.core.worker.inputs import TransferFailed
 from engine.core.worker.outputs import ProgramKind
 

@@ -31,10 +31,10 @@ from engine.core.worker.inputs import (
 )
 from engine.core.worker.outputs import (
     Audit,
+    CloseGroup,
     Drop,
     End,
     Enter,
-    LeaveGroup,
     Output,
     PlanNextStep,
     ReleaseSends,
@@ -160,7 +160,7 @@ def suspects(state: WorkerState, failure: TransferFailed) -> Stepped:
 
 def leaves(state: WorkerState, told: Message) -> Stepped:
     """Ends at the word that every worker has finished: no transfer is open."""
-    return state._replace(mode=Mode.OUT), (LeaveGroup(), End(ExitCode.OK))
+    return state._replace(mode=Mode.OUT), (CloseGroup(), End(ExitCode.OK))
 
 
 def stops(state: WorkerState, told: Message) -> Stepped:

@@ -1,9 +1,9 @@
 """A worker's control thread receives the agent's messages, also while the main thread is blocked.
 
 Rules: the main thread waits in one place only. Arrived transfers and messages of the agent wake it there, so that the
-control thread can end any wait. A new epoch is a fence: messages of older epochs that still wait are dropped, and every
-wait ends with `Fenced` until the main thread has accepted the epoch. A message of the worker belongs to the epoch that
-it has accepted. The end of another worker is announced before the verdict on it: it is recorded, and changes nothing.
+control thread can end any wait: what interrupts ends every wait with `Fenced` or `Stopped` until it is heard. A message
+of the worker belongs to the epoch that it has entered. The end of another worker is announced before the verdict on it:
+it is recorded, and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.core.errors import ExitCode, InvariantError, required
+from engine.core.errors import ExitCode
 from engine.core.history.process_records import KnownRecord
 from engine.core.message_codec import Message, ToAgent, ToWorker
 from engine.core.messages import (
@@ -27,11 +27,11 @@ from engine.core.messages import (
     HeartbeatMessage,
     InflictMessage,
     MarkMessage,
-    NoticeMessage,
     OwnPhase,
     PrepareMessage,
 )
 from engine.core.process_messages import KeyMessage, PingMessage, StopMessage
+from engine.core.worker.inbox import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.ipc.told_keys import ToldKeys
@@ -47,7 +47,7 @@ class Stopped(Exception):
 
 
 class Fenced(Exception):
-    """A newer epoch than the accepted one has been told; raised out of any wait."""
+    """A newer epoch than that of this worker has been told; raised out of any wait."""
 
 
 class Killed(BaseException):
@@ -62,16 +62,15 @@ class Control:
         self.keys = ToldKeys()
         # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._inbox: dict[type[Message], list[Message]] = {}
-        self._stopped = False
-        self._told: EpochMessage | None = None  # the newest one
-        self.accepted = 0  # the epoch that the main thread is in
+        self._lock = threading.Lock()  # of the inbox
+        self.inbox = Inbox()
+        self._is_urgent = False  # whether the first message interrupts the main thread
+        self.accepted = 0  # the epoch that this worker has entered
         self.fired: set[str] = set()  # ids of the faults that have struck any worker
         self.on_fault: Callable[[ArmMessage | InflictMessage], None] = lambda message: None  # called in the main thread
         self.on_prepare: Callable[[PrepareMessage], None] = lambda message: None  # called in the control thread
         self._of_faults: list[ArmMessage | InflictMessage] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
-        self.has_given_notice = False
         self.recorder: Recorder | None = None  # once the main thread knows whose it is
         self._at = (0, 0, False)
         self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
@@ -111,34 +110,32 @@ class Control:
             case KeyMessage():
                 self.keys.put(message.epoch, message.key, message.value)
                 return
-            case StopMessage():
-                self._stopped = True
-                self.keys.end()
-            case EpochMessage():
-                if self._told is None or message.epoch > self._told.epoch:
-                    self._inbox = {}  # one channel, in order: all later messages belong to this epoch
-                    self._told = message
-                    self.keys.end(message.epoch - 1)
             case FiredMessage():
                 self.fired.add(message.fault)
             case ArmMessage() | InflictMessage():
                 self._of_faults.append(message)
-            case _:
-                self._inbox.setdefault(type(message), []).append(message)
+            case ToWorker():
+                with self._lock:
+                    self._keep(arrived(self.inbox, message))
+                if isinstance(message, StopMessage):
+                    self.keys.end()
+                elif isinstance(message, EpochMessage):
+                    self.keys.end(self.inbox.epoch - 1)
         self.wake()
 
-    def give_notice_of_sigterm(self) -> None:
-        """Starts a thread that sends the agent a notice at a SIGTERM, also while the main thread is blocked.
+    def _keep(self, inbox: Inbox) -> None:
+        self.inbox, self._is_urgent = inbox, inbox.is_urgent
+
+    def give_notice_of_sigterm(self, give: Callable[[], None]) -> None:
+        """Starts a thread that gives notice at each SIGTERM, also while the main thread is blocked.
 
         The signal must be blocked in every thread, so that it waits for the one that takes it here.
         """
 
         def listen() -> None:
-            signal.sigwait({NOTICE})
-            self.has_given_notice = True
-            self.send(NoticeMessage())
             while True:
-                signal.sigwait({NOTICE})  # once is enough
+                signal.sigwait({NOTICE})
+                give()
 
         threading.Thread(target=listen, name="notice", daemon=True).start()
 
@@ -164,36 +161,41 @@ class Control:
                 return found
             self._news.get()
 
+    def hear(self, look: Callable[[], Found | None] = lambda: None) -> ToWorker | Found:
+        """Waits for the first message of the inbox, or for what `look` finds, and returns it."""
+        while True:
+            self._suffer()
+            if self.inbox.waiting:
+                with self._lock:
+                    message, inbox = taken(self.inbox)
+                    self._keep(inbox)
+                return message
+            found = look()
+            if found is not None:
+                return found
+            self._news.get()
+
     def take(self, kind: type[Wanted]) -> Wanted:
         """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""
 
-        def look() -> Message | None:
-            waiting = self._inbox.get(kind)
-            return waiting.pop(0) if waiting else None
+        def look() -> Wanted | None:
+            with self._lock:
+                found = next((each for each in self.inbox.waiting if isinstance(each, kind)), None)
+                if found is not None:
+                    self._keep(without(self.inbox, found))
+                return found
 
-        found = self.wait_until(look)
-        if not isinstance(found, kind):
-            raise InvariantError(f"{found} waited as a {kind.__name__}")
-        return found
+        return self.wait_until(look)
 
     def check(self) -> None:
         """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
 
         Before that it carries out the agent's messages about faults, which may raise anything, or end the process.
         """
+        self._suffer()
+        if self._is_urgent:
+            raise Stopped if isinstance(self.inbox.waiting[0], StopMessage) else Fenced
+
+    def _suffer(self) -> None:
         while self._of_faults:
             self.on_fault(self._of_faults.pop(0))
-        if self._stopped:
-            raise Stopped
-        if self._told is not None and self._told.epoch > self.accepted:
-            raise Fenced
-
-    def next_epoch(self) -> EpochMessage:
-        """Waits for a newer epoch than the accepted one, accepts the newest and returns it; raises Stopped."""
-        while True:
-            try:
-                self.wait_until(lambda: None)
-            except Fenced:
-                told = required(self._told, "a fence comes with an epoch")
-                self.accepted = told.epoch
-                return told

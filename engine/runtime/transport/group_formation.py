@@ -32,15 +32,10 @@ class GroupFormation:
             self._failed = error
         self._control.wake()
 
-    def plane(self) -> Transport:
-        """Waits for the group; raises Stopped, Fenced, or TransferFailedError if it could not be formed."""
-
-        def look() -> Transport | None:
-            if self._failed is not None:
-                raise self._failed
-            return self._plane
-
-        return self._control.wait_until(look)
+    @property
+    def outcome(self) -> Transport | TransferFailedError | None:
+        """The group, or the failure to form it; None at first. The main thread is woken when it is there."""
+        return self._plane if self._plane is not None else self._failed
 
     def give_up(self) -> None:
         """Leaves the group, or abandons its formation."""

@@ -3,9 +3,10 @@
     a step      0F0  0SEND_F0  0F1 ... 0B3  0REDUCE_GRAD  0LOG  0COMMIT | wait for the commit | 0STEP | release sends
     an action   check -> "before" faults -> progress board -> "during" faults -> method -> events file -> "after" faults
 
-Rules: the executor decides nothing. The program has the actions in their order; the agent decides on a commit. A check
-or a wait before the commit may raise Fenced; an action interrupted by it leaves the values of this worker unchanged.
-No Fenced comes between the commit and the last STEP, so all replicas here have taken the same number of steps.
+Rules: the executor decides nothing. The program has the actions in their order; the worker machine decides when a step
+is taken. A check or a wait before the commit may raise Fenced; an action interrupted by it leaves the values of this
+worker unchanged. No Fenced comes between the commit and the last STEP, so all replicas here have taken the same number
+of steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.core.action import COMPUTE_OPS, Action, Op
-from engine.core.errors import InvariantError, ensure
 from engine.core.faults.fault import When
 from engine.core.messages import CommitMessage
 from engine.core.program.dependencies import carried, needed
@@ -84,19 +84,11 @@ class Executor:
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
         return table
 
-    def run_step(self) -> CommitMessage:
-        """Runs the open step to its commit, takes the optimizer steps and returns the commit.
-
-        Raises Stopped, Fenced or TransferFailedError from a wait before the commit, and the exceptions of layers.
-        """
-        self.run_actions()
-        commit = self.context.control.take(CommitMessage)
-        self._take(commit, self._steps)
-        self._plane.release_sent()
-        return commit
-
     def run_actions(self) -> None:
-        """Runs the program of the open step up to its optimizer steps."""
+        """Runs the program of the open step up to its optimizer steps.
+
+        Raises Stopped, Fenced or TransferFailedError from a wait, and the exceptions of layers.
+        """
         self._receiver = Receiver(self._plane.in_order, self._worker_program.receives)
         if not self._worker_program.is_awaited:
             self._receiver.begin()
@@ -135,22 +127,17 @@ class Executor:
             if action.op is not Op.STEP:  # all replicas here take the step, or none: a later check raises
                 raise
 
-    def catch_up(self, commit: CommitMessage | None) -> bool:
-        """Takes the optimizer steps of all logged slots if `commit` is that of the open step; returns whether it was.
-
-        Raises InvariantError if this worker has missed an earlier commit.
-        """
-        if commit is None or commit.step < self.step:
-            return False
-        if commit.step > self.step:
-            raise InvariantError(f"step {commit.step} is committed, and worker {self.context.worker} is at {self.step}")
+    def catch_up(self, commit: CommitMessage) -> None:
+        """Takes the optimizer steps of all logged slots, after a fence before the commit of the open step."""
         slots = [slot for slot in self.context.replicas.whole() if slot in self.end.logged]
         steps = [Action(stage, Op.STEP, pipeline=pipeline) for pipeline, stage in slots]
         self._take(commit, [(action, str(action), self.end.take_step) for action in steps])
-        return True
+
+    def take_step(self, commit: CommitMessage) -> None:
+        """Takes the optimizer steps of the program, after the commit of the open step."""
+        self._take(commit, self._steps)
 
     def _take(self, commit: CommitMessage, steps: Sequence[tuple[Action, str, Method]]) -> None:
-        ensure(commit.step == self.step, f"commit of step {commit.step} while at step {self.step}")
         self.end.clip_factor = commit.clip_factor
         run_in_order(steps, lambda: None, self._run)
         replicas = self.context.replicas

@@ -1,9 +1,9 @@
 """The planner thread of a worker: it computes plans of coming epochs, and the next program, before they are needed.
 
 Rules: the thread reads no value that training changes, and it changes only the prepared plans; the same computation in
-the main thread would give the same result. It does one task after the other. For each epoch the latest plan counts. The
-planner threads of a host take turns: all together they would take the cores from the workers that the others wait for.
-The wait for a turn is short, and after it the thread computes without the lock.
+the main thread would give the same result. It does one task after the other. The planner threads of a host take turns:
+all together they would take the cores from the workers that the others wait for. The wait for a turn is short, and
+after it the thread computes without the lock.
 """
 
 from __future__ import annotations
@@ -18,29 +18,23 @@ from itertools import count
 from typing import NamedTuple
 
 from engine.core.config.job_wants import shadowed
-from engine.core.errors import InvariantError, required
+from engine.core.errors import required
 from engine.core.history.run_records import PreparedRecord
-from engine.core.messages import EpochMessage, PlanMessage, PreparedMessage, PrepareMessage
+from engine.core.messages import PrepareMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
-from engine.core.recovery.inventory import from_json
-from engine.core.recovery.planner import Plan, PlanInput, make_plan
+from engine.core.recovery.plan import EpochPlan
+from engine.core.worker.epoch_plan import plan_epoch
+from engine.core.worker.inputs import PlanPrepared
 from engine.runtime.ipc.control import Control
 from engine.runtime.process.host_lock import HostLock
 from engine.runtime.transport.worker_program import WorkerProgram, worker_program
 from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.worker.worker_protocol import WorkerProtocol
 
 _MOST_S = 60.0  # to wait for a task that began one step ago
 _CHOOSY_LOOKS = 10  # of a millisecond each
 _SWITCH_S = 0.0002  # after this time the planner thread returns the interpreter to the main thread
-
-
-class PreparedPlan(NamedTuple):
-    """The PlanMessage of an epoch, with the ownership and the plan that follow from it."""
-
-    told: PlanMessage
-    ownership: Ownership
-    plan: Plan
 
 
 class NextStep(NamedTuple):
@@ -54,26 +48,24 @@ class NextStep(NamedTuple):
 class PlannerThread:
     """The plans and programs that one worker computes in advance."""
 
-    def __init__(self, context: WorkerContext, grid: Grid):
+    def __init__(self, context: WorkerContext, protocol: WorkerProtocol, grid: Grid):
         self._context = context
+        self._protocol = protocol
         self._grid = grid
         self._thread = ThreadPoolExecutor(1)
         self._hurry = threading.Event()
         self._host_lock = HostLock(context.board.fd)
         sys.setswitchinterval(_SWITCH_S)
         self._next_step: Future[NextStep] | None = None
-        self._prepared: dict[int, tuple[PreparedPlan, WorkerProgram]] = {}  # by epoch
-        context.control.on_prepare = self._on_prepare
+        self._prepared: list[tuple[EpochPlan, WorkerProgram]] = []
+        protocol.prepare = self._on_prepare
 
-    def plan(self, told: PlanMessage) -> PreparedPlan:
-        """Returns the plan that follows from a message; all workers make the same."""
-        ownership = Ownership(self._grid, told.owners, told.shadows)
-        inventories = tuple(from_json(text) for _, text in told.inventories)
-        return PreparedPlan(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))
-
-    def worker_program(self, planned: PreparedPlan) -> WorkerProgram:
-        """Returns this worker's part of the program of a plan."""
-        return worker_program(self._context.worker, planned.plan.program, planned.ownership, self._context.borders)
+    def worker_program(self, plan: EpochPlan) -> WorkerProgram:
+        """Returns this worker's part of the program of a plan, at once if it is prepared."""
+        prepared = next((program for each, program in self._prepared if each is plan), None)
+        if prepared is not None:
+            return prepared
+        return worker_program(self._context.worker, plan.plan.program, plan.ownership, self._context.borders)
 
     def default_program(
         self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
@@ -90,25 +82,16 @@ class PlannerThread:
         return self._host_lock.acquire_when(well_inside(self._context.control, step), self._hurry)
 
     def _prepare(self, told: PrepareMessage) -> None:
+        context = self._context
         with self._turn_in(told.plan.committed):  # the step whose commit begins the epoch
-            planned = self.plan(told.plan)
-            if planned.plan.lost_stages or self._context.shards is not None:  # shards are no replicas
+            plan = plan_epoch(self._grid, told.plan)
+            if plan.plan.lost_stages or context.shards is not None:  # shards are no replicas
                 return
-            epoch = told.plan.epoch
-            # The main thread may still need the plan of the epoch before.
-            kept = {each: prepared for each, prepared in self._prepared.items() if each == epoch - 1}
-            self._prepared = {**kept, epoch: (planned, self.worker_program(planned))}
-            self._context.recorder.write(PreparedRecord(epoch=epoch))
-            self._context.control.send(PreparedMessage(told.number, planned.plan.digest))
-
-    def take_prepared(self, epoch: EpochMessage) -> tuple[PreparedPlan, WorkerProgram]:
-        """Returns the prepared plan and program of an epoch; raises InvariantError if the epoch has another digest."""
-        prepared = self._prepared.get(epoch.epoch)
-        found = None if prepared is None else prepared[0].plan.digest
-        if prepared is None or found != epoch.digest:
-            worker = self._context.worker
-            raise InvariantError(f"epoch {epoch.epoch} has plan {epoch.digest}, worker {worker} has prepared {found}")
-        return prepared
+            self._prepared.append((plan, self.worker_program(plan)))
+            context.recorder.write(PreparedRecord(epoch=told.plan.epoch))
+            self._protocol.feed_aside(PlanPrepared(told.number, plan))
+            kept = self._protocol.state.prepared
+            self._prepared = [each for each in self._prepared if any(each[0] is other for other in kept)]
 
     def plan_next_step(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
         """Starts to plan the step after `step`, which is about to begin with the ownership `before`."""

@@ -1,229 +1,208 @@
-"""The training of one worker: step after step; after each failure, a recovery in a new epoch.
+"""The training of one worker: the driver of the worker machine, which carries out its outputs in the main thread.
 
-A recovery, as a surviving worker sees it:
+    input -> WorkerProtocol.feed -> outputs -> one method for each -> the answer of the last one is the next input
+                                    no answer, or interrupted      -> Control.hear waits for the next input
 
-    EpochMessage ->   leaves its wait (Fenced) or ends its action, and stops there: phase "fence"
-                      names the values that it holds of the open step              -> InventoryMessage
-                      closes the old plane; a thread forms the new group: phase "regroup"
-    PlanMessage ->    takes the last commit, if it missed it, and makes the plan   -> PlannedMessage (digest)
-                      adopts the slots that it now owns, drops other replicas: phase "plan"
-    GoMessage ->      waits for the new group, then runs the rest of the open step by the plan
-    CommitMessage ->  runs the next step with new shadows ("heal"); all later steps are usual ones
-
-Rules: from its inventory to the plan or a newer epoch, a worker takes no step and no commit. A broken transfer is only
-a suspicion: the worker reports it, and the next epoch has the verdict. A prepared epoch begins with a commit and names
-a plan that every member has made in advance, from the inventories after that commit. No inventory is sent, and a worker
-with another inventory stops.
+Rules: the driver decides nothing; `engine.core.worker` has the rules. An output that is interrupted by a newer epoch
+(Fenced) or by the end (Stopped) drops the outputs behind it, as one that fails does.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from engine.core import messages
-from engine.core.config.job import is_due
-from engine.core.errors import InvariantError, TransferFailedError
+from engine.core.errors import TransferFailedError
 from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.message_codec import CUT, cut, in_messages
-from engine.core.ownership import Ownership, Slot
-from engine.core.process_messages import ByeMessage
+from engine.core.ownership import Ownership
 from engine.core.recovery.inventory import to_json
-from engine.runtime.ipc.control import Fenced
+from engine.core.worker import inputs, outputs
+from engine.core.worker.epoch_plan import plan_epoch
+from engine.runtime.ipc.control import Fenced, Stopped
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.group_formation import GroupFormation
 from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.planner_thread import PlannerThread, PreparedPlan
+from engine.runtime.worker.planner_thread import PlannerThread
 from engine.runtime.worker.validation import Validation
 from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.worker.worker_protocol import WorkerProtocol
 
 _MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
 
 
-class Excluded(Exception):
-    """This worker is not a member of the epoch: a verdict has excluded it, or it leaves after its notice."""
-
-
 class Training:
-    """The training of one worker; `ownership` is the ownership of the open step."""
+    """The training of one worker, from the moment that it has joined; `ownership` is the first one."""
 
-    def __init__(self, context: WorkerContext, ownership: Ownership, plane: Transport):
+    def __init__(self, context: WorkerContext, ownership: Ownership, plane: Transport, protocol: WorkerProtocol):
         self.context = context
-        self.ownership = ownership
+        self._protocol = protocol
+        self._grid = ownership.grid
+        self._built = inputs.Built(context.worker, ownership, context.job.validate_every, context.job.audit)
         self._plane = plane
         self._forming: GroupFormation | None = None
         self._executor = Executor(context)
-        self._planner = PlannerThread(context, ownership.grid)
-        self._members: tuple[int, ...] = ownership.workers()
-        self._leaving: tuple[int, ...] = ()
-        self._program: Literal["usual", "plan", "heal"] = "usual"
-        self._is_over = False
-        self._audited = -1  # the last step whose audit is done or not due
+        self._planner = PlannerThread(context, protocol, ownership.grid)
+        self._made_ready: WorkerProgram | None = None  # for the next `Enter`
+        self._methods = self._table()
 
-    def run(self) -> None:
-        """Trains to the end of the job, after the ReadyMessage of this worker; raises Stopped or Excluded."""
-        control = self.context.control
+    def _table(self) -> dict[type[outputs.Output], Callable[[Any], inputs.Input | None]]:
+        return {
+            outputs.Say: self._say,
+            outputs.MarkPhase: self._mark,
+            outputs.CountHeld: self._count,
+            outputs.LeaveGroup: self._leave_group,
+            outputs.CloseGroup: self._close_group,
+            outputs.FormGroup: self._form_group,
+            outputs.MakePlan: self._make_plan,
+            outputs.LoadPlan: self._load_plan,
+            outputs.PlanNextStep: self._plan_next_step,
+            outputs.TakeNextStep: self._take_next_step,
+            outputs.Enter: self._enter,
+            outputs.Run: self._run,
+            outputs.TakeStep: self._take_step,
+            outputs.CatchUp: self._catch_up,
+            outputs.Adopt: self._adopt,
+            outputs.Drop: self._drop,
+            outputs.Audit: self._audit,
+            outputs.ReleaseSends: self._release_sends,
+            outputs.Validate: self._validate,
+            outputs.ReportDone: self._report_done,
+        }
+
+    def run(self) -> int:
+        """Trains until the machine ends; returns the exit code. Raises the exceptions of layers and of broken rules."""
+        given: inputs.Input | None = self._built
         while True:
-            try:
-                self._enter_next_epoch()
-                while not self._is_over:
-                    self._advance()
-                return self._finish()
-            except Fenced:
-                continue
-            except TransferFailedError as suspicion:
-                control.send(messages.SuspicionMessage(control.accepted, str(suspicion), suspicion.peer))
+            found = self._protocol.feed(given or self._heard())
+            if found and isinstance(found[-1], outputs.End):
+                self._carry_out(found[:-1])
+                return exit_code(found)
+            given = self._carry_out(found)
 
-    def _advance(self) -> None:
-        """Runs the open step, and the audit, the validation and the heal after its commit."""
-        commit = self._run_step()
-        self._is_over = commit.then == "end"
-        self._drop_others()  # a replica without a part in the step has missed it
-        self._audit(commit, self.ownership.held_by(self.context.worker))
-        if commit.then == "epoch":
-            self._enter_next_epoch()  # it follows at once; its GoMessage orders the validation of this step
-            return
-        if is_due(self.context.job.validate_every, commit.step, self._is_over):
-            self._validate(commit.step)
-        if self._program != "usual" and not self._is_over:
-            self._heal()
+    def _heard(self) -> inputs.Input:
+        heard = self.context.control.hear(self._group_news)
+        return heard if isinstance(heard, inputs.Input) else inputs.Told(heard)
 
-    def _run_step(self) -> messages.CommitMessage:
-        """Runs the open step; in a recovery it records the bytes sent, even if the step is interrupted."""
-        step, before = self._executor.step, self._plane.bytes_sent
+    def _carry_out(self, found: Iterable[outputs.Output]) -> inputs.Input | None:
+        """Carries out outputs; returns the answer of the last one, or the failure of the first one that fails."""
+        answer = None
         try:
-            return self._executor.run_step()
-        finally:
-            if self._program != "usual":
-                plan = self._program == "plan"
-                num_bytes = self._plane.bytes_sent - before if plan else self._executor.end.bytes_healed
-                at = {"epoch": self.context.control.accepted, "step": step}
-                self.context.recorder.write(MovedRecord(program=self._program, **at, bytes=num_bytes))
+            for output in found:
+                answer = self._methods[type(output)](output)
+        except (Fenced, Stopped):
+            return None  # the message that has interrupted is the next one that is heard
+        except TransferFailedError as failure:
+            return _failed(failure)
+        return answer
 
-    def _finish(self) -> None:
-        context = self.context
-        slots = self.ownership.slots_of(context.worker)
-        peaks = tuple((*slot, context.replicas.stages[slot].peak_stash) for slot in slots)
-        context.control.send(messages.FinishedMessage(context.control.accepted, peaks, _peak_memory_kib()))
-        context.control.take(ByeMessage)  # comes when all workers have finished: no transfer is open
+    def _say(self, output: outputs.Say) -> None:
+        self.context.control.send(output.message)
+
+    def _mark(self, output: outputs.MarkPhase) -> None:
+        control, phase = self.context.control, output.phase
+        if phase == "fence":
+            control.at = (*control.at[:2], False)
+        control.mark(phase)
+        self.context.recorder.write(MarkRecord(phase=phase, epoch=control.accepted, adopted=output.adopted))
+
+    def _count(self, output: outputs.CountHeld) -> inputs.Input:
+        inventory = self._executor.inventory()
+        return inputs.Counted(to_json(inventory), self._grid.places(inventory.whole))
+
+    # The group
+
+    def _leave_group(self, output: outputs.LeaveGroup) -> None:
+        if self._forming is not None:
+            self._forming.give_up()
+        self._plane.abandon()
+
+    def _close_group(self, output: outputs.CloseGroup) -> None:
         self._plane.close()
 
-    def _enter_next_epoch(self) -> None:
-        """Waits for an epoch and enters it; raises Fenced if a newer epoch comes before training can go on."""
-        context, control = self.context, self.context.control
-        epoch = control.next_epoch()
-        control.at = (*control.at[:2], False)
-        if context.worker not in epoch.members:
-            raise Excluded
-        worker_program: WorkerProgram | None = None
-        if epoch.gather:
-            worker_program = self._make_plan(epoch)
-        elif epoch.digest is not None:
-            worker_program = self._take_prepared_plan(epoch)
-        go = epoch.go or control.take(messages.GoMessage)
-        if self._forming is not None:
-            self._plane = self._forming.plane()
-            self._forming = None
-        self._plane.epoch = epoch.epoch
-        self._program = "usual" if worker_program is None else "plan"
-        self._is_over = go.end
-        self._begin(worker_program or self._planner.default_program(self.ownership))
-        if go.validate:
-            self._validate(self._executor.step - 1)
+    def _form_group(self, output: outputs.FormGroup) -> None:
+        context = self.context
+        self._forming = GroupFormation(context.control, context.backend, context.recorder, output.epoch)
 
-    def _begin(self, worker_program: WorkerProgram) -> None:
-        """Enters a program. In a recovery it also starts to plan the step after it, in the planner thread."""
-        self._executor.enter(self._plane, worker_program)
-        if self._program != "usual" and not self._is_over:
-            self._planner.plan_next_step(self._executor.step, self.ownership, self._members, self._leaving)
+    def _group_news(self) -> inputs.Input | None:
+        """Returns the answer to the last `FormGroup`, once."""
+        epoch = self._protocol.state.forming
+        if not epoch or self._forming is None or (outcome := self._forming.outcome) is None:
+            return None
+        if isinstance(outcome, TransferFailedError):
+            return inputs.GroupFailed(epoch, _failed(outcome))
+        self._plane, self._forming = outcome, None
+        return inputs.GroupFormed(epoch)
 
-    def _mark(self, phase: messages.OwnPhase, adopted: tuple[Slot, ...] | None = None) -> None:
-        self.context.control.mark(phase)
-        self.context.recorder.write(MarkRecord(phase=phase, epoch=self.context.control.accepted, adopted=adopted))
+    # Plans and programs
 
-    def _make_plan(self, epoch: messages.EpochMessage) -> WorkerProgram:
-        """Sends this worker's inventory, and makes the plan from the inventories of all workers."""
-        context, control = self.context, self.context.control
-        self._mark("fence")
-        inventory = self._executor.inventory()
-        whole = self.ownership.grid.places(inventory.whole)
-        control.send(messages.InventoryMessage(control.accepted, to_json(inventory), whole))
-        self._mark("inventory")
-        if epoch.regroup:
-            if self._forming is not None:
-                self._forming.give_up()
-            self._plane.abandon()
-            self._forming = GroupFormation(control, context.backend, context.recorder, epoch)
-        planned = self._planner.plan(control.take(messages.PlanMessage))
-        self._catch_up(planned, epoch.commit)
-        control.send(messages.PlannedMessage(control.accepted, planned.plan.digest, planned.plan.lost_stages))
-        self._take_over(planned, epoch.commit)
-        return self._planner.worker_program(planned)
+    def _make_plan(self, output: outputs.MakePlan) -> inputs.Input:
+        return inputs.PlanMade(plan_epoch(self._grid, output.told))
 
-    def _take_prepared_plan(self, epoch: messages.EpochMessage) -> WorkerProgram:
-        """Takes the plan that was made before its epoch; raises InvariantError if the inventory here is another."""
-        self._mark("fence")
-        planned, worker_program = self._planner.take_prepared(epoch)
-        self._catch_up(planned, epoch.commit)
-        worker, holds = self.context.worker, to_json(self._executor.inventory())
-        if (worker, holds) not in planned.told.inventories:
-            raise InvariantError(f"worker {worker} holds {holds}, another inventory than in epoch {epoch.epoch}")
-        self._take_over(planned, epoch.commit)
-        return worker_program
+    def _load_plan(self, output: outputs.LoadPlan) -> None:
+        self._made_ready = self._planner.worker_program(output.plan)
 
-    def _catch_up(self, planned: PreparedPlan, commit: messages.CommitMessage | None) -> None:
-        """Takes the ownership of the epoch, and the last commit if this worker has missed it."""
-        self.ownership = planned.ownership
-        self._members, self._leaving = planned.told.members, planned.told.leaving
-        self._executor.catch_up(commit)
-        if commit is not None and commit.step > self._audited:
-            held = self.ownership.held_by(self.context.worker)
-            whole = self.context.replicas.whole()
-            self._audit(commit, [slot for slot in held if slot in whole])
+    def _plan_next_step(self, output: outputs.PlanNextStep) -> None:
+        self._planner.plan_next_step(output.step, output.ownership, output.members, output.leaving)
 
-    def _take_over(self, planned: PreparedPlan, commit: messages.CommitMessage | None) -> None:
-        """Takes over slots as the plan says, unless a stage is lost."""
-        plan, replicas = planned.plan, self.context.replicas
-        if not plan.lost_stages:
-            adopted = [slot for slot in plan.adopted if self.ownership.owner(*slot) == self.context.worker]
-            for slot in adopted:
-                replicas.adopt(slot)
-            if commit is not None:
-                self._audit(commit, adopted)
-            self._drop_others()
-        self._mark("plan", adopted=plan.adopted)
+    def _take_next_step(self, output: outputs.TakeNextStep) -> inputs.Input:
+        next_step = self._planner.next_step()
+        self._made_ready = next_step.worker_program
+        return inputs.NextStepMade(next_step.ownership, next_step.is_healing)
 
-    def _drop_others(self) -> None:
-        """Drops the replicas of slots that this worker neither owns nor shadows in the open step."""
+    def _enter(self, output: outputs.Enter) -> None:
+        program, self._made_ready = self._made_ready, None
+        self._plane.epoch = self.context.control.accepted
+        self._executor.enter(self._plane, program or self._planner.default_program(output.ownership))
+
+    # A step
+
+    def _run(self, output: outputs.Run) -> inputs.Input:
+        """Runs the program; in a recovery it records the bytes sent, even if the program is interrupted."""
+        before = self._plane.bytes_sent
+        try:
+            self._executor.run_actions()
+        finally:
+            if output.program != "usual":
+                is_plan = output.program == "plan"
+                num_bytes = self._plane.bytes_sent - before if is_plan else self._executor.end.bytes_healed
+                at = {"epoch": self.context.control.accepted, "step": self._executor.step}
+                self.context.recorder.write(MovedRecord(program=output.program, **at, bytes=num_bytes))
+        return inputs.ProgramEnded()
+
+    def _take_step(self, output: outputs.TakeStep) -> inputs.Input:
+        self._executor.take_step(output.commit)
+        return inputs.StepTaken(output.commit)
+
+    def _catch_up(self, output: outputs.CatchUp) -> inputs.Input:
+        self._executor.catch_up(output.commit)
+        return inputs.StepTaken(output.commit)
+
+    def _adopt(self, output: outputs.Adopt) -> None:
+        for slot in output.slots:
+            self.context.replicas.adopt(slot)
+
+    def _drop(self, output: outputs.Drop) -> None:
         replicas = self.context.replicas
-        for slot in replicas.stages.keys() - set(self.ownership.held_by(self.context.worker)):
+        for slot in replicas.stages.keys() - set(output.kept):
             replicas.drop(slot)
 
-    def _heal(self) -> None:
-        """Opens the next step with all shadows: one step with HEALs if some of them are new, then usual steps."""
-        next_step = self._planner.next_step()
-        self.ownership = next_step.ownership
-        self._program = "heal" if next_step.is_healing else "usual"
-        self._begin(next_step.worker_program)
+    def _release_sends(self, output: outputs.ReleaseSends) -> None:
+        self._plane.release_sent()
 
-    def _validate(self, step: int) -> None:
-        """Runs a validation pass. No worker begins the next step before the result: until then it can be redone."""
-        control = self.context.control
+    def _validate(self, output: outputs.Validate) -> inputs.Input:
         with self.context.shards.all_whole() if self.context.shards else contextlib.nullcontext():
-            result = Validation(self.context, self._plane, self.ownership).run()
-        if result is not None:
-            control.send(messages.ValidationMessage(step, result.loss, result.metric))
-        control.take(messages.ValidatedMessage)
+            result = Validation(self.context, self._plane, output.ownership).run()
+        return inputs.PassEnded(None, None) if result is None else inputs.PassEnded(result.loss, result.metric)
 
-    def _audit(self, commit: messages.CommitMessage, slots: Sequence[Slot]) -> None:
-        """Sends the agent the hash of every layer of these replicas, if an audit is due after the step."""
-        self._audited = commit.step
-        if not is_due(self.context.job.audit, commit.step, commit.then == "end"):
-            return
-        for pipeline, index in slots:
+    def _audit(self, output: outputs.Audit) -> None:
+        """Sends the agent the hash of every layer of the whole replicas."""
+        whole = self.context.replicas.whole()
+        for pipeline, index in (slot for slot in output.slots if slot in whole):
             if self.context.shards is not None:
                 self.context.shards.meet(index)
             stage = self.context.replicas.stages[pipeline, index]
@@ -233,7 +212,21 @@ class Training:
                 buffers, of_buffers = marked_hash(module.named_buffers())
                 rows.append((layer, state, buffers, _short(of_state), _short(of_buffers)))
             for part in in_messages(rows):
-                self.context.control.send(messages.AuditMessage(commit.step, pipeline, part))
+                self.context.control.send(messages.AuditMessage(output.step, pipeline, part))
+
+    def _report_done(self, output: outputs.ReportDone) -> None:
+        control, stages = self.context.control, self.context.replicas.stages
+        peaks = tuple((*slot, stages[slot].peak_stash) for slot in output.slots)
+        control.send(messages.FinishedMessage(control.accepted, peaks, _peak_memory_kib()))
+
+
+def exit_code(found: Iterable[outputs.Output]) -> int:
+    """Returns the exit code of the outputs that end a worker."""
+    return next(each.code for each in found if isinstance(each, outputs.End))
+
+
+def _failed(failure: TransferFailedError) -> inputs.TransferFailed:
+    return inputs.TransferFailed(str(failure), failure.peer)
 
 
 def _short(marks: Sequence[tuple[str, str]]) -> messages.Marks:

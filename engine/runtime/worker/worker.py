@@ -26,11 +26,12 @@ from engine.core.history.step_files import span_of
 from engine.core.ownership import Grid, Ownership
 from engine.core.process_messages import UnprovenMessage
 from engine.core.random_key import random_key
+from engine.core.worker.inputs import NoticeGiven, Told
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
-from engine.runtime.ipc.control import Control, Killed, Stopped
+from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -51,9 +52,10 @@ from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.transport.transport import Transport, TransportBackend, Waiter
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
-from engine.runtime.worker.training import Excluded, Training
+from engine.runtime.worker.training import Training, exit_code
 from engine.runtime.worker.watched_data import WatchedData
 from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.worker.worker_protocol import WorkerProtocol
 
 _MOST_PROBLEMS = 100  # in one message
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
@@ -71,14 +73,13 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
-    control.give_notice_of_sigterm()
 
     def backend_of(welcome: messages.WelcomeMessage, waiter: Waiter) -> TransportBackend:
         is_guarded = network_fd is not None or bool(welcome.pair_key)
         ensure(is_guarded, "the transfers of a run lie in its network, or have its key")
         return gloo_backend(control, welcome, network_fd, waiter)
 
-    return work(control, (events_fd, steps_fd), board_fd, backend_of)
+    return work(control, (events_fd, steps_fd), board_fd, backend_of, takes_sigterm=True)
 
 
 def work(
@@ -86,15 +87,17 @@ def work(
     record_fds: tuple[int, int],
     board_fd: int,
     backend_of: Callable[[messages.WelcomeMessage, Waiter], TransportBackend],
+    *,
+    takes_sigterm: bool = False,
 ) -> int:
     """Runs one worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
+    protocol = WorkerProtocol(control)
+    if takes_sigterm:
+        control.give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeGiven()))
     try:
-        _run(control, record_fds, board_fd, backend_of)
-    except Stopped:
-        return ExitCode.OK
-    except Excluded:
-        time.sleep(_LINGER_S)
-        return ExitCode.LEFT_WITH_NOTICE if control.has_given_notice else ExitCode.FENCED
+        return _run(control, protocol, record_fds, board_fd, backend_of)
+    except (Stopped, Fenced):  # before it has joined
+        return exit_code(protocol.feed(Told(control.hear())))
     except UserError as error:
         log_exception(error)  # the message to the agent has no lines of the user's code
         control.send(messages.RefusedMessage(_told(error.problems)))
@@ -110,7 +113,6 @@ def work(
         control.send(messages.RaisedMessage(at_ns, control.at[0], exception_of(error)))
         log_exception(error)
         return ExitCode.NOT_RECOVERED
-    return ExitCode.OK
 
 
 def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -123,10 +125,11 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 def _run(
     control: Control,
+    protocol: WorkerProtocol,
     record_fds: tuple[int, int],
     board_fd: int,
     backend_of: Callable[[messages.WelcomeMessage, Waiter], TransportBackend],
-) -> None:
+) -> int:
     welcome = control.take(messages.WelcomeMessage)
     cuts = LinkCuts(control)
     backend = CuttableBackend(backend_of(welcome, cuts), cuts)
@@ -138,9 +141,10 @@ def _run(
     context = member.context
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
-    training = Training(*member)
-    control.send(messages.ReadyMessage())
-    training.run()
+    code = Training(context, member.ownership, member.plane, protocol).run()
+    if code != ExitCode.OK:
+        time.sleep(_LINGER_S)
+    return code
 
 
 def gloo_backend(
