@@ -8,14 +8,11 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
-from engine.core.exclusion import Cause, excluded
 from engine.core.faults import injection
 from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
 from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, TimedSignal
 from engine.core.faults.injection_events import (
-    EffectBegins,
-    EffectGiven,
     FaultsAdded,
     InjectionEnds,
     InjectionInput,
@@ -23,6 +20,7 @@ from engine.core.faults.injection_events import (
     LookAtVictim,
     MomentCame,
     PhaseBegan,
+    PlanBegins,
     RecordFault,
     SendSignal,
     SignSeen,
@@ -33,9 +31,8 @@ from engine.core.faults.injection_events import (
 )
 from engine.core.faults.injection_state import Injection
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
-from engine.core.membership.effects import AnnounceCommit, Effect, PublishEpoch, PublishPlanInput, StartTraining
 from engine.core.membership.state import Options, Phase, begin
-from engine.core.messages import ArmMessage, FiredMessage, InflictMessage, PlanMessage
+from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Slot
 
 JOB = Job(stages=3, microbatches=4, steps=8)
@@ -186,51 +183,18 @@ def test_a_role_that_no_worker_plays_has_no_victim() -> None:
     assert run.unconfirmed() == {"first": "there was no victim"}
 
 
-def given(kind: type[Effect], epoch: int) -> Effect:
-    """Returns the effect with which a phase begins."""
-    if kind is PublishEpoch:
-        return PublishEpoch(epoch, (0, 2), (excluded(1, Cause.DEATH, "died"),), "died")
-    if kind is AnnounceCommit:
-        return AnnounceCommit(epoch, 1 + epoch, "step")
-    if kind is PublishPlanInput:
-        return PublishPlanInput(epoch, PlanMessage(epoch, 2, (0, 2), (), (0, 0, 2), ((2,), (), ()), ()), ())
-    return kind(epoch)
-
-
-@pytest.mark.parametrize(
-    ("phase", "kind"),
-    [
-        ("agree", PublishEpoch),
-        ("inventory", PublishPlanInput),
-        ("plan", PublishPlanInput),
-        ("replay", StartTraining),
-        ("heal", AnnounceCommit),
-    ],
-    ids=str,
-)
-def test_a_phase_is_that_of_the_recovery_from_the_cause(phase: str, kind: type[Effect]) -> None:
+@pytest.mark.parametrize("phase", ["agree", "inventory", "plan", "replay", "heal"])
+def test_a_phase_is_that_of_the_recovery_from_the_cause(phase: RecoveryPhase) -> None:
     run = Injected(kill(), after("first", phase))
-    run.give(EffectGiven, given(kind, 1))  # before the cause has struck
+    run.give(PhaseBegan, phase, 1)  # before the cause has struck
     run.give(MomentCame, "first")
-    run.give(EffectGiven, given(kind, 1))  # an order of the epoch in which it struck, repeated
+    run.give(PhaseBegan, phase, 1)  # of the epoch in which it struck
     assert run.struck() == [("first", 1)]
     run.dies(1)
     run.moves_on(1)
     for _ in range(2):
-        run.give(EffectGiven, given(kind, 2))
+        run.give(PhaseBegan, phase, 2)
         assert run.struck() == [("first", 1), ("second", 0)]
-
-
-def test_no_heal_begins_when_the_last_commit_is_announced_again() -> None:
-    run = Injected(kill(), after("first", "heal"))
-    run.give(EffectGiven, AnnounceCommit(1, 2, "step"))
-    run.give(MomentCame, "first")
-    run.dies(1)
-    run.moves_on(1)
-    run.give(EffectGiven, AnnounceCommit(2, 2, "step"))
-    assert run.struck() == [("first", 1)]
-    run.give(EffectGiven, AnnounceCommit(2, 3, "step"))
-    assert run.struck() == [("first", 1), ("second", 0)]
 
 
 def test_before_the_verdict_the_recoverer_is_the_coming_heir() -> None:
@@ -244,7 +208,7 @@ def test_a_worker_that_is_out_while_it_lives_is_detected_with_the_verdict() -> N
     run = Injected(kill(do="noop"), after("first", "detect"))
     run.give(MomentCame, "first")
     run.moves_on(1)
-    run.give(EffectGiven, given(PublishEpoch, 2))
+    run.give(PhaseBegan, "agree", 2)
     assert run.struck() == [("first", 1), ("second", 0)]
 
 
@@ -304,7 +268,7 @@ def test_merged_is_the_moment_at_which_the_heir_has_redone_the_lost_work() -> No
     run.give(MomentCame, "first")
     run.dies(1)
     run.moves_on(1)
-    (order,) = run.give(EffectBegins, StartTraining(2), {1: (3, "1B2")})
+    (order,) = run.give(PlanBegins, {1: (3, "1B2")})
     assert isinstance(order, TellOfFault) and isinstance(order.message, ArmMessage)
     assert order.worker == 0
     assert [(each["id"], each["moment"]) for each in order.message.faults] == [
@@ -320,9 +284,7 @@ def test_where_no_work_was_lost_merged_is_at_once() -> None:
     run.give(MomentCame, "first")
     run.dies(1)
     run.moves_on(1)
-    run.give(EffectBegins, AnnounceCommit(2, 3, "step"), {1: (2, "1STEP")})
-    assert run.struck() == [("first", 1)]
-    run.give(EffectBegins, StartTraining(2), {1: (2, "1STEP")})
+    run.give(PlanBegins, {1: (2, "1STEP")})
     assert run.struck() == [("first", 1), ("second", 0)]
 
 

@@ -17,7 +17,6 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.config.job import Job
 from engine.core.faults.fault import After, At, Fault, Role, Victim, Worker, slot_owner
-from engine.core.membership.effects import StartTraining
 from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.message_codec import Message
 from engine.core.messages import ArmMessage, FiredMessage
@@ -196,7 +195,7 @@ def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> No
     crew.ended(injector, 1)
     crew.moves_on(1)
     crew.told(0)
-    injector.begins(StartTraining(2))
+    injector.arm()
     (order,) = crew.told(0)
     assert isinstance(order, ArmMessage)
     moments = [(each["id"], each["moment"]) for each in order.faults]

@@ -18,8 +18,6 @@ from typing import Any
 from engine.core.faults.fault import After, At, Fault, RecoveryPhase, to_plain
 from engine.core.faults.fault_kind import Sign
 from engine.core.faults.injection_events import (
-    EffectBegins,
-    EffectGiven,
     FaultsAdded,
     InjectionEnds,
     InjectionInput,
@@ -27,6 +25,7 @@ from engine.core.faults.injection_events import (
     LookAtVictim,
     MomentCame,
     PhaseBegan,
+    PlanBegins,
     RecordFault,
     SendSignal,
     SignSeen,
@@ -45,17 +44,10 @@ from engine.core.faults.injection_state import (
     strike_records,
 )
 from engine.core.history.run_records import UnconfirmedRecord
-from engine.core.membership.effects import AnnounceCommit, Effect, PublishEpoch, PublishPlanInput, StartTraining
 from engine.core.membership.state import State
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Ownership, Slot
 
-_BEGIN_WITH: dict[type[Effect], RecoveryPhase] = {
-    PublishEpoch: "agree",
-    PublishPlanInput: "plan",
-    StartTraining: "replay",
-    AnnounceCommit: "heal",
-}
 _LOOK_EVERY_NS = 5_000_000  # between two looks at the state of a process
 
 Moved = tuple[Injection, tuple[InjectionOutput, ...]]
@@ -77,22 +69,6 @@ def _comes(old: Injection, given: MomentCame) -> Moved:
 
 def _begins(old: Injection, given: PhaseBegan) -> Moved:
     return _reach(old, given, given.phase, given.epoch)
-
-
-def _is_given(old: Injection, given: EffectGiven) -> Moved:
-    effect = given.effect
-    phase, outputs = _BEGIN_WITH.get(type(effect)), tuple[InjectionOutput, ...]()
-    if isinstance(effect, PublishPlanInput):
-        old, outputs = _reach(old, given, "inventory", effect.epoch)  # in a prepared epoch, no worker sends one
-    if isinstance(effect, AnnounceCommit):
-        # Every epoch announces the last commit again; no step begins with this announcement.
-        is_new = effect.step > old.committed
-        old = old._replace(committed=max(effect.step, old.committed))
-        phase = phase if is_new and effect.then == "step" else None
-    if phase is None:
-        return old, outputs
-    new, more = _reach(old, given, phase, effect.epoch)
-    return new, outputs + more
 
 
 def _reach(old: Injection, given: InjectionInput, phase: RecoveryPhase, epoch: int) -> Moved:
@@ -132,11 +108,9 @@ def _schedule(old: Injection, given: InjectionInput, faults: Iterable[Fault]) ->
     return old, outputs
 
 
-def _arms_merged(old: Injection, given: EffectBegins) -> Moved:
+def _arms_merged(old: Injection, given: PlanBegins) -> Moved:
     """Tells the heirs to report the moment at which they have redone the lost work of a fault's victim."""
     outputs: tuple[InjectionOutput, ...] = ()
-    if not isinstance(given.effect, StartTraining):
-        return old, outputs
     state = given.state
     for fault, cause in _after(old, "merged"):
         slot = cause.slot
@@ -253,8 +227,7 @@ _RULES: dict[type[InjectionInput], Callable[[Injection, Any], Moved]] = {
     FaultsAdded: _is_added,
     MomentCame: _comes,
     PhaseBegan: _begins,
-    EffectBegins: _arms_merged,
-    EffectGiven: _is_given,
+    PlanBegins: _arms_merged,
     VictimEnded: _ends,
     SignSeen: _is_seen,
     VictimSeen: _is_looked_at,

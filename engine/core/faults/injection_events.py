@@ -9,7 +9,6 @@ from typing import Any
 from engine.core.faults.fault import Fault, RecoveryPhase
 from engine.core.faults.fault_kind import Sign
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
-from engine.core.membership.effects import Effect
 from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
 
@@ -45,18 +44,10 @@ class PhaseBegan(InjectionInput):
 
 
 @dataclass(frozen=True, slots=True)
-class EffectBegins(InjectionInput):
-    """An effect is about to be carried out; `positions` are the last step and action of each worker."""
+class PlanBegins(InjectionInput):
+    """The plan of an epoch is about to run; `positions` are the last step and action of each worker."""
 
-    effect: Effect
     positions: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EffectGiven(InjectionInput):
-    """An effect was carried out; a phase of a recovery may begin with it."""
-
-    effect: Effect
 
 
 @dataclass(frozen=True, slots=True)

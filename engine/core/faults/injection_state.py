@@ -76,7 +76,6 @@ class Injection(NamedTuple):
     struck: tuple[StruckFault, ...] = ()
     late: tuple[LateWork, ...] = ()
     ended: frozenset[int] = frozenset()  # workers
-    committed: int = -1  # the last step that was announced to the workers
 
     @property
     def grid(self) -> Grid:

@@ -32,7 +32,6 @@ from engine.core.history.process_records import (
     LeftBehindRecord,
 )
 from engine.core.history.run_records import GoRecord
-from engine.core.membership.effects import StartTraining
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, NoticeMessage, RaisedMessage
@@ -289,7 +288,7 @@ _CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], None]] 
     outputs.Kill: Agent._kill,
     outputs.Note: Agent._note,
     outputs.Reached: lambda agent, reached: agent.injector.reached(reached.phase, reached.epoch),
-    outputs.Arm: lambda agent, arm: agent.injector.begins(StartTraining(arm.epoch)),
+    outputs.Arm: lambda agent, arm: agent.injector.arm(),
     outputs.Stop: Agent._ends,
     outputs.Fail: Agent._fails,
     outputs.Release: Agent._release,

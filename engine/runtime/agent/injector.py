@@ -13,8 +13,6 @@ from engine.core.faults.fault import Fault, RecoveryPhase
 from engine.core.faults.fault_kind import Sign
 from engine.core.faults.injection import step
 from engine.core.faults.injection_events import (
-    EffectBegins,
-    EffectGiven,
     FaultsAdded,
     InjectionEnds,
     InjectionInput,
@@ -22,6 +20,7 @@ from engine.core.faults.injection_events import (
     LookAtVictim,
     MomentCame,
     PhaseBegan,
+    PlanBegins,
     RecordFault,
     SendSignal,
     SignSeen,
@@ -30,7 +29,6 @@ from engine.core.faults.injection_events import (
     VictimSeen,
 )
 from engine.core.faults.injection_state import Injection
-from engine.core.membership.effects import Effect
 from engine.core.membership.state import State
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.faults.registry import kinds
@@ -97,15 +95,10 @@ class Injector:
         """Handles the end of a worker, before the coordinator does."""
         self._take(VictimEnded(now_ns(), self._state(), worker, code))
 
-    def begins(self, effect: Effect) -> None:
-        """Handles an effect that the agent is about to carry out."""
-        lines = {} if self._board is None else {worker: self._board.read(worker) for worker in self._members}
-        positions = {worker: (at.step, at.action) for worker, at in lines.items()}
-        self._take(EffectBegins(now_ns(), self._state(), effect, positions))
-
-    def has_begun(self, effect: Effect) -> None:
-        """Handles an effect that was carried out; a phase of a recovery may begin with it."""
-        self._take(EffectGiven(now_ns(), self._state(), effect))
+    def arm(self) -> None:
+        """Handles the begin of the plan of an epoch, before the workers run it."""
+        positions = {worker: (at.step, at.action) for worker, at in self.places().items()}
+        self._take(PlanBegins(now_ns(), self._state(), positions))
 
     def strike(self, fault_id: str) -> None:
         """Records a fault and strikes all its victims; does nothing if it has struck before."""
