@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from tests.runtime.small_run import WIDTH, Block
+from tests.runtime.small_jobs import WIDTH, Block
 
 
 class Linear(nn.Module):

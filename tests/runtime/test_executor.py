@@ -1,16 +1,17 @@
-"""The executor between real processes: replicas that stay in step bit for bit, and steps that survive a death."""
+"""The executor in whole runs of threads: replicas stay in step bit for bit, and steps survive deaths; and alone."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from engine.core.action import Action, Op
-from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
+from engine.core.action import Action, Op, parse_action
+from engine.core.checks.trajectory import trajectory_hash
+from engine.core.faults.fault import At, Fault, When, Worker
+from engine.core.ownership import Grid, Ownership
 from engine.core.value import Kind, Value
 from engine.models.model_loader import build_model, open_data
 from engine.runtime.ipc.control import Fenced
@@ -18,8 +19,8 @@ from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.worker_context import WorkerContext
-from tests.runtime.peers import PeerServer
-from tests.runtime.small_run import NORMED, STATEFUL, TIED_GPT, Rows, SmallRun, small_job
+from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
+from tests.runtime.thread_runs import run_in_threads
 
 JOBS: dict[str, dict[str, Any]] = {
     "normed": NORMED,
@@ -30,109 +31,42 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def fresh(pipelines: int, stages: int, redundancy: Any = "none", level: int = 1) -> Ownership:
-    ownership = one_slot_each(Grid(stages, 4, pipelines))
-    return with_shadows(ownership, redundancy, level, range(pipelines * stages))
+Kills = Mapping[int, tuple[int, str, When]]  # worker -> (step, action, when)
+NO_KILLS: Kills = {}
+_UNDISTURBED: dict[str, str] = {}
 
 
-def ran(peers: PeerServer, values: dict[str, Any], ownership: Ownership, num_steps: int = 3) -> Rows:
-    with contextlib.closing(SmallRun(peers, small_job(**values), ownership)) as small:
-        rows = small.run(num_steps)
-    assert rows is not None
-    return rows
+def trained(values: dict[str, Any], kills: Kills = NO_KILLS, ownership: Ownership | None = None) -> str:
+    """Returns the hash of the trajectory of a job; the run compares all replicas of a layer after each step."""
+    faults = [
+        Fault(f"kill-{worker}", At(step, parse_action(action), when), (Worker(worker),))
+        for worker, (step, action, when) in kills.items()
+    ]
+    ending = run_in_threads(small_job(**{"steps": 4, **values}), faults, ownership)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert [each.worker for each in ending.view.workers if each.state == "dead"] == sorted(kills)
+    return trajectory_hash(ending.view.run_state.rows)
 
 
-def by_slot(rows: Rows) -> dict[tuple[int, int], list[list[str]]]:
-    """Returns the different states that are held of each slot."""
-    found: dict[tuple[int, int], list[list[str]]] = {}
-    for held in rows.values():
-        for slot, state in held.items():
-            if state not in found.setdefault(slot, []):
-                found[slot].append(state)
-    return found
-
-
-_UNDISTURBED: dict[str, dict[tuple[int, int], list[list[str]]]] = {}
-
-
-def undisturbed(
-    peers: PeerServer, values: dict[str, Any], pipelines: int, stages: int, num_steps: int = 3
-) -> dict[tuple[int, int], list[list[str]]]:
-    """Returns what is held of each slot when nobody dies and nobody holds anything twice; each job is run once."""
+def undisturbed(values: dict[str, Any]) -> str:
+    """Returns the trajectory when no worker dies and no replica has a shadow; each job is run once."""
     alone = {name: value for name, value in values.items() if name not in ("redundancy_level", "log_every")}
     alone["redundancy"] = "none"
-    key = repr((sorted(alone.items()), pipelines, stages, num_steps))
+    key = repr(sorted(alone.items()))
     if key not in _UNDISTURBED:
-        _UNDISTURBED[key] = by_slot(ran(peers, alone, fresh(pipelines, stages), num_steps))
+        _UNDISTURBED[key] = trained(alone)
     return _UNDISTURBED[key]
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_replica_has_the_bits_of_a_run_without_any(peers: PeerServer, name: str) -> None:
-    values = JOBS[name]
-    pipelines, stages = values.get("pipelines", 1), values.get("stages", 3)
-    plain = undisturbed(peers, values, pipelines, stages)
-    for redundancy in ("lazy", "eager"):
-        level = 2 if redundancy == "eager" else 1
-        ownership = fresh(pipelines, stages, redundancy, level)
-        rows = ran(peers, values | {"redundancy": redundancy}, ownership)
-        assert sum(len(held) for held in rows.values()) == pipelines * stages * (1 + level)
-        found = by_slot(rows)
-        assert all(len(states) == 1 for states in found.values()), "a shadow differs from its owner"
-        assert {slot: states[0][:2] for slot, states in found.items()} == {
-            slot: states[0][:2] for slot, states in plain.items()
-        }
+@pytest.mark.parametrize("redundancy", ["lazy", "eager"])
+def test_every_replica_has_the_bits_of_a_run_without_any(name: str, redundancy: str) -> None:
+    values = JOBS[name] | {"redundancy": redundancy, "redundancy_level": 2 if redundancy == "eager" else 1}
+    assert trained(values) == undisturbed(values)
 
 
-def without(ownership: Ownership, dead: Collection[int]) -> Ownership:
-    """Returns the ownership in which the heirs of `dead` own: the first shadow, or who holds it in another pipeline."""
-    grid, owners, shadows = ownership.grid, [], []
-    for pipeline, stage in grid.slots():
-        replicas = [each for each in ownership.replicas(pipeline, stage) if each not in dead]
-        elsewhere = [each for d in range(grid.pipelines) for each in ownership.replicas(d, stage) if each not in dead]
-        owner, *others = replicas or elsewhere[:1]
-        owners.append(owner)
-        shadows.append(tuple(others))
-    return Ownership(grid, tuple(owners), tuple(shadows))
-
-
-def heal(small: SmallRun, redundancy: Any, level: int) -> bool:
-    """Begins a step with the shadows that are wanted; says whether some of them are new."""
-    healed = with_shadows(small.ownership, redundancy, level, small.links)
-    slots = healed.grid.slots()
-    new = [(w, slot) for slot in slots for w in healed.shadows_of(*slot) if w not in small.ownership.shadows_of(*slot)]
-    small.go_on(healed, new)
-    return bool(new)
-
-
-def survived(
-    peers: PeerServer, values: dict[str, Any], kills: dict[int, tuple[int, str, str]], num_steps: int = 4
-) -> Rows:
-    """Runs with kills, each at (step, action, when) of a worker, recovering and healing; returns what is held then."""
-    job = small_job(**values)
-    level = values.get("redundancy_level", 1)
-    ownership = fresh(job.pipelines, job.stages, job.redundancy, level)
-    with contextlib.closing(SmallRun(peers, job, ownership, kills)) as small:
-        rows = small.run(num_steps)
-        while rows is None or small.step < num_steps:
-            if rows is None:
-                rows = small.run(1) if small.recover(without(small.ownership, small.dead)) else None
-            else:
-                is_healed = not heal(small, job.redundancy, level)
-                rows = small.run(num_steps - small.step if is_healed else 1)
-        assert sorted(small.dead) == sorted(kills), "not exactly those died who should"
-    return rows
-
-
-def check_survival(
-    peers: PeerServer, values: dict[str, Any], kills: dict[int, tuple[int, str, str]], num_steps: int = 4
-) -> None:
-    plain = undisturbed(peers, values, values.get("pipelines", 1), 3, num_steps)
-    found = by_slot(survived(peers, values, kills, num_steps))
-    assert all(len(states) == 1 for states in found.values()), "a shadow differs from its owner"
-    assert {slot: states[0][:2] for slot, states in found.items()} == {
-        slot: states[0][:2] for slot, states in plain.items()
-    }
+def check_survival(values: dict[str, Any], kills: Kills) -> None:
+    assert trained(values, kills) == undisturbed(values)
 
 
 MOMENTS = [
@@ -152,31 +86,31 @@ MOMENTS = [
 
 @pytest.mark.parametrize("kills", MOMENTS, ids=str)
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
-def test_a_death_changes_no_bit(peers: PeerServer, redundancy: str, kills: Any) -> None:
-    check_survival(peers, NORMED | {"redundancy": redundancy}, kills)
+def test_a_death_changes_no_bit(redundancy: str, kills: Any) -> None:
+    check_survival(NORMED | {"redundancy": redundancy}, kills)
 
 
 @pytest.mark.parametrize(
     "kills", [{1: (1, "1B1", "after")}, {2: (2, "2LOG", "before")}, {0: (1, "0COMMIT", "after")}], ids=str
 )
 @pytest.mark.parametrize("checkpoint", [0, 2])
-def test_a_death_changes_no_bit_of_tied_layers(peers: PeerServer, kills: Any, checkpoint: int) -> None:
-    check_survival(peers, TIED_GPT | {"activation_checkpoint": checkpoint}, kills)
+def test_a_death_changes_no_bit_of_tied_layers(kills: Any, checkpoint: int) -> None:
+    check_survival(TIED_GPT | {"activation_checkpoint": checkpoint}, kills)
 
 
 @pytest.mark.parametrize(
     "kills", [{4: (1, "1F2@1", "before")}, {2: (1, "2REDUCE_GRAD", "after")}, {3: (1, "0STEP@1", "before")}], ids=str
 )
 @pytest.mark.parametrize("redundancy", ["none", "reroute", "eager"])
-def test_another_pipeline_stands_in(peers: PeerServer, redundancy: str, kills: Any) -> None:
+def test_another_pipeline_stands_in(redundancy: str, kills: Any) -> None:
     if redundancy == "none":
         kills = {worker: (2, *moment[1:]) for worker, moment in kills.items()}
-    check_survival(peers, NORMED | {"pipelines": 2, "redundancy": redundancy}, kills)
+    check_survival(NORMED | {"pipelines": 2, "redundancy": redundancy}, kills)
 
 
-def test_two_deaths_one_after_the_other(peers: PeerServer) -> None:
-    kills = {1: (0, "1B1", "after"), 2: (2, "2F1", "after")}
-    check_survival(peers, NORMED | {"redundancy": "lazy"}, kills, 5)
+def test_two_deaths_one_after_the_other() -> None:
+    kills: Kills = {1: (0, "1B1", "after"), 2: (2, "2F1", "after")}
+    check_survival(NORMED | {"redundancy": "lazy"}, kills)
 
 
 @pytest.mark.parametrize(
@@ -184,18 +118,16 @@ def test_two_deaths_one_after_the_other(peers: PeerServer) -> None:
     [{1: (1, "1B1", "after"), 2: (1, "2B3", "after")}, {1: (1, "1STEP", "before"), 2: (1, "2STEP", "after")}],
     ids=str,
 )
-def test_two_deaths_in_one_step(peers: PeerServer, kills: Any) -> None:
-    check_survival(peers, NORMED | {"redundancy": "lazy", "redundancy_level": 2}, kills)
+def test_two_deaths_in_one_step(kills: Any) -> None:
+    check_survival(NORMED | {"redundancy": "lazy", "redundancy_level": 2}, kills)
 
 
 @pytest.mark.parametrize("name", ["normed, two pipelines", "tied gpt, two pipelines"])
-def test_who_owns_what_changes_no_bit(peers: PeerServer, name: str) -> None:
+def test_who_owns_what_changes_no_bit(name: str) -> None:
     values = JOBS[name] | {"redundancy": "none"}
     stages = values.get("stages", 3)
-    plain = by_slot(ran(peers, values, fresh(2, stages)))
     for owners in ((0,) * (2 * stages), (0, 1, *(0 for _ in range(2, 2 * stages)))):
-        found = by_slot(ran(peers, values, Ownership(Grid(stages, 4, 2), owners)))
-        assert found == plain
+        assert trained(values, ownership=Ownership(Grid(stages, 4, 2), owners)) == undisturbed(values)
 
 
 STREAMED = [
@@ -210,8 +142,8 @@ STREAMED = [
 
 @pytest.mark.parametrize("kills", STREAMED, ids=str)
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
-def test_a_death_changes_no_bit_of_what_is_streamed(peers: PeerServer, redundancy: str, kills: Any) -> None:
-    check_survival(peers, STATEFUL | {"redundancy": redundancy, "log_every": 1}, kills)
+def test_a_death_changes_no_bit_of_what_is_streamed(redundancy: str, kills: Any) -> None:
+    check_survival(STATEFUL | {"redundancy": redundancy, "log_every": 1}, kills)
 
 
 class Nothing:

@@ -18,7 +18,7 @@ from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.transfer_key import AsideKey
-from tests.runtime.small_run import ALL_KINDS, STATEFUL, small_job
+from tests.runtime.small_jobs import ALL_KINDS, STATEFUL, small_job
 
 STEP, SLOT, NUM_MICROBATCHES = 1, (0, 0), 6
 OWNERSHIP = Ownership(Grid(1, NUM_MICROBATCHES), (0,), ((1,),))

@@ -23,7 +23,7 @@ from engine.runtime.stage.random_streams import positions
 from engine.runtime.worker import data_trial
 from engine.runtime.worker.pure_check import PureCheck
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
-from tests.runtime.small_run import borders_of, small_job, starts_of
+from tests.runtime.small_jobs import borders_of, small_job, starts_of
 from tests.runtime.test_models import SMALL_ARGS
 
 DATA = VectorData(0)

@@ -21,14 +21,14 @@ from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.e2e.state_models import KINDS
-from tests.runtime import small_run
+from tests.runtime import small_jobs
 
 M = 3
 STEP = 5
 WIDTH = 6
 
 
-Block = partial(small_run.Block, WIDTH)
+Block = partial(small_jobs.Block, WIDTH)
 
 
 class Split(nn.Module):

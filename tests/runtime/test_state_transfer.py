@@ -23,7 +23,7 @@ from engine.runtime.transport.bulk_transfer import chunks_of
 from engine.runtime.transport.gloo_transport import GlooTransport
 from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer, an_aside, an_order, plane_of
-from tests.runtime.small_run import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
+from tests.runtime.small_jobs import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
 
 SLOT = (0, 1)
 KEY = an_aside(7)

@@ -12,7 +12,7 @@ from engine.models.model_loader import build_model, open_data
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.validation import Validation
-from tests.runtime.small_run import NORMED, borders_of, small_job
+from tests.runtime.small_jobs import NORMED, borders_of, small_job
 
 
 def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
