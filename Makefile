@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-ends soak-interrupts soak-stalls soak-disk soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-ends soak-coordinator soak-interrupts soak-stalls soak-disk soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -50,6 +50,10 @@ soak: $(TEST_STAMP)
 # Runs whose processes are stopped, killed and paused, half of them at their end: some forty minutes on two cores.
 soak-ends: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.end_soak --runs 500 --seed $(SEED)
+
+# SIGKILL of the coordinator at each of 23 moments, with a second one that waits: a minute and a half on two cores.
+soak-coordinator: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.coordinator_kills
 
 # Ctrl-C at every moment of each command, answered in 0.3 s and ended in 2: some six minutes, on an idle machine only.
 soak-interrupts: $(TEST_STAMP)

@@ -17,6 +17,7 @@ from bamboo_cli.options.faults import (
     Injectable,
     Kills,
     NoTwin,
+    Standby,
     Tee,
     YesNo,
     grace_seconds,
@@ -55,6 +56,7 @@ def run(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
     ] = False,
+    standby: Standby = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
     explained: Annotated[
@@ -80,11 +82,10 @@ def run(
         from engine.harness.case_runner import Case, folder_name, run_case
         from engine.runtime.process.interrupts import holding
 
-        factory = resolved.job.model.rpartition(":")[2]
-        name = resolved.job.name or folder_name(factory.replace("_", "-"), "model")
-        case = Case(name, scenario, faults, resolved.origins, grace_s=grace_s, injectable=injectable is YesNo.YES)
+        name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
+        case = Case(name, scenario, faults, resolved.origins, None, grace_s, injectable is YesNo.YES, standby)
         try:
-            with holding(), _server(in_process) as server:
+            with holding(), _server(in_process, standby) as server:
                 result = run_case(case, etcd_settings(etcd, etcd_plain_http), screen(tee=tee), server)
                 code = _print_result(result, resolved, as_json)
         except UserError as error:
@@ -92,10 +93,12 @@ def run(
         raise typer.Exit(code)
 
 
-def _server(in_process: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
+def _server(in_process: bool, standby: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
     """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
     if not in_process:
         return contextlib.nullcontext()
+    if standby:
+        raise typer.BadParameter("a standby is a process, and --in-process has threads", param_hint="--standby")
     from engine.runtime.in_process.thread_server import ThreadServer
 
     return ThreadServer()

@@ -129,9 +129,9 @@ class Reader:
 
 
 def _status_in(run_id: str, settings: EtcdSettings) -> RunStatus | None:
+    from engine.core.coordinator.state import ROLE
     from engine.core.errors import CoordinatorUnavailableError
     from engine.core.membership.run_status import status_of_keys
-    from engine.runtime.agent.coordinator import ROLE
     from engine.runtime.store.etcd_kv import EtcdKV
 
     kv = EtcdKV(settings, f"/bamboo/{run_id}/", deadline_s=2.0)

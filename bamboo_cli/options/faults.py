@@ -54,6 +54,14 @@ Injectable = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby",
+        help="Give the coordinator a process of its own, and a second one that takes over if the first ends.",
+        rich_help_panel=_PANEL,
+    ),
+]
 EventsMax = Annotated[
     str,
     typer.Option(

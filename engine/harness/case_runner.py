@@ -47,7 +47,7 @@ class Case:
     """A run to make: a scenario and its concrete faults.
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file, `injectable` says whether the run takes the faults of `bamboo inject --run`.
+    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Case:
     file: Loaded | None = None
     grace_s: float = 120.0
     injectable: bool = True
+    standby: bool = False
 
 
 def folder_name(text: str, otherwise: str) -> str:
@@ -76,8 +77,7 @@ def case_of_file(loaded: Loaded) -> Case:
 def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:
     """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
 
-    Raises:
-        BambooError: the run could not be started.
+    Raises BambooError if the run could not be started.
     """
     from engine.files.run_folder import create_run_folder
     from engine.harness.dead_runs import delete_dead_stores
@@ -116,7 +116,7 @@ def _run_in(
     _write_facts(folder, case)
     traces = LeakCheck() if case.scenario.expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
-    options: dict[str, Any] = {"faults": case.faults, "grace_s": case.grace_s, "injectable": case.injectable}
+    options: dict[str, Any] = {name: getattr(case, name) for name in ("faults", "grace_s", "injectable", "standby")}
     ending = drive(case.scenario.job, folder, run_id=folder.path.name, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)

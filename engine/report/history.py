@@ -47,6 +47,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "store_ended": lambda record: "the coordinator's store has ended",
     "unproven": lambda record: f"worker {record.peer} {record.text}; the group is formed again",
     "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
+    "coordinator_ended": lambda record: f"the coordinator (pid {record.child}) has ended; another one takes over",
     "cut_short": lambda record: f"after the last commit: {record.reason}",
     "killed": lambda record: str(record.why),
     "left_behind": lambda record: f"pid {record.child} does not end by SIGKILL",

@@ -9,6 +9,8 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
 from engine.core.history.process_records import (
+    CoordinatorEndedRecord,
+    CoordinatorRecord,
     CutShortRecord,
     EndedRecord,
     ExitRecord,
@@ -121,6 +123,8 @@ SAMPLES: tuple[Record, ...] = (
     UnprovenRecord(**AGENT, of=0, peer=1, text="x"),
     ForkServerRecord(**AGENT, child=9),
     ForkServerEndedRecord(**AGENT, child=9),
+    CoordinatorRecord(**AGENT, child=9),
+    CoordinatorEndedRecord(**AGENT, child=9, code=-9),
     ExitRecord(**AGENT, of=0, code=-9, expected=False, seen_ns=10),
     RestartRecord(**AGENT, number=1, reason="x"),
     KnownRecord(worker=1, pid=8, at_ns=12, of=0),

@@ -9,12 +9,12 @@ import pytest
 from engine.core import messages
 from engine.core.coordinator.inputs import CoordinatorInput, Noticed, Passed
 from engine.core.coordinator.outputs import CoordinatorOutput, Stop
-from engine.core.coordinator.state import STATE, CoordinatorState, documents
+from engine.core.coordinator.state import ROLE, STATE, CoordinatorState, documents
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.membership.events import TakenOver
 from engine.core.membership.state import Phase
 from engine.core.store.kv import KV, Lease
-from engine.runtime.agent.coordinator import ROLE, Coordinator
+from engine.runtime.agent.coordinator import Coordinator
 from engine.runtime.store.election import Election
 from tests.core.coordinator_cases import answers, begun, heard, killed, told, votes
 from tests.doubles.kv_double import Fault

@@ -22,7 +22,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Ballot, Commit
 
 _PATIENCE_S = 600
-STATE, COMMIT, FACTS = "state", "commit", "facts"  # keys in the store
+ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys in the store
 
 
 class Raised(NamedTuple):

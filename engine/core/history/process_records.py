@@ -81,6 +81,21 @@ class ForkServerEndedRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorRecord(StampedRecord):
+    """A coordinator has a process of its own, `child`; one of them holds the role, the other waits."""
+
+    child: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorEndedRecord(StampedRecord):
+    """The coordinator, process `child`, has ended, and the one that waited takes over."""
+
+    child: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord(StampedRecord):
     """The process of worker `of` has ended, seen at `seen_ns`; a negative code is the number of a signal."""
 

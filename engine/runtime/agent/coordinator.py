@@ -25,7 +25,7 @@ from dataclasses import asdict
 from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.machine import is_to_be_kept, step
 from engine.core.coordinator.outputs import CoordinatorOutput
-from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
+from engine.core.coordinator.state import ROLE, STATE, CoordinatorState, documents, resume
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.membership.pending_effects import plan_document
 from engine.core.store.kv import KV, Change, KeyValue, Put, Txn, absent, equal
@@ -35,7 +35,6 @@ from engine.runtime.store.election import Election
 STOOD_STILL = (
     "the launcher had no processor time for many seconds, or the machine slept: run less beside it, and start again"
 )
-ROLE = "coordinator"
 _MAX_VERDICTS = 64
 
 

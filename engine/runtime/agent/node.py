@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator
 
 from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.outputs import CoordinatorOutput
-from engine.core.coordinator.state import CoordinatorState
+from engine.core.coordinator.state import ROLE, CoordinatorState
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.membership.run_status import Slots
 from engine.core.membership.state import State
 from engine.core.ownership import by_slot
 from engine.core.store.kv import KV, Delete, Txn
-from engine.runtime.agent.coordinator import ROLE, STOOD_STILL, Coordinator
+from engine.runtime.agent.coordinator import STOOD_STILL, Coordinator
+from engine.runtime.agent.standby import StandbyCoordinator
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.store.election import Election
 
@@ -34,15 +35,16 @@ _REPORT_EVERY_NS = 1_000_000_000
 class Node:
     """This host in the store of one run; its agent is the coordinator."""
 
-    def __init__(self, kv: KV, first: CoordinatorState, now_ns: int):
+    def __init__(self, kv: KV, first: CoordinatorState, now_ns: int, standby: StandbyCoordinator | None = None):
         self.name = socket.gethostname()
         self._kv = kv
         self._is_out = False
         self._lease = kv.grant(LEASE_TTL_S)
         self._election = Election(kv, ROLE, f"{self.name}:{os.getpid()}".encode(), LEASE_TTL_S)
-        if not self._election.poll():
+        if standby is None and not self._election.poll():
             raise CoordinatorUnavailableError("another coordinator holds this run")
-        self._coordinator = Coordinator(kv, self._election, first, now_ns)
+        self._is_candidate = standby is None  # else a process of its own is
+        self._coordinator = standby or Coordinator(kv, self._election, first, now_ns)
         self._renewed_ns = now_ns
         self._reported_ns = now_ns
         self._enrolled: dict[int, tuple[int, Slots]] = {}  # pid and slots of each worker, as written
@@ -94,7 +96,7 @@ class Node:
             return
         self._renewed_ns = now_ns
         with self._in_or_out():
-            if not (self._kv.keep_alive(self._lease) and self._election.renew()):
+            if not (self._kv.keep_alive(self._lease) and (not self._is_candidate or self._election.renew())):
                 raise LeaseLostError
 
     def leave(self) -> None:

@@ -36,7 +36,8 @@ from engine.runtime.agent.node import Node
 from engine.runtime.agent.recording import recording
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
-from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers
+from engine.runtime.agent.standby import StandbyCoordinator, Start, plain_settings
+from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_coordinator, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
@@ -69,6 +70,7 @@ def run_session(
     grace_s: float = 120.0,
     faults: Sequence[Fault] = (),
     injectable: bool = True,
+    standby: bool = False,
     server: ForkServer | None = None,
     host: HostRecord | None = None,
 ) -> Ending:
@@ -89,7 +91,8 @@ def run_session(
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting())
-                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder)
+                start = partial(start_coordinator, server, logs) if standby else None
+                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
                 board, members, guard = _fork(stack, server, ownership, recorder, record_fds, logs)
                 node.enrol(members.values())
                 tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder, injectable))
@@ -202,8 +205,12 @@ def join_store(
     logs: Path,
     first: CoordinatorState,
     recorder: Recorder,
+    start: Start | None = None,
 ) -> Node:
-    """Connects this host to the store, or to a private one that it starts; `stack` releases all of it."""
+    """Connects this host to the store, or to a private one that it starts; `stack` releases all of it.
+
+    With `start`, coordinators are processes of their own that it starts.
+    """
     private = EmbeddedEtcd(logs) if etcd is None else None
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
     if private is not None:
@@ -219,7 +226,12 @@ def join_store(
     recorder.write(StoreRecord(endpoints=endpoints, run_id=run_id, private=private is not None))
     kv = EtcdKV(settings, f"/bamboo/{run_id}/")
     stack.callback(kv.close)
-    node = Node(kv, first, now_ns())
+    standby = None
+    if start is not None:
+        store = plain_settings(settings, None if private is None else logs)
+        standby = StandbyCoordinator(start, store, run_id, kv, first, recorder)
+        stack.callback(standby.close)
+    node = Node(kv, first, now_ns(), standby)
     if private is None:
         stack.callback(_leave, node, recorder)
     return node

@@ -1,0 +1,62 @@
+"""The inputs and outputs of a coordinator travel to another process and come back as they were."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.coordinator import inputs, outputs
+from engine.core.coordinator.inputs import CoordinatorInput, Place
+from engine.core.coordinator.outputs import CoordinatorOutput
+from engine.core.coordinator.wire import StepMessage, input_parts, output_parts, read_input, read_output
+from engine.core.history.process_records import CutShortRecord
+from engine.core.membership.events import Restarted
+from engine.core.membership.evidence import Loading, Sight
+from engine.core.message_codec import Message, decode, encode
+from engine.core.messages import FailedMessage, InventoryMessage, PlanMessage
+from engine.core.process_messages import ByeMessage
+
+INPUTS: tuple[CoordinatorInput, ...] = (
+    inputs.Heard(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),
+    inputs.Noticed(5, 2, 7),
+    inputs.Ended(5, 2, -9),
+    inputs.Ended(5, 2, 1, Place(3, "0F1", is_struck=True)),
+    inputs.NodeLost(5, "host"),
+    inputs.Passed(5, {0: Place(3, "0F1"), 3: Place(2, "")}),
+    inputs.Interrupted(5, 7),
+    inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}),
+    inputs.Stopping(5),
+    Restarted(5),
+)
+PLAN = PlanMessage(2, 0, (0, 1), (), (0, 1), ((1,), (0,)), ((0, "holds"), (1, "more")))
+OUTPUTS: tuple[CoordinatorOutput, ...] = (
+    outputs.Tell((1, 0), PLAN),
+    outputs.Tell((), ByeMessage()),
+    outputs.Write(CutShortRecord(worker=-1, pid=7, at_ns=8, reason="x")),
+    outputs.Kill(1, "late"),
+    outputs.Note("a line"),
+    outputs.Reached("plan", 2),
+    outputs.Arm(2),
+    outputs.Restart(),
+    outputs.Stop("why", 3, 1),
+    outputs.Stop("why"),
+    outputs.Fail(1, FailedMessage("error", 70), has_commit=True),
+    outputs.Release(""),
+)
+
+
+def travelled(parts: list[Message]) -> tuple[StepMessage, list[Message]]:
+    first, *rest = [decode(encode(part)) for part in parts]
+    assert isinstance(first, StepMessage)
+    return first, rest
+
+
+@pytest.mark.parametrize("given", INPUTS)
+def test_an_input_comes_back(given: CoordinatorInput) -> None:
+    first, rest = travelled(list(input_parts(given)))
+    assert read_input(first, iter(rest)) == given
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_an_output_comes_back(output: CoordinatorOutput) -> None:
+    first, rest = travelled(list(output_parts(output)))
+    assert read_output(first, iter(rest)) == output
