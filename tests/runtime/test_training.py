@@ -1,0 +1,54 @@
+"""The driver of the worker machine: it carries out every output, and drops those behind one that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.core.errors import TransferFailedError
+from engine.core.worker import inputs, outputs
+from engine.runtime.ipc.control import Fenced, Stopped
+from engine.runtime.worker.training import Training
+
+END, ASIDE = outputs.End, outputs.PreparePlan
+
+
+def bare() -> Any:
+    return object.__new__(Training)
+
+
+def test_every_output_has_a_method_but_the_end_and_the_one_that_no_main_thread_gets() -> None:
+    classes = [each for each in vars(outputs).values() if isinstance(each, type)]
+    kinds = {each for each in classes if issubclass(each, outputs.Output)} - {outputs.Output, outputs.MainThreadWork}
+    assert set(bare()._table()) == kinds - {END, ASIDE}
+
+
+@pytest.mark.parametrize(
+    ("raised", "answer"),
+    [
+        (None, inputs.ProgramEnded()),
+        (Fenced(), None),
+        (Stopped(), None),
+        (TransferFailedError("it broke", 2), inputs.TransferFailed("it broke", 2)),
+    ],
+)
+def test_what_interrupts_or_fails_drops_the_outputs_behind_it(
+    raised: Exception | None, answer: inputs.Input | None
+) -> None:
+    training = bare()
+    done: list[outputs.Output] = []
+
+    def drop(output: outputs.Drop) -> None:
+        done.append(output)
+        if raised is not None:
+            raise raised
+
+    def run(output: outputs.Run) -> inputs.Input:
+        done.append(output)
+        return inputs.ProgramEnded()
+
+    training._methods = {outputs.Drop: drop, outputs.Run: run}
+    found = (outputs.Drop(()), outputs.Run("usual"))
+    assert training._carry_out(found) == answer
+    assert done == list(found[:1] if raised else found)
