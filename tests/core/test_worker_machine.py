@@ -187,7 +187,7 @@ CELLS = {
     "PlanMessage": "x.r.x.....",
     "GoMessage": "x.xrx.....",
     "CommitMessage": "xr.rxrr.r.",
-    "ValidatedMessage": "x...x.r...",
+    "ValidatedMessage": "x..rx.r...",
     "ByeMessage": "x...x...r.",
     "TransferFailed": "xrrrrrr.r.",
     "Counted": "xxrxxxxxx.",
@@ -407,6 +407,13 @@ def test_a_group_of_an_older_epoch_is_not_taken_for_that_of_the_present_one() ->
         assert step(state, late) == (state, ())
     state = fed(state, Told(document(3, 2)), PlanMade(plan(3, 2)), Told(GO))
     assert step(state, GroupFormed(3))[1][-1] == Run("plan")
+
+
+def test_a_validation_that_ends_before_a_worker_without_a_part_sees_its_group_is_left_out_there() -> None:
+    state = fed(planned(), Told(GoMessage(False, True)), Told(ValidatedMessage(2)))
+    _, outputs = step(state, GroupFormed(2))
+    assert Run in {type(output) for output in outputs}
+    assert Validate not in {type(output) for output in outputs}
 
 
 def test_a_group_that_cannot_be_formed_is_reported_when_training_begins() -> None:

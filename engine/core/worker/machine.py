@@ -52,6 +52,7 @@ from engine.core.worker.recovery_rules import (
     is_prepared,
     plans,
     prepares,
+    skips_pass,
 )
 from engine.core.worker.state import Mode, WorkerState
 from engine.core.worker.step_rules import (
@@ -102,7 +103,7 @@ _SOMETIMES: dict[type[Message] | type[Input], tuple[WorkerRule | Impossible, ...
     PlanMessage:      (_LATE,    plans,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
     GoMessage:        (_LATE,    _UNPLANNED, goes,     _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
     CommitMessage:    (is_known, _FIXED,     is_known, _AT_WORK, takes_step, is_known,     _DEAF,      is_known),
-    ValidatedMessage: (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
+    ValidatedMessage: (_LATE,    _LATE,     skips_pass, _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
     ByeMessage:       (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      leaves),
     TransferFailed:   (suspects, suspects,   suspects, suspects, suspects,   suspects,     _DEAF,      suspects),
 }

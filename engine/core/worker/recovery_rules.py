@@ -12,6 +12,8 @@ inventory is sent, and a worker with another inventory stops.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.core.errors import ExitCode, InvariantError, ensure, required
 from engine.core.messages import (
     CommitMessage,
@@ -22,6 +24,7 @@ from engine.core.messages import (
     PlannedMessage,
     PreparedMessage,
     PrepareMessage,
+    ValidatedMessage,
 )
 from engine.core.worker.inputs import Counted, GroupFailed, GroupFormed, PlanMade, PlanPrepared, StepTaken
 from engine.core.worker.outputs import (
@@ -172,6 +175,13 @@ def goes(state: WorkerState, go: GoMessage) -> Stepped:
     if state.go is not None:
         return state, ()
     return _goes_now(state._replace(go=go))
+
+
+def skips_pass(state: WorkerState, told: ValidatedMessage) -> Stepped:
+    """Leaves out a pass that has ended while the group was noticed here: this worker has no part in it."""
+    if state.go is None or told.step != state.step - 1:
+        return state, ()
+    return state._replace(go=replace(state.go, validate=False)), ()
 
 
 def _goes_now(state: WorkerState) -> Stepped:
