@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from engine.core.messages import VoteMessage
 from tests.simulation import provenance
 from tests.simulation.case import Violation
 from tests.simulation.compiled import (
@@ -25,24 +26,24 @@ from tests.simulation.compiled import (
 from tests.simulation.replica import Replica
 
 if TYPE_CHECKING:
-    from tests.simulation.process import Process
+    from tests.simulation.executor import Executor
 
 Action = tuple[Any, ...]
 
 
-def perform(worker: Process, action: Action) -> bool:
+def perform(worker: Executor, action: Action) -> bool:
     """Runs an action; returns whether it is done. If not, the worker waits for a transfer."""
     return _DO[action[0]](worker, action)
 
 
-def _replica(worker: Process, slot: tuple[int, int]) -> Replica:
+def _replica(worker: Executor, slot: tuple[int, int]) -> Replica:
     replica = worker.replicas.get(slot)
     if replica is None or replica.version != worker.step:
         raise Violation(f"worker {worker.number} has no whole replica of {slot} in step {worker.step}")
     return replica
 
 
-def _use(worker: Process, key: int) -> int:
+def _use(worker: Executor, key: int) -> int:
     """Returns a value that an action reads; a received value is dropped with its use."""
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(key)}")
@@ -51,12 +52,12 @@ def _use(worker: Process, key: int) -> int:
     return value
 
 
-def _keep(worker: Process, key: int, value: Any) -> None:
+def _keep(worker: Executor, key: int, value: Any) -> None:
     worker.values[key] = value
     worker.made.add(key)
 
 
-def _forward(worker: Process, action: Action) -> bool:
+def _forward(worker: Executor, action: Action) -> bool:
     code, slot, microbatch, source, made, kept = action
     replica = _replica(worker, slot)
     given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
@@ -77,7 +78,7 @@ def _forward(worker: Process, action: Action) -> bool:
     return True
 
 
-def _backward(worker: Process, action: Action) -> bool:
+def _backward(worker: Executor, action: Action) -> bool:
     code, slot, microbatch, source, made, kept = action
     replica = _replica(worker, slot)
     if kept not in worker.values:
@@ -94,7 +95,7 @@ def _backward(worker: Process, action: Action) -> bool:
     return True
 
 
-def _weights(worker: Process, action: Action) -> bool:
+def _weights(worker: Executor, action: Action) -> bool:
     """The part of a backward for the weights: it adds the same gradient as the whole backward."""
     _, slot, microbatch, _, _, pending = action
     if pending not in worker.values:
@@ -103,7 +104,7 @@ def _weights(worker: Process, action: Action) -> bool:
     return True
 
 
-def _send(worker: Process, action: Action) -> bool:
+def _send(worker: Executor, action: Action) -> bool:
     _, key, targets = action
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} sends {parts_of(key)}, which it lacks")
@@ -115,12 +116,12 @@ def _send(worker: Process, action: Action) -> bool:
     return True
 
 
-def _send_to(worker: Process, targets: tuple[int, ...], key: int, payload: Any) -> None:
+def _send_to(worker: Executor, targets: tuple[int, ...], key: int, payload: Any) -> None:
     for target in targets:
         worker.world.send(worker, target, key, payload)
 
 
-def _receive(worker: Process, action: Action) -> bool:
+def _receive(worker: Executor, action: Action) -> bool:
     _, key, source = action
     payload = worker.take(key, source)
     if payload is None:
@@ -130,7 +131,7 @@ def _receive(worker: Process, action: Action) -> bool:
     return True
 
 
-def _give(worker: Process, action: Action) -> bool:
+def _give(worker: Executor, action: Action) -> bool:
     _, slot, key, targets = action
     _send_to(worker, targets, key, healing(_replica(worker, slot)))
     return True
@@ -141,7 +142,7 @@ def healing(replica: Replica) -> tuple[Any, ...]:
     return replica.version, replica.state()
 
 
-def _heal(worker: Process, action: Action) -> bool:
+def _heal(worker: Executor, action: Action) -> bool:
     _, slot, key, source = action
     payload = worker.take(key, source)
     if payload is None:
@@ -152,7 +153,7 @@ def _heal(worker: Process, action: Action) -> bool:
     return True
 
 
-def _reduce(worker: Process, action: Action) -> bool:
+def _reduce(worker: Executor, action: Action) -> bool:
     """Each owner sends its part to all others, and adds all parts in the order of pipelines."""
     _, stage, mine, owners, sends = action
     if worker.parted != worker.cursor:
@@ -181,16 +182,16 @@ def reduction(parts: list[Any], owners: tuple[int, ...]) -> tuple[int, tuple[int
     return provenance.summed(sums), buffers, losses
 
 
-def _all_there(worker: Process, keys: list[tuple[int, int]]) -> bool:
+def _all_there(worker: Executor, keys: list[tuple[int, int]]) -> bool:
     for key, source in keys:
         if key not in worker.inbox:
             if source in worker.broken:
-                worker.suspect(source)
+                worker.transfer_failed(source)
             return False
     return True
 
 
-def _make_log(worker: Process, action: Action) -> bool:
+def _make_log(worker: Executor, action: Action) -> bool:
     _, slot, key, targets, uses = action
     replica = _replica(worker, slot)
     stage = slot[1]
@@ -210,7 +211,7 @@ def _make_log(worker: Process, action: Action) -> bool:
     return True
 
 
-def _reduced_use(worker: Process, use: tuple[int, int, int]) -> int:
+def _reduced_use(worker: Executor, use: tuple[int, int, int]) -> int:
     stage, key, source = use
     if source != NOTHING:
         taken: int = worker.take(key, source)
@@ -221,7 +222,7 @@ def _reduced_use(worker: Process, use: tuple[int, int, int]) -> int:
     return own
 
 
-def _take_log(worker: Process, action: Action) -> bool:
+def _take_log(worker: Executor, action: Action) -> bool:
     _, slot, key, source = action
     payload = worker.take(key, source)
     if payload is None:
@@ -230,13 +231,13 @@ def _take_log(worker: Process, action: Action) -> bool:
     return True
 
 
-def _stream(worker: Process, action: Action) -> bool:
+def _stream(worker: Executor, action: Action) -> bool:
     _, slot, microbatch, key, targets = action
     _send_to(worker, targets, key, _replica(worker, slot).stream(microbatch))
     return True
 
 
-def _take_stream(worker: Process, action: Action) -> bool:
+def _take_stream(worker: Executor, action: Action) -> bool:
     _, slot, _, key, source = action
     payload = worker.take(key, source)
     if payload is None:
@@ -246,7 +247,7 @@ def _take_stream(worker: Process, action: Action) -> bool:
     return True
 
 
-def take_arrived(worker: Process) -> None:
+def take_arrived(worker: Executor) -> None:
     """Takes the streams that have arrived completely at the fence, for each slot up to the first gap."""
     missing = set()
     for action in worker.actions[worker.cursor :]:
@@ -258,7 +259,7 @@ def take_arrived(worker: Process) -> None:
                 missing.add(action[1])
 
 
-def _vote(worker: Process, action: Action) -> bool:
+def _vote(worker: Executor, action: Action) -> bool:
     _, slot, owns = action
     replica = _replica(worker, slot)
     if replica.logged is None:
@@ -266,11 +267,13 @@ def _vote(worker: Process, action: Action) -> bool:
     final, _, losses = replica.logged
     loss = provenance.loss(losses[slot[0]]) if owns and slot[1] == worker.case.stages - 1 else None
     norm = provenance.norm(final) if owns else None
-    worker.world.say("vote", worker.epoch, worker.number, worker.step, slot, norm, loss)
+    layers, norms = (() if norm is None else (slot[1],)), (() if norm is None else (norm,))
+    vote = VoteMessage(worker.epoch, worker.step, slot[0], slot[1], layers, norms, loss)
+    worker.world.say(worker.number, vote)
     return True
 
 
-_DO: tuple[Callable[[Process, Action], bool], ...] = (
+_DO: tuple[Callable[[Executor, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward, _weights),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
 )

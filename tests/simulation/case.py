@@ -15,7 +15,19 @@ from engine.core.ownership import Redundancy
 
 # Points of a worker. Each in the last line is before the named action; `replayed` is before any action of a plan.
 POINTS = (
-    *("moment", "fence", "inventory", "inventoried", "plan", "planned", "go", "replayed"),
+    *(
+        "moment",
+        "welcome",
+        "partition",
+        "ready",
+        "fence",
+        "inventory",
+        "inventoried",
+        "plan",
+        "planned",
+        "go",
+        "replayed",
+    ),
     *("commit", "stepped", "decided"),
     *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "W", "STREAM"),
 )
@@ -49,10 +61,12 @@ class Case:
     stages_per_worker: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
+    validate_every: int = 0
     steps: int = 3
     seed: int = 0
     spread: int = 0
     faults: tuple[Fault, ...] = ()
+    deaths: tuple[int, ...] = ()  # of coordinators, each at one of its moments
 
     def text(self) -> str:
         """Returns the case as one line of JSON, without default values."""
@@ -64,6 +78,7 @@ def from_text(text: str) -> Case:
     """Returns the case in a text."""
     fields: dict[str, Any] = json.loads(text)
     fields["faults"] = tuple(Fault(**each) for each in fields.get("faults", ()))
+    fields["deaths"] = tuple(fields.get("deaths", ()))
     fields["ties"] = tuple(tuple(group) for group in fields.get("ties", ()))
     return Case(**fields)
 

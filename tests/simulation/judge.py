@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.core.coordinator.inputs import CoordinatorInput, Passed
+from engine.core.coordinator.state import CoordinatorState
+from engine.core.errors import required
 from engine.core.exclusion import Cause
-from engine.core.membership.events import Event, Tick
 from engine.core.membership.state import Phase, State
+from engine.core.message_codec import ToWorker
+from engine.core.messages import EpochMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Commit as Outcome
 from tests.simulation.case import Fault, Violation
@@ -23,11 +27,12 @@ from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
 if TYPE_CHECKING:
-    from tests.simulation.process import Process
+    from tests.simulation.executor import Executor
     from tests.simulation.replica import Replica
     from tests.simulation.world import World
 
 _SILENCE_US = 4_000_000  # a shorter stop must not exclude a worker
+_STARTS = 4  # of a job whose workers die before the first step
 _OF_THE_CLOCK = frozenset({"zombie", "pause", "link", "suspect"})
 
 
@@ -42,11 +47,12 @@ class Judge:
         self.struck: set[int] = set()
         self.noticed: set[int] = set()
         self.clock_may_rule = False
-        self.holders = self._holders(world.agent.ownership)
+        self.holders = self._holders(world.ownership)
         self.stopped = False
+        self.epochs: dict[int, EpochMessage] = {}
         self.made: dict[int, tuple[int, set[int]]] = {}
 
-    def guilty(self, worker: Process, fault: Fault) -> None:
+    def guilty(self, worker: Executor, fault: Fault) -> None:
         """Notes a fault of a worker, for which it may be excluded."""
         if fault.kind == "stop":
             self.stopped = True
@@ -57,7 +63,7 @@ class Judge:
         if fault.kind in _OF_THE_CLOCK:
             self.clock_may_rule = True
 
-    def stepped(self, worker: Process, replica: Replica) -> None:
+    def stepped(self, worker: Executor, replica: Replica) -> None:
         """Checks a replica after it has taken the open step of its worker."""
         if replica.version != worker.step + 1:
             raise Violation(f"worker {worker.number}: {replica.slot} has version {replica.version} after {worker.step}")
@@ -65,7 +71,7 @@ class Judge:
             raise Violation(f"worker {worker.number} takes step {worker.step}, which is not committed")
         self._compare(worker, replica)
 
-    def _compare(self, worker: Process, replica: Replica) -> None:
+    def _compare(self, worker: Executor, replica: Replica) -> None:
         """Raises Violation if a replica differs from the run without faults."""
         expected = self.reference.states[replica.version][replica.slot[1]]
         if replica.state() != expected:
@@ -74,14 +80,14 @@ class Judge:
             what = f"{' and '.join(wrong)} of slot {replica.slot} differ"
             raise Violation(f"worker {worker.number}: {what} at the beginning of step {replica.version}")
 
-    def computed(self, worker: Process, action: tuple[Any, ...]) -> None:
+    def computed(self, worker: Executor, action: tuple[Any, ...]) -> None:
         """Notes a forward or backward of a worker, whose values others may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
             self.made[worker.number] = (worker.step, set())
         if action[4] != NOTHING:
             self.made[worker.number][1].add(action[4])
 
-    def inventoried(self, worker: Process, text: str) -> None:
+    def inventoried(self, worker: Executor, text: str) -> None:
         """Checks an inventory: complete replicas, and at least all values that the worker has made in this step."""
         for slot in read(text).whole:
             self._compare(worker, worker.replicas[slot])
@@ -92,7 +98,27 @@ class Judge:
                 gone = [parts_of(key) for key in sorted(made - said)]
                 raise Violation(f"worker {worker.number} no longer holds {gone}, which it has made in step {step}")
 
-    def committed(self, outcome: Outcome, ownership: Ownership) -> None:
+    def decided(self, old: CoordinatorState, new: CoordinatorState, given: CoordinatorInput) -> None:
+        """Checks a decision that has been written."""
+        if new.commit is not old.commit:
+            self._committed(required(new.commit, "a commit"), required(old.ballot, "a ballot").ownership)
+            self.world.decided(new.membership.committed)
+        if new.epoch is not old.epoch and new.epoch is not None and new.epoch.digest is not None:
+            self.world.turns.add("prepared hand-over is taken")
+        if new.membership is not old.membership:
+            self._state_changed(old.membership, new.membership, isinstance(given, Passed))
+
+    def told(self, message: ToWorker) -> None:
+        """Checks a message of the coordinator: an epoch has one meaning, whichever coordinator tells it."""
+        if isinstance(message, EpochMessage) and self.epochs.setdefault(message.epoch, message) != message:
+            raise Violation(f"two different epochs {message.epoch}")
+
+    def voted(self, vote: VoteMessage, worker: int, state: State) -> None:
+        """Checks a vote that has counted."""
+        if vote.epoch != state.epoch or worker not in state.members:
+            raise Violation(f"a vote of worker {worker} in epoch {vote.epoch} counts in epoch {state.epoch}")
+
+    def _committed(self, outcome: Outcome, ownership: Ownership) -> None:
         """Checks the outcome of a full ballot."""
         number = outcome.step
         if number != len(self.outcomes):
@@ -110,14 +136,14 @@ class Judge:
             for stage in range(ownership.grid.stages)
         ]
 
-    def state_changed(self, old: State, new: State, event: Event) -> None:
+    def _state_changed(self, old: State, new: State, is_tick: bool) -> None:
         """Checks a decision of the protocol."""
         if new.epoch != old.epoch:
             for out in new.verdict:
                 known = self.struck | (self.noticed if out.cause is Cause.LEFT else set())
                 if out.worker not in known and out.cause is not Cause.FINISHED:
                     raise Violation(f"worker {out.worker} {out.why}, but nothing was done to it")
-            if isinstance(event, Tick) and not self.clock_may_rule:
+            if is_tick and not self.clock_may_rule:
                 raise Violation(f"the clock had to rule: {new.reason}")
         if new.epoch == old.epoch and new.phase is old.phase:
             return
@@ -128,6 +154,8 @@ class Judge:
         elif new.phase is Phase.HALTED:
             if new.committed >= new.last_step:
                 raise Violation(f"halted with {new.exit_code} when every step was committed: {new.reason}")
+            if new.exit_code == 143 and self.stopped and new.committed < 0:
+                return
             if new.exit_code not in (3, 80) or not lost or (new.exit_code == 80 and new.lost_stages != lost):
                 raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
         elif lost and new.phase is Phase.RUNNING:
@@ -148,7 +176,10 @@ class Judge:
 
     def end(self) -> None:
         """Checks the end of the history: the job has finished with every step, or was lost."""
-        state = self.world.agent.state
+        state = self.world.membership
+        late = any(fault.kind in _OF_THE_CLOCK for fault in self.world.struck)  # only a death starts the job again
+        if not self.world.coordinator.state.started and (late or self.world.starts == _STARTS):
+            return
         if state.phase is Phase.FINISHED:
             steps = state.last_step + 1
             if len(self.outcomes) != steps or (steps != self.world.case.steps and not self.stopped):
@@ -157,5 +188,7 @@ class Judge:
                 worker = self.world.workers[number]
                 if worker.step != steps:
                     raise Violation(f"worker {number} has finished in step {worker.step}")
+                if worker.alive:
+                    raise Violation(f"worker {number} has not been told that all have finished")
         elif state.phase is not Phase.HALTED:
             raise Violation(f"over while {state.phase}")

@@ -10,32 +10,22 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.core.ownership import Ownership, Redundancy, Slot, with_shadows
+from engine.core.messages import PlanMessage
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, with_shadows
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import Inventory, from_json
-from engine.core.recovery.plan import Plan
+from engine.core.recovery.plan import EpochPlan
 from engine.core.recovery.planner import PlanInput, make_plan
+from engine.core.worker.epoch_plan import plan_epoch
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled, compiled
 from tests.simulation.oracle import check_plan
 
 
-class Document(NamedTuple):
-    """The inputs of a plan, for every member; `clip` and `loss` are of the last commit."""
-
-    epoch: int
-    committed: int
-    ownership: Ownership
-    members: tuple[int, ...]
-    leaving: tuple[int, ...]
-    inventories: tuple[tuple[int, str], ...]
-    clip: float
-
-
 class Planned(NamedTuple):
-    """A plan in the form for the simulated workers."""
+    """A plan, and its program in the form for the simulated workers."""
 
-    plan: Plan
+    plan: EpochPlan
     shares: dict[int, Compiled]
 
 
@@ -48,8 +38,8 @@ def next_program(
     log_every: int,
     members: tuple[int, ...],
     leaving: tuple[int, ...],
-) -> tuple[Ownership, dict[int, Compiled]]:
-    """Returns the healed ownership after a commit, and each worker's share of its program."""
+) -> tuple[Ownership, bool, dict[int, Compiled]]:
+    """Returns the ownership after a step of a recovery, whether it heals, and each worker's share of its program."""
     healed = with_shadows(ownership, redundancy, level, members, leaving)
     new = [
         (worker, slot)
@@ -57,7 +47,7 @@ def next_program(
         for worker in healed.shadows_of(*slot)
         if worker not in ownership.replicas(*slot)
     ]
-    return healed, shares_of(schedule, healed, redundancy, frozenset(new), log_every)
+    return healed, bool(new), shares_of(schedule, healed, redundancy, frozenset(new), log_every)
 
 
 @lru_cache(maxsize=4096)
@@ -74,25 +64,20 @@ def read(text: str) -> Inventory:
     return from_json(text)
 
 
-def given_by(document: Document) -> PlanInput:
-    """Returns the input of the planner."""
-    inventories = tuple(read(text) for _, text in document.inventories)
-    return PlanInput(document.epoch, document.committed, document.ownership, inventories)
-
-
 @lru_cache(maxsize=4096)
-def planned(document: Document) -> Planned:
+def planned(grid: Grid, told: PlanMessage) -> Planned:
     """Returns the plan of a document."""
-    given = given_by(document)
-    plan = make_plan(given)
-    check_plan(given, plan)
-    if hash(document.inventories) % 16 == 0:
-        turned = tuple(_turned(each) for each in given.inventories)
-        if make_plan(replace(given, inventories=turned)) != plan:
+    made = plan_epoch(grid, told)
+    inventories = tuple(read(text) for _, text in told.inventories)
+    given = PlanInput(told.epoch, told.committed, made.ownership, inventories)
+    check_plan(given, made.plan)
+    if hash(told.inventories) % 16 == 0:
+        turned = tuple(_turned(each) for each in inventories)
+        if make_plan(replace(given, inventories=turned)) != made.plan:
             raise Violation("the order of what is held changes the plan")
-    if plan.lost_stages:
-        return Planned(plan, {})
-    return Planned(plan, compiled(plan.program, document.ownership))
+    if made.plan.lost_stages:
+        return Planned(made, {})
+    return Planned(made, compiled(made.plan.program, made.ownership))
 
 
 def forget() -> None:

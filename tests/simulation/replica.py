@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from engine.core.ownership import Ownership, Slot
+from engine.core.ownership import Slot
 from engine.core.recovery.inventory import Inventory, to_json
 from engine.core.value import Kind, Value
 from tests.simulation import provenance
@@ -13,7 +13,7 @@ from tests.simulation.case import Violation
 from tests.simulation.compiled import KINDS, parts_of
 
 if TYPE_CHECKING:
-    from tests.simulation.worker import Worker
+    from tests.simulation.executor import Executor
 
 _KINDS = {number: kind for kind, number in KINDS.items()}
 
@@ -108,10 +108,10 @@ class Replica:
         return self.sums, self.running, self.losses
 
 
-def adopted(worker: Worker, slots: tuple[Slot, ...], ownership: Ownership) -> None:
+def adopted(worker: Executor, slots: tuple[Slot, ...]) -> None:
     """Builds the replicas that a worker adopts from replicas of the same stage in other pipelines."""
     for slot in slots:
-        if ownership.owner(*slot) == worker.number and slot not in worker.replicas:
+        if slot not in worker.replicas:
             pipelines = [pipeline for pipeline, stage in sorted(worker.replicas) if stage == slot[1]]
             if not pipelines:
                 raise Violation(f"worker {worker.number} cannot adopt {slot}")
@@ -120,16 +120,17 @@ def adopted(worker: Worker, slots: tuple[Slot, ...], ownership: Ownership) -> No
             worker.replicas[slot] = Replica(slot, source.version, *source.state())
 
 
-def inventory_of(worker: Worker) -> str:
+def inventory_of(worker: Executor) -> str:
     """Returns the inventory of a worker as the text that it sends."""
     replicas = sorted(worker.replicas.items())
+    whole = tuple((slot, replica) for slot, replica in replicas if replica.version == worker.step)
     return _text(
         worker.number,
         worker.step,
-        tuple(slot for slot, replica in replicas if replica.version == worker.step),
-        tuple((slot, replica.counted) for slot, replica in replicas if replica.counted),
-        tuple((slot, replica.added) for slot, replica in replicas if replica.added),
-        tuple(slot for slot, replica in replicas if replica.logged is not None),
+        tuple(slot for slot, _ in whole),
+        tuple((slot, replica.counted) for slot, replica in whole),
+        tuple((slot, replica.added) for slot, replica in whole),
+        tuple(slot for slot, replica in whole if replica.logged is not None),
         tuple(sorted(worker.values)),
     )
 

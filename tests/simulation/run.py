@@ -23,6 +23,7 @@ class History:
     phase: Phase
     epoch: int
     turns: frozenset[str]
+    reached: int  # moments of the last coordinator
 
 
 def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
@@ -34,8 +35,16 @@ def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
         world.judge.end()
     except (Violation, BambooError) as error:
         problem = f"{type(error).__name__}: {error}"
-    state = world.agent.state
+    state = world.membership
     moments = tuple(worker.moments for worker in world.workers)
     return History(
-        case, problem, world.trace, moments, tuple(world.struck), state.phase, state.epoch, frozenset(world.turns)
+        case,
+        problem,
+        world.trace,
+        moments,
+        tuple(world.struck),
+        state.phase,
+        state.epoch,
+        frozenset(world.turns),
+        world.reached,
     )

@@ -33,28 +33,66 @@ PAIRED = (
     Case(3, 4, log_every=1),
     Case(3, 5, redundancy="eager", level=2, log_every=2),
 )
+_JOINING = 3  # moments of a worker before it has joined
+_GRACE_US = 60_000_000
 _TIMING = (0, 3)  # seeds without spread: the exit is seen late and transfers arrive; it is seen early and they are lost
 
 
+def first_step(case: Case, moments: int) -> range:
+    """Returns the moments of a worker in the first step, from its begin to the commit; `moments` is those of all."""
+    return range(_JOINING + 1, _JOINING + (moments - _JOINING) // case.steps + 1)
+
+
 def single_kills(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
-    """Yields a case for every `stride`-th moment of every worker in the middle step, with both timings."""
+    """Yields a case for every `stride`-th moment of every worker in the first step, with both timings."""
     for worker, moments in enumerate(run(case).moments):
-        start, end = moments // case.steps, moments // case.steps * 2
-        for moment in range(start + 1 + first % stride, end + 1, stride):
+        for moment in first_step(case, moments)[first % stride :: stride]:
             for seed in _TIMING:
                 yield replace(case, seed=seed, faults=(Fault(worker, "moment", moment),))
 
 
-def grid_cases() -> Iterator[Case]:
+def startup_deaths(case: Case) -> Iterator[Case]:
+    """Yields cases with a death before the first step: of each worker, at each point of its start."""
+    for worker in range(len(run(case).moments)):
+        for point in ("welcome", "partition", "ready"):
+            for seed in _TIMING:
+                yield replace(case, steps=1, seed=seed, faults=(Fault(worker, point),))
+
+
+def take_overs(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
+    """Yields a case for every `stride`-th moment of the coordinator, at which it dies."""
+    for moment in range(1 + first % stride, run(case).reached + 1, stride):
+        yield replace(case, seed=_TIMING[moment % 2], deaths=(moment,))
+
+
+def hand_overs(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
+    """Yields cases in which a worker gives notice in the first step and leaves, and then a worker dies at any moment.
+
+    The hand-over is prepared while they train, and the first of these cases has no death.
+    """
+    place = first
+    for leaver in range(len(run(case).moments)):
+        notice = Fault(leaver, "moment", 8, "notice", _GRACE_US)
+        quiet = replace(case, faults=(notice,))
+        yield quiet
+        for worker, moments in enumerate(run(quiet).moments):
+            for moment in range(first_step(case, moments).stop, moments + 1):
+                place += 1
+                if place % stride == 0:
+                    kill = Fault(worker, "moment", moment)
+                    yield replace(quiet, seed=_TIMING[place // stride % 2], faults=(notice, kill))
+
+
+def grid_cases(steps: int = 2) -> Iterator[Case]:
     """Yields the fault-free case of every enumerated shape, small ones first."""
     shapes = sorted(product((1, 2), (2, 3, 4, 6), (2, 4, 8)), key=lambda shape: shape[0] * shape[1] * shape[2])
     for (pipelines, stages, microbatches), redundancy, schedule in product(shapes, _REDUNDANCIES, ("1f1b", "gpipe")):
         if pipelines > 1 or redundancy != "reroute":
-            yield Case(stages, microbatches, pipelines, redundancy, schedule=schedule)
+            yield Case(stages, microbatches, pipelines, redundancy, schedule=schedule, steps=steps)
 
 
 def pair_cases(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
-    """Yields every `stride`-th pair of kills: one in the middle step, and one of another worker at any moment after."""
+    """Yields every `stride`-th pair of kills: one in the first step, and one of another worker at any moment after."""
     place = first
     for one in single_kills(case):
         if one.seed != _TIMING[0]:
@@ -64,7 +102,7 @@ def pair_cases(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
         for worker, moments in enumerate(outcome.moments):
             if worker == kill.worker:
                 continue
-            for moment in range(kill.at // 2, moments + 1):
+            for moment in range(max(_JOINING, kill.at // 2), moments + 1):
                 place += 1
                 if place % stride == 0:
                     yield replace(
@@ -100,6 +138,8 @@ def random_case(number: int) -> Case:
     if stages % 2 == 0 and rng.random() < 0.25:
         case = replace(case, stages_per_worker=2, schedule=rng.choice(("interleaved", "zbv")))
     faults = _faults(case, rng)
+    deaths = tuple(rng.randint(1, 20 * case.steps * stages) for _ in range(rng.choice((0, 0, 0, 1, 1, 2))))
+    case = replace(case, deaths=deaths, validate_every=rng.choice((0, 0, 0, 1, 2)))
     streams = case.redundancy in ("lazy", "eager") and rng.random() < 0.4
     return replace(case, faults=faults, log_every=rng.choice((1, 1, 2)) if streams else 0)
 

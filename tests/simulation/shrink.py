@@ -10,7 +10,7 @@ from tests.simulation.case import Case, Fault
 from tests.simulation.run import run
 
 _MOST_RUNS = 2000
-_SIMPLEST: dict[str, Any] = {"log_every": 0, "ties": (), "schedule": "gpipe", "redundancy": "lazy"}
+_SIMPLEST: dict[str, Any] = {"log_every": 0, "validate_every": 0, "ties": (), "schedule": "gpipe", "redundancy": "lazy"}
 
 
 def shrunk(case: Case) -> Case:
@@ -32,6 +32,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     faults = case.faults
     for place in range(len(faults)):
         yield replace(case, faults=faults[:place] + faults[place + 1 :])
+    yield from _fewer_deaths(case)
     if case.pipelines > 1:
         yield replace(case, pipelines=case.pipelines - 1)
     if case.stages > case.stages_per_worker:
@@ -52,6 +53,12 @@ def _smaller(case: Case) -> Iterator[Case]:
     for place, fault in enumerate(faults):
         for less in _earlier(fault):
             yield replace(case, faults=(*faults[:place], less, *faults[place + 1 :]))
+
+
+def _fewer_deaths(case: Case) -> Iterator[Case]:
+    for place, moment in enumerate(case.deaths):
+        for fewer in ((), (moment // 2,), (moment - 1,)):
+            yield replace(case, deaths=(*case.deaths[:place], *fewer, *case.deaths[place + 1 :]))
 
 
 def _earlier(fault: Fault) -> Iterator[Fault]:

@@ -15,12 +15,12 @@ from engine.core.program import remaining_tasks as lineage
 from engine.core.recovery import planner as recovery
 from tests.simulation import actions, plans, provenance
 from tests.simulation import replica as replicas
-from tests.simulation.case import Case, Fault, Violation
+from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import BACKWARD, FORWARD, HEAL, INPUT, REDO, REDUCE
+from tests.simulation.executor import Executor
 from tests.simulation.planting import GROWN, SMALL, caught, kills, redone, troubled
 from tests.simulation.replica import Replica
 from tests.simulation.run import run
-from tests.simulation.worker import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +36,17 @@ def test_cases_pass_where_nothing_is_planted() -> None:
 
 
 def test_shadow_that_does_not_apply_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_step(self: Worker, clip: float) -> None:
-        for slot in self.steps_now():
-            replica = self.replicas[slot]
-            before = replica.state()
-            replica.take_step(clip)
-            if self.ownership.owner(*slot) != self.number:
-                replica.weights, replica.optimizer, replica.buffers = before
-        self.step += 1
-        self.values, self.made, self.reduced = {}, set(), {}
-        self.inbox, self.ahead = self.ahead, {}
+    stepped = Executor.take_step
 
-    monkeypatch.setattr(Worker, "take_step", take_step)
+    def take_step(self: Executor, clip: float, slots: Any) -> None:
+        before = {slot: self.replicas[slot].state() for slot in slots}
+        stepped(self, clip, slots)
+        for slot in slots:
+            if self.ownership.owner(*slot) != self.number:
+                replica = self.replicas[slot]
+                replica.weights, replica.optimizer, replica.buffers = before[slot]
+
+    monkeypatch.setattr(Executor, "take_step", take_step)
     caught(kills(SMALL), "worker .: weights .* of slot .* differ")
 
 
@@ -59,22 +58,22 @@ def test_backward_that_counted_already_is_added_again(monkeypatch: pytest.Monkey
 
     done = actions.perform
 
-    def perform(worker: Worker, action: tuple[Any, ...]) -> bool:
+    def perform(worker: Executor, action: tuple[Any, ...]) -> bool:
         counts = action[0] == INPUT
         return done(worker, (BACKWARD, *action[1:]) if counts else action)
 
     monkeypatch.setattr(Replica, "add_backward", add)
-    monkeypatch.setattr("tests.simulation.process.perform", perform)
+    monkeypatch.setattr("tests.simulation.executor.perform", perform)
     caught(redone(), "has counted .* and added")
 
 
 def test_redone_forward_updates_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     done = actions.perform
 
-    def perform(worker: Worker, action: tuple[Any, ...]) -> bool:
+    def perform(worker: Executor, action: tuple[Any, ...]) -> bool:
         return done(worker, (FORWARD, *action[1:]) if action[0] == REDO else action)
 
-    monkeypatch.setattr("tests.simulation.process.perform", perform)
+    monkeypatch.setattr("tests.simulation.executor.perform", perform)
     caught(redone(), "forward . of slot .* after . have been counted")
 
 
@@ -131,7 +130,7 @@ def test_heal_without_optimizer_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shadow_votes_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    def heal(worker: Worker, action: tuple[Any, ...]) -> bool:
+    def heal(worker: Executor, action: tuple[Any, ...]) -> bool:
         slot = action[1]
         worker.replicas[slot] = replicas.first_replica(slot, worker.case.pipelines)
         worker.replicas[slot].version = worker.step
@@ -145,12 +144,11 @@ def test_shadow_votes_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_adopted_replica_with_buffers_of_another_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt = replicas.adopted
 
-    def adopted(worker: Worker, slots: Any, ownership: Ownership) -> None:
-        adopt(worker, slots, ownership)
+    def adopted(worker: Executor, slots: Any) -> None:
+        adopt(worker, slots)
         for slot in slots:
-            if ownership.owner(*slot) == worker.number:
-                replica = worker.replicas[slot]
-                replica.running = replica.buffers[(slot[0] + 1) % worker.case.pipelines]
+            replica = worker.replicas[slot]
+            replica.running = replica.buffers[(slot[0] + 1) % worker.case.pipelines]
 
     monkeypatch.setattr("tests.simulation.worker.adopted", adopted)
     caught(kills(GROWN), "buffers of slot .* differ|the loss or the clip factor of step . differs")
@@ -171,7 +169,7 @@ def test_reduction_adds_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch)
 def test_reduction_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     reduce = actions._DO[REDUCE]
 
-    def in_place(worker: Worker, action: tuple[Any, ...]) -> bool:
+    def in_place(worker: Executor, action: tuple[Any, ...]) -> bool:
         is_done = reduce(worker, action)
         _, stage, mine, *_ = action
         for pipeline in mine if is_done else ():
@@ -185,7 +183,7 @@ def test_reduction_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_redone_forward_draws_with_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = actions._DO[REDO]
 
-    def redo(worker: Worker, action: tuple[Any, ...]) -> bool:
+    def redo(worker: Executor, action: tuple[Any, ...]) -> bool:
         replica = worker.replicas[action[1]]
         weights, replica.weights = replica.weights, hash((replica.weights, worker.number))
         is_done = forward(worker, action)
@@ -216,8 +214,7 @@ def test_send_that_the_program_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole
 
     monkeypatch.setattr(plans, "build_program", build)
-    with pytest.raises(Violation, match="nobody sends"):
-        run(SMALL)
+    caught([SMALL], "nobody sends")
 
 
 STREAMED = Case(stages=3, microbatches=4, log_every=1)

@@ -1,4 +1,4 @@
-"""Planted bugs in the protocol and in messages of workers: the simulation must notice each, for its reason."""
+"""Planted bugs in the shipped machines of worker and coordinator: the simulation must notice each, for its reason."""
 
 from __future__ import annotations
 
@@ -8,28 +8,61 @@ from typing import Any
 
 import pytest
 
+from engine.core.coordinator import hearing, machine, orders, preparation, state
+from engine.core.coordinator.inputs import Heard
+from engine.core.membership import protocol
 from engine.core.membership import transitions as membership_rules
 from engine.core.membership import verdicts as membership_verdicts
-from engine.core.ownership import Ownership
+from engine.core.membership.effects import AnnounceCommit, PublishEpoch
+from engine.core.membership.events import TakenOver
+from engine.core.messages import CommitMessage, EpochMessage, PlanMessage, VoteMessage
 from engine.core.recovery import ballot as commit
 from engine.core.recovery import planner as recovery
-from tests.simulation import plans
-from tests.simulation.agent import Agent
-from tests.simulation.case import Fault
-from tests.simulation.compiled import key_of
-from tests.simulation.plans import Document, Planned
+from engine.core.worker import machine as worker_machine
+from engine.core.worker import outputs, recovery_rules
+from engine.core.worker.inbox import Inbox
+from engine.core.worker.state import Mode
+from tests.simulation import coordinator, plans, replica
+from tests.simulation import worker as driver
+from tests.simulation.case import Case, Fault
+from tests.simulation.compiled import ACTIVATION, LOGGED, REDUCED, STREAMED, key_of, parts_of
+from tests.simulation.executor import Executor
 from tests.simulation.planting import SMALL, caught, kills, troubled
+from tests.simulation.run import run
+from tests.simulation.schedules import hand_overs, startup_deaths, take_overs
 from tests.simulation.worker import Worker
+from tests.simulation.world import first_state
+
+Patch = pytest.MonkeyPatch
+KILLED = replace(SMALL, faults=(Fault(1, "moment", 30),))
+LEAVING = replace(SMALL, steps=4, faults=(Fault(0, "moment", 8, "notice", 60_000_000),))
+STREAMED_CASE = Case(stages=3, microbatches=4, log_every=1)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_answers() -> Iterator[None]:
     plans.forget()
+    first_state.cache_clear()
     yield
     plans.forget()
+    first_state.cache_clear()
 
 
-def test_what_was_sent_is_not_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+def rule_of_worker(patch: Patch, modes: Any, kind: Any, rule: Any) -> None:
+    """Plants a rule of the worker machine."""
+    for mode in modes:
+        patch.setitem(worker_machine.TABLE, (mode, kind), rule)
+
+
+def slow(cases: Iterator[Case]) -> Iterator[Case]:
+    """Yields cases with slow messages."""
+    return (replace(case, spread=10, seed=seed) for seed, case in enumerate(cases))
+
+
+# The worker
+
+
+def test_what_was_sent_is_not_retained(monkeypatch: Patch) -> None:
     made = Worker.__init__
 
     def forgetful(self: Worker, *words: Any) -> None:
@@ -40,86 +73,225 @@ def test_what_was_sent_is_not_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     caught(kills(SMALL), "no longer holds")
 
 
-def test_words_of_another_epoch_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "fits", lambda self, epoch: True)
-    caught(troubled(2000), "makes a plan of epoch . in epoch")
+def test_words_of_another_epoch_are_obeyed(monkeypatch: Patch) -> None:
+    """An epoch does not drop the messages in front of it, and a plan is made in whichever epoch it comes."""
+
+    def arrived(inbox: Inbox, message: Any) -> Inbox:
+        if isinstance(message, EpochMessage) and message.epoch > inbox.epoch:
+            return Inbox((message, *inbox.waiting), message.epoch)
+        return Inbox((*inbox.waiting, message), inbox.epoch)
+
+    monkeypatch.setattr(driver, "arrived", arrived)
+    rule_of_worker(monkeypatch, [Mode.FROZEN], PlanMessage, lambda state, told: (state, (outputs.MakePlan(told),)))
+    caught(troubled(2000), "different plan|GoMessage at worker")
 
 
-def test_zombie_is_listened_to_by_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "accepts", lambda self, epoch: True)
-    caught(troubled(2000), "took what epoch")
+def test_zombie_is_listened_to_by_its_peers(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Worker, "accepts", lambda self, group: True)
+    caught(troubled(2000), "took what group")
 
 
-def test_zombie_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = commit.Ballot.add
-    monkeypatch.setattr(Agent, "counts", lambda self, epoch, worker: True)
-    monkeypatch.setattr(
-        commit.Ballot, "add", lambda self, worker, vote: add(self, worker, replace(vote, epoch=self.epoch))
+def test_commit_is_accepted_after_the_inventory(monkeypatch: Patch) -> None:
+    def arrived(inbox: Inbox, message: Any) -> Inbox:
+        if isinstance(message, EpochMessage) and message.epoch > inbox.epoch:
+            commits = tuple(each for each in inbox.waiting if isinstance(each, CommitMessage))
+            return Inbox((message, *commits), message.epoch)
+        return Inbox((*inbox.waiting, message), inbox.epoch)
+
+    def takes(state: Any, told: CommitMessage) -> Any:
+        return (state, (outputs.TakeStep(told),)) if told.step == state.step else (state, ())
+
+    monkeypatch.setattr(driver, "arrived", arrived)
+    rule_of_worker(monkeypatch, [Mode.FROZEN], CommitMessage, takes)
+    caught(
+        troubled(2000), "has changed after its inventory|StepTaken at|another inventory|a plan is made|commit of step"
     )
-    caught(troubled(2000), "a vote of epoch . counts in epoch")
 
 
-def test_commit_is_accepted_after_the_inventory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "obeys_commit", lambda self, epoch: self.epoch - epoch in (0, 1))
-    caught(troubled(2000), "takes a commit after its inventory")
+def test_inventory_claims_what_is_not_held(monkeypatch: Patch) -> None:
+    told = replica.inventory_of
 
-
-def test_inventory_claims_what_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Worker.inventory
-
-    def boast(self: Worker) -> str:
-        if self.number:
-            return told(self)
-        values = self.values
+    def boast(worker: Executor) -> str:
+        if worker.number:
+            return told(worker)
+        values = worker.values
         made = [key_of(kind, 0, stage, each) for kind in (0, 1) for stage in range(3) for each in range(2)]
-        self.values = {**dict.fromkeys(made, 0), **values}
-        text = told(self)
-        self.values = values
+        worker.values = {**dict.fromkeys(made, 0), **values}
+        text = told(worker)
+        worker.values = values
         return text
 
-    monkeypatch.setattr(Worker, "inventory", boast)
+    monkeypatch.setattr(driver, "inventory_of", boast)
     caught(kills(SMALL), "sends .* which it lacks")
 
 
-def test_catch_up_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def catch_up(self: Worker, document: Document) -> None:
-        self.step = document.committed + 1
+def test_catch_up_is_skipped(monkeypatch: Patch) -> None:
+    follows = recovery_rules._follows
 
-    monkeypatch.setattr(Worker, "catch_up", catch_up)
+    def skips(state: Any, told: CommitMessage | None, before: Any) -> Any:
+        return follows(state, None, before)
+
+    monkeypatch.setattr(recovery_rules, "_follows", skips)
     skewed = (
         replace(case, faults=(Fault(worker, "stepped", 2),), seed=case.seed, spread=10)
         for case in troubled(300)
         for worker in range(2)
     )
-    caught(skewed, "no whole replica|cannot adopt|differ")
+    caught(skewed, "no whole replica|cannot adopt|differ|commit of step|after . have been counted|no worker moved")
 
 
-def test_plan_follows_the_order_of_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Worker.plan_of
+def test_plan_follows_the_order_of_a_set(monkeypatch: Patch) -> None:
+    made = Worker.plan_made
 
-    def plan_of(self: Worker, document: Document) -> Planned:
-        found = made(self, document)
-        order = dict(sorted(found.plan.program.items(), reverse=self.number == 1))
-        return Planned(recovery._digested(replace(found.plan, program=order)), found.shares)
+    def plan_made(self: Worker, told: PlanMessage) -> None:
+        right = plans.planned
 
-    monkeypatch.setattr(Worker, "plan_of", plan_of)
+        def turned(grid: Any, told: PlanMessage) -> Any:
+            found = right(grid, told)
+            order = dict(sorted(found.plan.plan.program.items(), reverse=self.number == 1))
+            digested = recovery._digested(replace(found.plan.plan, program=order))
+            return found._replace(plan=found.plan._replace(plan=digested))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver, "planned", turned)
+            made(self, told)
+
+    monkeypatch.setattr(Worker, "plan_made", plan_made)
     caught(kills(SMALL), "made different plans")
 
 
-def test_commit_does_not_wait_for_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def owners_only(ownership: Ownership) -> frozenset[commit.Voter]:
+def test_epoch_is_skipped(monkeypatch: Patch) -> None:
+    """A worker waits for the epoch after its own, and does not obey one that comes in its place."""
+    enters = recovery_rules.enters
+
+    def one_by_one(state: Any, epoch: EpochMessage) -> Any:
+        return enters(state, epoch) if epoch.epoch == state.epoch + 1 else (state, ())
+
+    rule_of_worker(monkeypatch, list(Mode)[1:-1], EpochMessage, one_by_one)
+    caught(troubled(2000), "did not report its inventory|stuck|is in group")
+
+
+def test_plan_is_accepted_while_running(monkeypatch: Patch) -> None:
+    """An epoch does not freeze its worker: it counts, and goes on."""
+    enters = recovery_rules.enters
+
+    def runs_on(state: Any, epoch: EpochMessage) -> Any:
+        new, found = enters(state, epoch)
+        return (new._replace(mode=Mode.RUNNING), found) if new.mode is Mode.FROZEN else (new, found)
+
+    rule_of_worker(monkeypatch, [Mode.RUNNING], EpochMessage, runs_on)
+    caught(kills(SMALL), "Counted at worker . while running|PlanMessage at worker . while running")
+
+
+def test_group_of_an_older_epoch_is_taken_for_the_new_one(monkeypatch: Patch) -> None:
+    goes = recovery_rules._goes_now
+    monkeypatch.setattr(recovery_rules, "_goes_now", lambda state: goes(state._replace(forming=0)))
+    caught(slow(kills(SMALL)), "before its group is formed")
+
+
+def test_prepared_plan_is_made_from_another_inventory(monkeypatch: Patch) -> None:
+    held = preparation.held_at_boundary
+
+    def less(*words: Any) -> Any:
+        found = held(*words)
+        return replace(found, whole=found.whole[:1]) if found.worker == 1 else found
+
+    monkeypatch.setattr(preparation, "held_at_boundary", less)
+    caught([LEAVING], "another inventory than in epoch|lost")
+
+
+def test_heal_of_a_leaving_worker(monkeypatch: Patch) -> None:
+    """The workers forget which members leave, and the coordinator does not: they add other shadows."""
+    next_step = Worker.plan_next_step
+
+    def forgetful(self: Worker, output: Any) -> None:
+        next_step(self, replace(output, leaving=()))
+
+    monkeypatch.setitem(driver._DO, outputs.PlanNextStep, forgetful)
+    caught(hand_overs(replace(SMALL, steps=4), 29), "has no replica of|stuck|has no whole|clock had to rule")
+
+
+# Messages between workers
+
+
+def test_message_aside_is_taken_for_one_in_order(monkeypatch: Patch) -> None:
+    def slot_of(self: Executor, key: int) -> int:
+        kind, pipeline, stage, index = parts_of(key)
+        return key_of(LOGGED, pipeline, stage) if kind == STREAMED and index else key
+
+    monkeypatch.setattr(Executor, "slot_of", slot_of)
+    caught(kills(STREAMED_CASE), "took .* for |no worker moved")
+
+
+def test_untagged_swap(monkeypatch: Patch) -> None:
+    """Two sends of equal size change places, and each receive takes what comes."""
+
+    def slot_of(self: Executor, key: int) -> int:
+        kind, pipeline, stage, index = parts_of(key)
+        return key_of(kind, pipeline, stage, 1 - index) if kind == ACTIVATION and index < 2 else key
+
+    monkeypatch.setattr(Executor, "slot_of", slot_of)
+    caught([SMALL], "took .* for ")
+
+
+def test_gradient_of_a_tie_is_taken_for_a_log(monkeypatch: Patch) -> None:
+    def slot_of(self: Executor, key: int) -> int:
+        kind, pipeline, stage, _ = parts_of(key)
+        return key_of(REDUCED, pipeline, stage) if kind == LOGGED else key
+
+    monkeypatch.setattr(Executor, "slot_of", slot_of)
+    caught([replace(SMALL, ties=((0, 2),))], "stuck|clock had to rule|took .* for ")
+
+
+# The coordinator
+
+
+def test_vote_of_a_worker_that_is_out_counts(monkeypatch: Patch) -> None:
+    hears = machine._hears
+    add = commit.Ballot.add
+
+    def deaf(state: Any, heard: Any) -> Any:
+        if isinstance(heard.message, VoteMessage):
+            return hearing.RULES[VoteMessage](state, heard, heard.message)
+        return hears(state, heard)
+
+    monkeypatch.setitem(machine._TABLE, Heard, deaf)
+    monkeypatch.setattr(
+        commit.Ballot, "add", lambda self, worker, vote: add(self, worker, replace(vote, epoch=self.epoch))
+    )
+    caught(troubled(2000, ("zombie",)), "a vote of worker . in epoch . counts in epoch|has no replica of|vote for step")
+
+
+def test_vote_of_an_old_epoch_counts(monkeypatch: Patch) -> None:
+    """The ballot stays open while the workers gather."""
+    publish = orders._publish_epoch
+    add = commit.Ballot.add
+
+    def keeps(state: Any, effect: Any) -> Any:
+        new, found = publish(state, effect)
+        return new._replace(ballot=state.ballot), found
+
+    monkeypatch.setitem(orders._CARRY_OUT, PublishEpoch, keeps)
+    monkeypatch.setattr(
+        commit.Ballot, "add", lambda self, worker, vote: add(self, worker, replace(vote, epoch=self.epoch))
+    )
+    caught(slow(kills(SMALL)), "a vote of worker . in epoch . counts in epoch")
+
+
+def test_commit_does_not_wait_for_shadows(monkeypatch: Patch) -> None:
+    def owners_only(ownership: Any) -> Any:
         return frozenset((ownership.owner(*slot), slot) for slot in ownership.grid.slots())
 
     monkeypatch.setattr(commit, "_voters", owners_only)
-    caught(troubled(300), "committed before worker . has voted|without its log|vote for step . while step")
+    caught(troubled(300), "committed before worker . has voted|without its log|vote for step . while step|AtWork|waits")
 
 
-def test_verdict_that_nobody_died_is_never_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_that_nobody_died_is_never_given(monkeypatch: Patch) -> None:
     monkeypatch.setattr(membership_rules, "nobody_died", lambda state, *words: state._replace(look=()))
     caught(troubled(300, ("link", "suspect")), "stuck while")
 
 
-def test_heir_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heir_that_holds_nothing(monkeypatch: Patch) -> None:
     found = membership_verdicts.heirs
 
     def heirs(state: Any, dead: Any, hand_over: bool = False) -> Any:
@@ -132,12 +304,112 @@ def test_heir_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     caught(kills(replace(SMALL, stages=4)), "halted with 80")
 
 
-def test_a_healed_replica_counts_for_nothing_before_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healed_replica_counts_for_nothing_before_a_commit(monkeypatch: Patch) -> None:
     """The protocol knows only the shadows of the last commit, and calls a stage with a live copy lost."""
     monkeypatch.setattr(
         membership_rules,
         "all_inventoried",
         lambda state: membership_verdicts.all_inventoried(state._replace(copies={})),
     )
-    faults = (Fault(1, "moment", 30), Fault(2, "COMMIT", 3))
+    faults = (Fault(1, "moment", 33), Fault(2, "COMMIT", 3))
     caught((replace(SMALL, seed=seed, spread=3, faults=faults) for seed in range(40)), r"lost \(\(\) indeed\)")
+
+
+def test_ballot_is_lost_at_a_take_over(monkeypatch: Patch) -> None:
+    """The next coordinator goes on in the same epoch, in which no worker votes again."""
+    table: dict[Any, Any] = protocol.TABLE
+    for cell in [cell for cell in table if cell[1] is TakenOver]:
+        monkeypatch.setitem(table, cell, membership_rules.changes_nothing)
+    caught(take_overs(SMALL, 3), "clock had to rule|stuck")
+
+
+def test_commit_is_lost_at_a_take_over(monkeypatch: Patch) -> None:
+    resume = state.resume
+    monkeypatch.setattr(coordinator, "resume", lambda *words: resume(*words)._replace(commit=None, told=None))
+    caught(take_overs(SMALL), "is committed|in step|no commit|the votes decide")
+
+
+def test_commit_is_told_before_it_is_written(monkeypatch: Patch) -> None:
+    kept = machine.is_to_be_kept
+    monkeypatch.setattr(
+        coordinator,
+        "is_to_be_kept",
+        lambda old, new, *words: new.commit is old.commit and kept(old, new, *words),
+    )
+    caught(take_overs(SMALL), "which is not committed|finished after")
+
+
+def test_verdict_is_told_before_it_is_written(monkeypatch: Patch) -> None:
+    """Two coordinators make two different epochs with one number."""
+    kept = machine.is_to_be_kept
+    monkeypatch.setattr(
+        coordinator,
+        "is_to_be_kept",
+        lambda old, new, *words: old.membership.epoch in (0, new.membership.epoch) and kept(old, new, *words),
+    )
+    caught(take_overs(KILLED), "two different epochs")
+
+
+def test_replaced_coordinator_writes(monkeypatch: Patch) -> None:
+    def write(self: coordinator.Coordinator, new: Any, given: Any, found: Any) -> None:
+        self.world.written = self.kept
+        written(self, new, given, found)
+
+    written = coordinator.Coordinator._write
+    monkeypatch.setattr(coordinator.Coordinator, "_write", write)
+    caught(take_overs(KILLED), "is committed after|stuck|clock had to rule|which is not|two different epochs")
+
+
+def test_commit_is_told_twice(monkeypatch: Patch) -> None:
+    """An order that is repeated is told again, and opens the ballot of the step after it."""
+    send = orders._send_commit
+    monkeypatch.setitem(
+        orders._CARRY_OUT, AnnounceCommit, lambda state, effect: send(state._replace(told=None), effect)
+    )
+    caught(troubled(2000, ("pause", "link", "suspect")), "vote for step|stuck|clock had to rule|is committed, and")
+
+
+def test_witness_is_evicted(monkeypatch: Patch) -> None:
+    """A worker that is no end of the broken link is given up."""
+    died = membership_verdicts.nobody_died
+
+    def nobody_died(state: Any, now_ns: int, suspects: Any, symptom: str) -> Any:
+        return died(state, now_ns, tuple(set(state.members) - {*suspects}) or suspects, symptom)
+
+    monkeypatch.setattr(membership_rules, "nobody_died", nobody_died)
+    cut = (Case(stages=4, microbatches=2, faults=(Fault(0, "moment", at, "link", 60_000_000),)) for at in range(9, 30))
+    caught(cut, "is given up: .* but nothing was done to it")
+
+
+def test_startup_death_is_not_retried(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("tests.simulation.world.MOST_RESTARTS", 0)
+    caught(startup_deaths(SMALL), "over while")
+
+
+def test_answer_to_an_older_preparation_counts(monkeypatch: Patch) -> None:
+    answered = preparation.answered
+
+    def any_number(state: Any, worker: int, number: int, digest: str) -> Any:
+        return answered(state, worker, state.number, digest)
+
+    monkeypatch.setattr(hearing, "answered", any_number)
+    two = (Fault(0, "moment", 8, "notice", 60_000_000), Fault(1, "moment", 20, "notice", 60_000_000))
+    leaving = Case(stages=4, microbatches=4, steps=4, faults=two)
+    caught((replace(leaving, seed=seed, spread=10) for seed in range(400)), "different plans|has prepared")
+
+
+def test_hand_over_that_not_all_have_prepared(monkeypatch: Patch) -> None:
+    at_commit = preparation.at_commit
+
+    def hasty(state: Any, *words: Any) -> Any:
+        digests = dict.fromkeys(range(3), next(iter(state.digests.values()), None)) if state.digests else {}
+        return at_commit(state._replace(digests=digests), *words)
+
+    monkeypatch.setattr(hearing, "at_commit", hasty)
+    caught((replace(LEAVING, seed=seed, spread=10) for seed in range(200)), "has prepared None")
+
+
+def test_cases_pass_where_nothing_is_planted() -> None:
+    cases = [*take_overs(KILLED, 5), *startup_deaths(SMALL), LEAVING, *hand_overs(replace(SMALL, steps=4), 29)]
+    for case in cases:
+        assert run(case).problem == "", case.text()

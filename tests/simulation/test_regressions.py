@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
-
-import pytest
-
-from engine.core.ownership import Ownership, with_shadows
-from tests.simulation import plans
 from tests.simulation.case import Case, Fault
 from tests.simulation.run import run
-
-
-@pytest.fixture(autouse=True)
-def _fresh_answers() -> Iterator[None]:
-    plans.forget()
-    yield
-    plans.forget()
-
 
 # A worker gives notice and hands over, so that it shadows what it owned. At the next boundary `with_shadows` put
 # another shadow in its place at once, and the leaver dropped its replica while the new shadow was still being healed.
@@ -38,13 +22,3 @@ def test_leaver_holds_what_it_shadows_until_another_does() -> None:
     history = run(LEAVER_DROPS_ITS_REPLICA)
     assert history.problem == ""
     assert len(history.struck) == 2
-
-
-def test_leaver_that_lets_go_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_once(ownership: Ownership, redundancy: Any, level: int, members: Any, leaving: Any) -> Ownership:
-        after = with_shadows(ownership, redundancy, level, members, leaving)
-        shadows = tuple(tuple(worker for worker in line if worker not in leaving) for line in after.shadows)
-        return replace(after, shadows=shadows)
-
-    monkeypatch.setattr(plans, "with_shadows", at_once)
-    assert "lost (() indeed)" in run(LEAVER_DROPS_ITS_REPLICA).problem

@@ -1,161 +1,368 @@
-"""A simulated worker: it handles messages as the runtime's worker does, with hashes instead of tensors.
+"""The driver of the shipped worker in virtual time: it carries out each output with hashes in place of tensors.
 
-Rules: after its inventory a worker changes nothing until the plan; a plan is of the worker's own epoch; a fence comes
-before or after the step of all replicas of a worker. Each rule has its own method, so a test can remove it.
+Rules: the main thread takes a message when it waits, and one that interrupts also between two actions. The planner
+thread, the thread that forms a group, and the control thread work beside it. A fault may strike before and after each
+output, and a stopped process carries out the rest when it wakes.
 """
 
 from __future__ import annotations
 
-from engine.core.ownership import Slot
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.core import messages
+from engine.core.message_codec import ToWorker
+from engine.core.ownership import Ownership, Slot
+from engine.core.worker import inputs, outputs
+from engine.core.worker.inbox import Inbox, arrived, taken
+from engine.core.worker.machine import step
+from engine.core.worker.state import begin
 from tests.simulation.actions import take_arrived
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
-from tests.simulation.plans import Document, Planned, next_program, planned, read
-from tests.simulation.process import BOUNDARY, DONE, FROZEN, PLANNED, RUNNING, Process
+from tests.simulation.joining import Joining
+from tests.simulation.plans import next_program, planned, read, shares_of
 from tests.simulation.replica import adopted, inventory_of
 
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
-class Worker(Process):
-    """One worker, with a method for each message."""
+Answer = inputs.Input | None
 
-    def on_epoch(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Leaves the old epoch, freezes, and sends its inventory."""
-        if epoch <= self.epoch:
+
+class Worker(Joining):
+    """One worker; `work` is the output whose answer is due."""
+
+    def __init__(self, world: World, number: int):
+        super().__init__(world, number)
+        self.state = begin()
+        self.mail = Inbox()
+        self.answers: list[inputs.Input] = []  # of other threads, for the main thread
+        self.work: outputs.Output | None = None
+        self.holds = ""
+        self.ready: Compiled | None = None
+        self.thinks_until = 0  # in the planner thread
+        self.next_step: tuple[int, Any] = (0, None)  # when it is planned
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that it has entered."""
+        return self.state.epoch
+
+    # Messages
+
+    def told(self, message: ToWorker) -> None:
+        """Takes a message in, in the control thread."""
+        if self.puts_off(self.told, message):
             return
-        if self.number not in members:
-            self.world.end(self, 85)
+        if isinstance(message, messages.PrepareMessage):
+            self.feed(inputs.Told(message))
             return
-        take_arrived(self)
-        self.epoch, self.mode, self.members = epoch, FROZEN, members
-        self.inbox, self.ahead, self.broken = {}, {}, set()
-        if not self.come_to("fence"):
-            if self.alive:
-                self.overdue.append((self.tell_inventory, (epoch,)))
+        if isinstance(message, messages.PartitionMessage | messages.BorderMessage):
+            self.joins(message)
             return
-        self.tell_inventory(epoch)
+        self.mail = arrived(self.mail, message)
+        self.hurry()
 
-    def tell_inventory(self, epoch: int) -> None:
-        """Sends its inventory."""
-        self.come_to("inventory")
-        if self.alive:
-            self.holds = self.inventory()
-            self.world.judge.inventoried(self, self.holds)
-            whole = self.ownership.grid.places(read(self.holds).whole)
-            self.world.say("inventory", epoch, self.number, self.holds, whole)
-            self.come_to("inventoried")
+    def hurry(self) -> None:
+        """Wakes the main thread, which may take a moment."""
+        self.has_news = True
+        if not self.busy:
+            lag = self.world.lag()
+            if lag:
+                self.world.push(lag, self.wake)
+            else:
+                self.wake()
 
-    def inventory(self) -> str:
-        """Returns its inventory as text."""
-        return inventory_of(self)
+    def attends(self) -> bool:
+        """Gives the machine what it waits for, or what interrupts it; returns whether there was something."""
+        mail = self.mail
+        if self.work is not None:
+            if not mail.is_urgent or not isinstance(self.work, _INTERRUPTIBLE):
+                return False
+            self.runs = False
+            if isinstance(self.work, outputs.Validate):
+                self.world.turns.add("validation is interrupted")
+        elif not mail.waiting or (self.answers and not mail.is_urgent):
+            if not self.answers:
+                return False
+            self.feed(self.answers.pop(0))
+            return True
+        message, self.mail = taken(mail)
+        self.answer(inputs.Told(message))
+        return True
 
-    def on_plan(self, document: Document) -> None:
-        """Makes the plan, which takes a while."""
-        if document.epoch != self.epoch:
-            self.world.turns.add("plan comes too late")
-        if self.fits(document.epoch) and self.mode == FROZEN:
-            self.come_to("plan")
-            self.busy = True
-            self.world.push(self.world.planning(), self.make_plan, document)
+    def answer(self, given: inputs.Input) -> None:
+        """Gives the machine the answer to its work."""
+        self.work = None
+        self.has_news = True
+        self.feed(given)
 
-    def fits(self, epoch: int) -> bool:
-        """Whether a message of the control plane is of this epoch."""
-        return epoch == self.epoch
+    def feed(self, given: inputs.Input) -> None:
+        """Gives the machine an input, and carries out its outputs."""
+        self.state, found = step(self.state, given)
+        self.carry_out(found)
 
-    def make_plan(self, document: Document) -> None:
-        """Catches up, adopts, and makes and reports the plan."""
-        if self.puts_off(self.make_plan, document):
+    def carry_out(self, found: tuple[outputs.Output, ...]) -> None:
+        """Carries out outputs in order."""
+        if self.puts_off(self.carry_out, found):
             return
-        self.busy = False
-        if document.epoch != self.epoch:
-            raise Violation(f"worker {self.number} makes a plan of epoch {document.epoch} in epoch {self.epoch}")
-        if self.inventory() != self.holds:
-            raise Violation(f"worker {self.number} has changed after its inventory")
-        self.catch_up(document)
-        made = self.plan_of(document)
-        self.leaving = document.leaving
-        self.mode, self.document = PLANNED, document
-        if not made.plan.lost_stages:
-            adopted(self, made.plan.adopted, document.ownership)
-            self.ownership = document.ownership
-            self.share = made.shares.get(self.number, Compiled((), ()))
-        self.world.say("planned", document.epoch, self.number, made.plan.digest, made.plan.lost_stages)
-        self.come_to("planned")
-        self.wake()
-
-    def plan_of(self, document: Document) -> Planned:
-        """Returns the plan of a document."""
-        return planned(document)
-
-    def catch_up(self, document: Document) -> None:
-        """Applies the committed step if the commit has not reached this worker."""
-        if document.committed == self.step:
-            self.world.turns.add("worker catches up")
-            self.take_step(document.clip)
-        elif document.committed != self.step - 1:
-            raise Violation(f"worker {self.number} is in step {self.step}, the commit is of step {document.committed}")
-
-    def on_go(self, epoch: int) -> None:
-        """Runs the plan."""
-        if not self.fits(epoch) or self.mode != PLANNED:
-            return
-        assert self.document is not None and self.share is not None
-        self.enter(self.document.ownership, self.share)
-        self.mode = RUNNING
-        self.come_to("go")
-
-    def on_commit(self, epoch: int, step: int, clip: float, then: str) -> None:
-        """Takes the step and goes on with `then`; a frozen worker, or one in another epoch, accepts no commit."""
-        if not self.obeys_commit(epoch):
-            self.world.turns.add("commit comes too late")
-            return
-        if self.mode == FROZEN:
-            raise Violation(f"worker {self.number} takes a commit after its inventory")
-        if step == self.step:
-            if self.mode == RUNNING and self.cursor < len(self.actions):
-                raise Violation(f"step {step} is committed before worker {self.number} has voted")
-            self.come_to("commit")
+        for place, output in enumerate(found):
+            given = _DO[type(output)](self, output)
             if not self.alive:
                 return
-            self.take_step(clip)
-            self.come_to("stepped")
-            if then == "step":
-                self.open_step()
-        elif step > self.step:
-            raise Violation(f"worker {self.number} in step {self.step} is told of the commit of step {step}")
-        if then == "end" and self.mode != DONE:
-            self.mode = DONE
-            self.world.say("done", epoch, self.number)
-        elif then == "epoch":
-            self.mode = BOUNDARY
+            if given is not None:
+                self.answer(given)
+                return
+            if self.paused:
+                self.overdue.insert(0, (self.carry_out, (found[place + 1 :],)))
+                return
 
-    def obeys_commit(self, epoch: int) -> bool:
-        """Whether it accepts commits: not after an inventory or a suspicion."""
-        return self.fits(epoch) and self.mode in (RUNNING, PLANNED, DONE)
+    def later(self, delay: int, what: Callable[..., None], *words: Any) -> None:
+        """Keeps the main thread busy for a time."""
+        self.busy = True
+        self.world.push(delay, self.ends, what, *words)
 
-    def open_step(self) -> None:
-        """Begins the next step with what heals."""
+    def ends(self, what: Callable[..., None], *words: Any) -> None:
+        """Ends what kept the main thread busy."""
+        if not self.puts_off(self.ends, what, *words):
+            self.busy = False
+            what(*words)
+            self.wake()
+
+    def program_ended(self) -> None:
+        """Tells the machine that the program has run."""
+        self.answer(inputs.ProgramEnded())
+
+    def transfer_failed(self, peer: int | None) -> None:
+        """Tells the machine of a failed transfer in its program."""
+        if isinstance(self.work, outputs.Run):
+            self.runs = False
+            self.world.turns.add("transfer fails")
+            self.answer(inputs.TransferFailed("a transfer failed", peer))
+
+    # Outputs
+
+    def say(self, output: outputs.Say) -> Answer:
+        """Sends a message."""
+        point = _SAID.get(type(output.message))
+        self.world.say(self.number, output.message)
+        if point:
+            self.come_to(point)
+        return None
+
+    def mark(self, output: outputs.MarkPhase) -> Answer:
+        """Comes to a phase of a recovery."""
+        self.come_to(output.phase)
+        return None
+
+    def count(self, output: outputs.CountHeld) -> Answer:
+        """Lists what it holds."""
+        take_arrived(self)
+        self.holds = inventory_of(self)
+        self.world.judge.inventoried(self, self.holds)
+        return inputs.Counted(self.holds, self.ownership.grid.places(read(self.holds).whole))
+
+    def leave_group(self, output: outputs.LeaveGroup) -> Answer:
+        """Leaves its group; its peers may see a broken link before they know of the epoch."""
+        self.world.leave(self)
+        return None
+
+    def form_group(self, output: outputs.FormGroup) -> Answer:
+        """Joins the group of an epoch."""
+        self.join(output.epoch.epoch)
+        self.world.join(self, output.epoch.epoch, output.epoch.members)
+        return None
+
+    def formed(self, group: int, failed_with: int | None) -> None:
+        """Tells the main thread that its group is formed, or is not because of a peer."""
+        if self.puts_off(self.formed, group, failed_with) or group != self.group:
+            return
+        self.is_formed = failed_with is None or group == 0
+        if group == 0:
+            self.formed_first()
+        elif failed_with is None:
+            self.answers.append(inputs.GroupFormed(group))
+            self.hurry()
+        else:
+            self.world.turns.add("group cannot be formed")
+            self.answers.append(inputs.GroupFailed(group, inputs.TransferFailed("no group", failed_with)))
+            self.hurry()
+
+    def joined(self) -> None:
+        """Tells the machine that this worker has joined."""
+        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, 0))
+
+    def make_plan(self, output: outputs.MakePlan) -> Answer:
+        """Makes a plan, which takes a while."""
+        if self.holds != inventory_of(self):
+            raise Violation(f"worker {self.number} has changed after its inventory")
+        self.come_to("plan")
+        if self.alive:
+            self.work = output
+            self.later(self.world.planning(), self.plan_made, output.told)
+        return None
+
+    def plan_made(self, told: messages.PlanMessage) -> None:
+        """Has made the plan."""
+        self.answer(inputs.PlanMade(planned(self.ownership.grid, told).plan))
+
+    def prepare_plan(self, output: outputs.PreparePlan) -> Answer:
+        """Makes a plan in the planner thread."""
+        self.world.push(self.planned_at() - self.world.now, self.prepared, output.told)
+        return None
+
+    def planned_at(self) -> int:
+        """Returns when the planner thread ends a task, which it begins after all earlier ones."""
+        self.thinks_until = max(self.thinks_until, self.world.now) + self.world.planning()
+        return self.thinks_until
+
+    def prepared(self, told: messages.PrepareMessage) -> None:
+        """Has made a plan in the planner thread."""
+        if not self.puts_off(self.prepared, told):
+            made = planned(self.ownership.grid, told.plan).plan
+            if not made.plan.lost_stages:
+                self.feed(inputs.PlanPrepared(told.number, made))
+
+    def load_plan(self, output: outputs.LoadPlan) -> Answer:
+        """Makes its share of the plan ready."""
+        self.ready = planned(self.ownership.grid, output.plan.told).shares.get(self.number, Compiled((), ()))
+        return None
+
+    def plan_next_step(self, output: outputs.PlanNextStep) -> Answer:
+        """Plans the next step in the planner thread."""
         case = self.case
-        ownership, shares = next_program(
-            *(case.schedule, self.ownership, case.redundancy, case.level, case.log_every, self.members, self.leaving)
-        )
-        self.enter(ownership, shares.get(self.number, Compiled((), ())))
+        how = (case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
+        self.next_step = (self.planned_at(), next_program(*how, output.members, output.leaving))
+        return None
 
-    def take_step(self, clip: float) -> None:
-        """Applies the optimizer step to every replica and drops the step's values; a fence cannot interrupt it."""
-        for slot in self.steps_now():
-            replica = self.replicas[slot]
-            replica.take_step(clip)
-            self.world.judge.stepped(self, replica)
-        self.step += 1
-        self.values, self.made, self.reduced = {}, set(), {}
-        self.inbox, self.ahead = self.ahead, {}
+    def take_next_step(self, output: outputs.TakeNextStep) -> Answer:
+        """Waits for the plan of the next step."""
+        self.work = output
+        at, (ownership, is_healing, shares) = self.next_step
+        self.ready = shares.get(self.number, Compiled((), ()))
+        made = inputs.NextStepMade(ownership, is_healing)
+        if at <= self.world.now:
+            return made
+        self.later(at - self.world.now, self.answer, made)
+        return None
 
-    def steps_now(self) -> tuple[Slot, ...]:
-        """Returns the replicas that take the step."""
-        if set(self.steps) != set(self.replicas):
-            raise Violation(f"worker {self.number} steps {self.steps} and holds {sorted(self.replicas)}")
-        return self.steps
+    def enters(self, output: outputs.Enter) -> Answer:
+        """Enters the program that is ready, or that of a whole step."""
+        share, self.ready, self.ownership = self.ready, None, output.ownership
+        if share is None:
+            share = whole_step(self.world, output.ownership)[self.number]
+        self.enter(share)
+        return None
 
-    def on_end(self) -> None:
+    def run(self, output: outputs.Run) -> Answer:
+        """Runs its program."""
+        self.work = output
+        self.begin_program()
+        self.come_to("go")
+        return None
+
+    def take_steps(self, output: outputs.TakeStep | outputs.CatchUp) -> Answer:
+        """Takes the step."""
+        slots: Sequence[Slot] = self.steps
+        if isinstance(output, outputs.CatchUp):
+            self.world.turns.add("worker catches up")
+            slots = [slot for slot, replica in self.replicas.items() if replica.logged is not None]
+        elif self.runs:
+            raise Violation(f"step {output.commit.step} is committed before worker {self.number} has voted")
+        if output.commit.step != self.step:
+            raise Violation(f"worker {self.number} in step {self.step} takes the commit of step {output.commit.step}")
+        self.come_to("commit")
+        if self.alive:
+            self.take_step(output.commit.clip_factor, slots)
+            self.come_to("stepped")
+        return inputs.StepTaken(output.commit)
+
+    def adopt(self, output: outputs.Adopt) -> Answer:
+        """Builds replicas from those of other pipelines."""
+        adopted(self, output.slots)
+        return None
+
+    def drop(self, output: outputs.Drop) -> Answer:
+        """Drops replicas."""
+        for slot in [each for each in self.replicas if each not in output.kept]:
+            del self.replicas[slot]
+        return None
+
+    def release_sends(self, output: outputs.ReleaseSends) -> Answer:
+        """Releases what it has sent; that fails if something was lost."""
+        lost, self.lost = self.lost, set()
+        return inputs.TransferFailed("a send failed", min(lost)) if lost else None
+
+    def validate(self, output: outputs.Validate) -> Answer:
+        """Runs a validation pass."""
+        self.work = output
+        self.world.push(self.world.cost(0), self.validated, output)
+        return None
+
+    def validated(self, output: outputs.Validate) -> None:
+        """Has run its part of the pass, unless it was interrupted."""
+        if self.puts_off(self.validated, output) or self.work is not output:
+            return
+        owners = output.ownership.owners[: self.case.stages]  # pipeline 0 runs the pass
+        ended = self.world.passes.setdefault((self.epoch, output.step), set())
+        ended.add(self.number)
+        if lost := self.broken.intersection(owners) if self.number in owners else ():
+            self.answer(inputs.TransferFailed("a transfer failed", min(lost)))
+        elif (is_last := owners[-1] == self.number) and not ended.issuperset(owners):
+            return  # it waits for the others
+        else:
+            if not is_last and ended.issuperset(owners):
+                last = self.world.workers[owners[-1]]
+                if isinstance(last.work, outputs.Validate):
+                    self.world.push(self.world.delay(), last.validated, last.work)
+            self.answer(inputs.PassEnded(0.5 if is_last else None))
+        self.wake()
+
+    def finishes(self, output: outputs.ReportDone) -> Answer:
+        """Says that all is done."""
+        self.world.say(self.number, messages.FinishedMessage(self.state.epoch, (), 0))
+        return None
+
+    def ends_process(self, output: outputs.End) -> Answer:
         """Ends the process."""
-        self.world.end(self, 0)
+        self.world.end(self, output.code)
+        return None
+
+    def nothing(self, output: outputs.Output) -> Answer:
+        """Does nothing: there are no audits, and no transfer is under way at the end."""
+        return None
+
+
+def whole_step(world: World, ownership: Ownership) -> dict[int, Compiled]:
+    """Returns every worker's share of the program of a whole step."""
+    case = world.case
+    return shares_of(case.schedule, ownership, case.redundancy, frozenset(), case.log_every)
+
+
+_INTERRUPTIBLE = outputs.Run | outputs.Validate
+_SAID = {messages.InventoryMessage: "inventoried", messages.PlannedMessage: "planned"}
+_DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
+    outputs.Say: Worker.say,
+    outputs.MarkPhase: Worker.mark,
+    outputs.CountHeld: Worker.count,
+    outputs.LeaveGroup: Worker.leave_group,
+    outputs.CloseGroup: Worker.nothing,
+    outputs.FormGroup: Worker.form_group,
+    outputs.MakePlan: Worker.make_plan,
+    outputs.PreparePlan: Worker.prepare_plan,
+    outputs.LoadPlan: Worker.load_plan,
+    outputs.PlanNextStep: Worker.plan_next_step,
+    outputs.TakeNextStep: Worker.take_next_step,
+    outputs.Enter: Worker.enters,
+    outputs.Run: Worker.run,
+    outputs.TakeStep: Worker.take_steps,
+    outputs.CatchUp: Worker.take_steps,
+    outputs.Adopt: Worker.adopt,
+    outputs.Drop: Worker.drop,
+    outputs.Audit: Worker.nothing,
+    outputs.ReleaseSends: Worker.release_sends,
+    outputs.Validate: Worker.validate,
+    outputs.ReportDone: Worker.finishes,
+    outputs.End: Worker.ends_process,
+}

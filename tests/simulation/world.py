@@ -8,20 +8,25 @@ process waits for it: after a failed transfer, while a worker is stopped, and wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from engine.core.membership import events
-from engine.core.membership.state import Phase
-from engine.core.ownership import Grid
-from tests.simulation.agent import Agent
+from engine.core import messages
+from engine.core.coordinator import inputs, outputs
+from engine.core.coordinator.state import begin
+from engine.core.membership.events import Restarted, TakenOver
+from engine.core.membership.state import Options, Phase, State
+from engine.core.membership.state import begin as first_membership
+from engine.core.message_codec import ToAgent, ToWorker
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
+from tests.simulation.coordinator import Coordinator, job_of, taken_over
+from tests.simulation.executor import Executor
 from tests.simulation.judge import Judge
-from tests.simulation.plans import shares_of
-from tests.simulation.process import Process
-from tests.simulation.replica import first_replica
 from tests.simulation.worker import Worker
 
 MS = 1_000_000
@@ -29,6 +34,26 @@ _COSTS = (MS, MS, 2 * MS, 2 * MS, MS)
 _TICK = 500 * MS
 _LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
 _MOST_EVENTS = 400_000
+MOST_RESTARTS = 3
+_NODES = [f"node-{worker}" for worker in range(64)]
+
+
+@cache
+def first_ownership(
+    grid: Grid, redundancy: Redundancy, level: int, stages_per_worker: int = 1, schedule: str = "1f1b"
+) -> Ownership:
+    """Returns the ownership of a fresh job with its shadows."""
+    whole = fresh(grid, stages_per_worker, SCHEDULES[schedule].placement)
+    return with_shadows(whole, redundancy, level, whole.owners)
+
+
+@cache
+def first_state(ownership: Ownership, steps: int) -> State:
+    """Returns the first state of the membership protocol."""
+    shadows = ownership.shadows or ((),) * len(ownership.owners)
+    redundant = any(shadows) or ownership.grid.pipelines > 1
+    options = Options(stages=ownership.grid.stages, redundant=redundant, max_restarts=MOST_RESTARTS)
+    return first_membership(options, ownership.owners, shadows, steps - 1, 0)
 
 
 class World:
@@ -47,32 +72,70 @@ class World:
         self.next_tick = 0
         grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties)
         self.retains = case.redundancy != "none" or case.pipelines > 1
-        self.agent = Agent(self, case, grid)
-        self.members = self.agent.state.members
-        self.judge = Judge(self, grid)
-        self.workers = [Worker(self, number) for number in self.members]
-        self.heard_at = [0] * len(self.workers)
-        self.said_at = [0] * len(self.workers)
-        self.faults: list[list[Fault]] = [[] for _ in self.workers]
+        how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
+        self.ownership = first_ownership(grid, *how)
+        self.job = job_of(
+            *(case.stages, case.pipelines, case.microbatches, case.redundancy, case.level, case.steps),
+            case.validate_every,
+        )
+        self.grid = grid
+        self.members = self.ownership.workers()
+        self.faults: list[list[Fault]] = [[] for _ in self.members]
         for fault in case.faults:
-            if fault.worker < len(self.workers):
+            if fault.worker < len(self.members):
                 self.faults[fault.worker].append(fault)
+        self.deaths = list(case.deaths)
         self.seen: dict[tuple[int, str], int] = {}
         self.struck: list[Fault] = []
-        self.cut: dict[tuple[int, int], int] = {}  # broken links, until when
         self.exit_lag = MS // 10 if case.seed % 2 else MS
         self.loses = case.seed // 2 % 2
-        self._begin()
+        self.starts = 0
+        self.is_restarting = False
+        self.written = begin(self.job, first_state(self.ownership, case.steps), 0)  # in the store
+        self.coordinator = Coordinator(self, self.written)
+        self.reached = 0  # moments of the present coordinator
+        self.is_stopped = False
+        self.judge = Judge(self, grid)
+        self._start()
 
-    def _begin(self) -> None:
-        ownership = self.agent.ownership
-        shares = shares_of(self.case.schedule, ownership, self.case.redundancy, frozenset(), self.case.log_every)
+    def _start(self) -> None:
+        """Starts all workers."""
+        self.starts += 1
+        self.told_early: list[tuple[int, ToAgent]] = []  # the messages that the host agent tells the next coordinator
+        self.unheard: list[tuple[int, ToAgent]] = []  # the messages that have come since a coordinator died
+        self.ended: dict[int, int] = {}  # the exit code of each worker whose end the host agent has seen
+        self.workers = [Worker(self, number) for number in self.members]
+        self.groups: dict[int, set[int]] = {}
+        self.passes: dict[tuple[int, int], set[int]] = {}  # the owners that have ended a validation pass
+        self.cut: dict[tuple[int, int], int] = {}  # broken links, until when
+        self.heard_at = [0] * len(self.workers)
+        self.said_at = [0] * len(self.workers)
         for worker in self.workers:
             self._watch(worker)
-            for slot in ownership.held_by(worker.number):
-                worker.replicas[slot] = first_replica(slot, self.case.pipelines)
-            worker.enter(ownership, shares[worker.number])
-            self.push(self.delay(), worker.wake)
+            self.push(self.delay(), worker.start)
+
+    def restart(self) -> None:
+        """Ends all workers, and starts them again; the messages of the ended ones come no more."""
+        if self.is_restarting:
+            return
+        self.is_restarting = True
+        self.turns.add("job is started again")
+        for worker in self.workers:
+            worker.alive = False
+        self.push(MS, self._restarted)
+
+    def _restarted(self) -> None:
+        if not self.coordinator.alive:
+            self.push(MS, self._restarted)
+            return
+        self.is_restarting = False
+        self.coordinator.take(Restarted)
+        self._start()
+
+    @property
+    def membership(self) -> State:
+        """The state of the membership protocol at the present coordinator."""
+        return self.coordinator.state.membership
 
     # Time
 
@@ -88,11 +151,11 @@ class World:
             if self.now > _LONGEST:
                 break
             what(*words)
-        raise Violation(f"stuck while {self.agent.state.phase} in epoch {self.agent.state.epoch}")
+        raise Violation(f"stuck while {self.membership.phase} in epoch {self.membership.epoch}")
 
     def is_over(self) -> bool:
         """Whether the job has ended."""
-        return self.agent.state.phase in (Phase.FINISHED, Phase.HALTED)
+        return self.is_stopped or self.membership.phase in (Phase.FINISHED, Phase.HALTED)
 
     def _wait_for_clock(self) -> bool:
         self.tick_after(_TICK)
@@ -115,8 +178,8 @@ class World:
         return _COSTS[code] if not self.spread else int(_COSTS[code] * (0.5 + self.pick()))
 
     def planning(self) -> int:
-        """Returns the time to make a plan."""
-        return MS if not self.spread else int(self.pick() * 3 * MS)
+        """Returns the time to make a plan, or to form a group."""
+        return MS if not self.spread else int(self.pick() ** 4 * 40 * MS)
 
     def lag(self) -> int:
         """Returns the time until a waiting worker notices a message."""
@@ -135,32 +198,67 @@ class World:
             return
         for worker in self.workers:
             if worker.alive and not worker.paused:
-                inside = (worker.step, worker.moments, worker.busy)
-                self.agent.hear(events.Heartbeat(self.now, worker.number, worker.epoch, *inside))
-        self.agent.hear(events.Tick(self.now))
-        if self.agent.state.look or any(worker.alive and worker.paused for worker in self.workers):
+                at = messages.HeartbeatMessage(worker.epoch, worker.step, worker.moments, worker.busy)
+                self.coordinator.take(inputs.Heard, worker.number, at, _NODES[worker.number])
+        self.coordinator.take(inputs.Passed)
+        if self.membership.look or any(worker.alive and worker.paused for worker in self.workers):
             self.tick_after(_TICK)
+
+    # Coordinators
+
+    def reach(self) -> bool:
+        """Counts a moment of the coordinator; returns whether it still lives after it."""
+        self.reached += 1
+        if self.deaths and self.reached == self.deaths[0]:
+            self.deaths.pop(0)
+            self.coordinator.alive = False
+            self.turns.add(f"coordinator dies while {self.membership.phase}")
+            self.push(min(self.delay() * 10, 100 * MS), self._take_over)
+        return self.coordinator.alive
+
+    def _take_over(self) -> None:
+        """Lets the waiting coordinator go on from the store."""
+        self.turns.add("another coordinator takes over")
+        self.coordinator = taken_over(self)
+        self.reached = 0
+        self.coordinator.take(TakenOver)
+        for number, code in self.ended.items():
+            self.coordinator.take(inputs.Ended, number, code)
+        unheard, self.unheard = self.unheard, []
+        for number, message in unheard:
+            self._hear(number, message, self.starts)
+        if self.membership.phase is Phase.FORMING:
+            for number, message in self.told_early:
+                self.coordinator.take(inputs.Heard, number, message, _NODES[number])
+
+    def stop(self, why: outputs.Stop) -> None:
+        """Ends the run."""
+        self.coordinator.alive = False
+        self.is_stopped = True
 
     # Messages
 
-    def tell(self, worker: Process, what: str, *words: Any) -> None:
-        """Sends a message of the agent to a worker, after all earlier ones."""
+    def tell(self, worker: Worker, message: ToWorker) -> None:
+        """Sends a message of the coordinator to a worker, after all earlier ones."""
         at = self.heard_at[worker.number] = max(self.heard_at[worker.number], self.now + self.delay())
-        self.push(at - self.now, worker.told, what, *words)
+        self.push(at - self.now, worker.told, message)
 
-    def say(self, what: str, *words: Any) -> None:
-        """Sends a message of a worker to the agent, after all earlier ones."""
-        number = words[1]
+    def say(self, number: int, message: ToAgent) -> None:
+        """Sends a message of a worker to the coordinator, after all earlier ones."""
         at = self.said_at[number] = max(self.said_at[number], self.now + self.delay())
-        self.push(at - self.now, self._hear, what, words)
+        self.push(at - self.now, self._hear, number, message, self.starts)
 
-    def _hear(self, what: str, words: tuple[Any, ...]) -> None:
-        self.note(_WORDS[what], words[0], words[1])
-        if what == "vote":
-            self.agent.on_vote(*words)
+    def _hear(self, number: int, message: ToAgent, start: int) -> None:
+        if start != self.starts or self.is_restarting:
             return
-        epoch, worker, *more = words
-        self.agent.hear(_EVENTS[what](self.now, worker, epoch, *more))
+        if self.membership.phase is Phase.FORMING:
+            self.told_early.append((number, message))
+        elif not self.coordinator.alive and not self.loses:
+            self.unheard.append((number, message))
+        if not self.coordinator.alive:
+            return
+        self.note(_WORDS.get(type(message), _OTHER), number)
+        self.coordinator.take(inputs.Heard, number, message, _NODES[number])
 
     def note(self, *numbers: int) -> None:
         """Adds to the hash of the history."""
@@ -168,23 +266,45 @@ class World:
         if self.tell_all:
             self.tell_all(f"{self.now / MS:10.3f} ms  {_in_words(numbers)}")
 
-    def send(self, worker: Process, target: int, key: int, payload: Any) -> None:
-        """Sends a transfer."""
-        words = (worker, target, worker.epoch, worker.step, key, payload)
-        self.push(self.delay(), self._arrive, *words)
+    def join(self, worker: Executor, group: int, members: tuple[int, ...]) -> None:
+        """Lets a worker join a group: it is formed when all have joined, and fails at the ends of a cut link."""
+        joined = self.groups.setdefault(group, set())
+        joined.add(worker.number)
+        if joined.issuperset(members):
+            for number in members:
+                cut = (other for other in members if self.cut.get((number, other), 0) > self.now) if self.cut else ()
+                self.push(self.planning(), self.workers[number].formed, group, next(iter(cut), None))
 
-    def _arrive(self, source: Process, target: int, epoch: int, step: int, key: int, payload: Any) -> None:
+    def leave(self, worker: Worker) -> None:
+        """Lets a worker leave its group, which breaks its links."""
+        if self.spread:
+            self._break_links(worker)
+
+    def _break_links(self, worker: Executor) -> None:
+        for peer in self.workers:
+            if peer.alive and peer is not worker:
+                self.push(MS // 2 if not self.spread else self.delay(), peer.lose_link, worker.group, worker.number)
+
+    def send(self, worker: Executor, target: int, key: int, payload: Any) -> None:
+        """Sends a transfer."""
+        self.push(self.delay(), self._arrive, worker, target, worker.group, worker.step, key, payload)
+
+    def _arrive(self, source: Executor, target: int, group: int, step: int, key: int, payload: Any) -> None:
         taker = self.workers[target]
+        if self.is_restarting or self.workers[source.number] is not source:
+            return
         until = self.cut.get((source.number, target), 0) if self.cut else 0
         if until > self.now:
-            self.push(self.delay(), taker.lose_link, epoch, source.number)
+            if group == source.group:
+                source.lost.add(target)
+            self.push(self.delay(), taker.lose_link, group, source.number)
         elif source.alive or not (self.loses if not self.spread else self.pick() < 0.5):
             self.note(key, target)
-            taker.receive(epoch, step, source.number, key, payload)
+            taker.receive(group, step, source.number, key, payload)
 
     # Faults
 
-    def strike(self, worker: Process, point: str) -> None:
+    def strike(self, worker: Executor, point: str) -> None:
         """Applies the faults that are due at a moment of a worker."""
         number, faults = worker.number, self.faults[worker.number]
         for fault in [each for each in faults if each.point == "moment" and each.at == worker.moments]:
@@ -197,7 +317,7 @@ class World:
                 self.hit(worker, fault)
         self._watch(worker)
 
-    def _watch(self, worker: Process) -> None:
+    def _watch(self, worker: Executor) -> None:
         """Notes the next moment of a worker to check; if the moment is not known before, all of them."""
         faults = self.faults[worker.number]
         worker.watched = any(fault.point != "moment" for fault in faults)
@@ -209,7 +329,7 @@ class World:
             if worker.watched and worker.alive and not worker.paused:
                 self.strike(worker, "decided")
 
-    def hit(self, worker: Process, fault: Fault) -> None:
+    def hit(self, worker: Executor, fault: Fault) -> None:
         """Applies a fault to a worker."""
         if not worker.alive:
             return
@@ -220,7 +340,7 @@ class World:
         if fault.kind == "kill":
             self.end(worker, -9)
         elif fault.kind == "zombie":
-            self.push(self.delay(), self.agent.hear, events.LeaseExpired(self.now, f"node-{worker.number}"))
+            self.push(self.delay(), self._lose_node, worker.number)
             self.heard_at[worker.number] = self.now + length
         elif fault.kind == "pause":
             worker.paused = True
@@ -231,40 +351,45 @@ class World:
             self.cut[worker.number, peer] = self.cut[peer, worker.number] = self.now + length
             self.judge.guilty(self.workers[peer], fault)
         elif fault.kind == "suspect":
-            worker.suspect(None if fault.length == 0 else fault.length % len(self.workers))
+            worker.transfer_failed(None if fault.length == 0 else fault.length % len(self.workers))
         elif fault.kind == "stop":
-            self.agent.hear(events.Notice(self.now, None, length))
+            self.coordinator.take(inputs.Interrupted, length)
         elif fault.kind == "notice":
-            self.agent.hear(events.Notice(self.now, worker.number, length))
+            self.coordinator.take(inputs.Noticed, worker.number, length)
 
-    def evict(self, worker: Process) -> None:
+    def evict(self, worker: Executor) -> None:
         """Kills an excluded worker for the agent; it cannot reach a worker whose lease has expired."""
         if worker.alive:
             self.push(self.delay(), self.end, worker, -9)
 
-    def end(self, worker: Process, code: int) -> None:
+    def end(self, worker: Executor, code: int) -> None:
         """Ends a process: its agent sees it, and its peers later."""
         if not worker.alive:
             return
         worker.alive = False
         if self.is_over():
             return
-        self.push(self.exit_lag if not self.spread else self.delay(), self._seen, worker.number, code)
-        for peer in self.workers:
-            if peer.alive:
-                self.push(MS // 2 if not self.spread else self.delay(), peer.lose_link, worker.epoch, worker.number)
+        self.push(self.exit_lag if not self.spread else self.delay(), self._seen, worker, code)
+        self._break_links(worker)
 
-    def _seen(self, number: int, code: int) -> None:
+    def _seen(self, worker: Executor, code: int) -> None:
+        number = worker.number
+        if self.workers[number] is not worker or self.is_restarting:
+            return
         self.note(_ENDED, number)
-        self.agent.hear(events.ExitSeen(self.now, number, code))
+        self.ended[number] = code
+        self.coordinator.take(inputs.Ended, number, code)
+
+    def _lose_node(self, number: int) -> None:
+        self.coordinator.take(inputs.NodeLost, _NODES[number])
 
 
 def _in_words(numbers: tuple[int, ...]) -> str:
     """Returns noted numbers in words, for the replay of a case."""
     first, second, *third = numbers
-    said = {code: what for what, code in _WORDS.items()}
+    said = {code: kind for kind, code in _WORDS.items()}
     if first in said:
-        return f"the agent hears of worker {third[0]}: {said[first]} in epoch {second}"
+        return f"the coordinator hears of worker {second}: {said[first].__name__}"
     if first < 0:
         return f"worker {second} is {'struck' if first == _STRUCK else 'seen to have ended'}"
     if third:
@@ -273,12 +398,15 @@ def _in_words(numbers: tuple[int, ...]) -> str:
     return f"worker {second} receives {VALUES[kind]} {index} of slot {(pipeline, stage)}"
 
 
-_STRUCK, _ENDED = -2, -3
-_EVENTS = {
-    "suspicion": events.Suspicion,
-    "inventory": events.InventoryReceived,
-    "planned": events.PlanAcknowledged,
-    "done": events.Done,
+_STRUCK, _ENDED, _OTHER = -2, -3, -4
+_WORDS: dict[type[ToAgent], int] = {
+    messages.SuspicionMessage: -10,
+    messages.InventoryMessage: -11,
+    messages.PlannedMessage: -12,
+    messages.FinishedMessage: -13,
+    messages.VoteMessage: -14,
+    messages.PreparedMessage: -15,
+    messages.ReadyMessage: -16,
+    messages.ValidationMessage: -17,
 }
-_WORDS = {"suspicion": -10, "inventory": -11, "planned": -12, "done": -13, "vote": -14}
 _REPLAYED = frozenset({"F", "f", "B", "I", "W", "HEAL", "REDUCE_GRAD", "LOG", "COMMIT"})

@@ -1,0 +1,129 @@
+"""The driver of the shipped coordinator in virtual time, the store, and the coordinator that waits for its death.
+
+Rules: a decision is written by compare-and-swap before its outputs are carried out. A coordinator may die or stop at
+each of its moments: before and after a write, and before each message. What only the dead one knew is lost. The host
+agent has seen every end of a worker, and tells the next coordinator of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from engine.core.config.job import Job
+from engine.core.coordinator import outputs
+from engine.core.coordinator.inputs import CoordinatorInput, Heard
+from engine.core.coordinator.machine import is_to_be_kept, step
+from engine.core.coordinator.state import CoordinatorState, documents, resume
+from engine.core.messages import VoteMessage
+from tests.simulation.case import Violation
+from tests.simulation.provenance import CLIP_NORM
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+@lru_cache(maxsize=4096)
+def job_of(
+    stages: int, pipelines: int, microbatches: int, redundancy: Any, level: int, steps: int, validate_every: int
+) -> Job:
+    """Returns the job of a case, as far as a coordinator reads it."""
+    return Job(
+        stages=stages,
+        pipelines=pipelines,
+        microbatches=microbatches,
+        steps=steps,
+        clip_norm=CLIP_NORM,
+        redundancy=redundancy,
+        redundancy_level=level,
+        audit=0,
+        validate_every=validate_every,
+    )
+
+
+_SLEEP = 400_000_000
+
+
+class Coordinator:
+    """One coordinator. `kept` is the state that it has written last."""
+
+    def __init__(self, world: World, state: CoordinatorState):
+        self.world = world
+        self.state = self.kept = state
+        self.alive = True
+        self.is_writing = False
+        self.waiting: list[tuple[type, tuple[Any, ...]]] = []
+
+    def take(self, kind: type, *words: Any) -> None:
+        """Takes an input, as soon as the last decision is written."""
+        if self.is_writing:
+            self.waiting.append((kind, words))
+        elif self.alive:
+            self._decide(kind(self.world.now, *words))
+
+    def _decide(self, given: CoordinatorInput) -> None:
+        old = self.state
+        new, found = step(old, given)
+        if new.ballot is not old.ballot and isinstance(given, Heard) and isinstance(given.message, VoteMessage):
+            self.world.judge.voted(given.message, given.worker, old.membership)
+        if not is_to_be_kept(old, new, given, found):
+            self.state = new
+            self._carry_out(found)
+        elif not self.world.reach():
+            self.world.push(_SLEEP, self._wake, new, given, found)
+        elif delay := self.world.lag():
+            self.is_writing = True
+            self.world.push(delay, self._write, new, given, found)
+        else:
+            self._write(new, given, found)
+
+    def _wake(self, *decision: Any) -> None:
+        """Goes on with its decision, as a coordinator that was replaced while it slept."""
+        if self.world.coordinator is not self:
+            self.alive = True
+            self._write(*decision)
+
+    def _write(
+        self, new: CoordinatorState, given: CoordinatorInput, found: tuple[outputs.CoordinatorOutput, ...]
+    ) -> None:
+        """Writes a decision, unless another coordinator has written since."""
+        if not self.alive:
+            return
+        self.is_writing = False
+        if self.world.written is not self.kept:
+            self.alive = False
+            self.world.turns.add("replaced coordinator writes nothing")
+            return
+        old, self.state = self.state, new
+        self.world.written = self.kept = new
+        self.world.judge.decided(old, new, given)
+        if self.world.reach():
+            self._carry_out(found)
+        while self.alive and self.waiting and not self.is_writing:
+            kind, words = self.waiting.pop(0)
+            self.take(kind, *words)
+
+    def _carry_out(self, found: tuple[outputs.CoordinatorOutput, ...]) -> None:
+        world = self.world
+        for output in found:
+            if isinstance(output, outputs.Tell):
+                world.judge.told(output.message)
+                for number in output.workers:
+                    world.tell(world.workers[number], output.message)
+                    if not world.reach():
+                        return  # a host agent passes on the words of the present coordinator only
+            elif isinstance(output, outputs.Kill):
+                world.evict(world.workers[output.worker])
+            elif isinstance(output, outputs.Restart):
+                world.restart()
+            elif isinstance(output, outputs.Stop):
+                world.stop(output)
+            elif isinstance(output, outputs.Fail):
+                raise Violation(f"worker {output.worker} has failed: {output.last}")
+                return
+
+
+def taken_over(world: World) -> Coordinator:
+    """Returns a coordinator that goes on from the store."""
+    world.written = resume(world.job, documents(world.written), world.now)
+    return Coordinator(world, world.written)

@@ -1,0 +1,82 @@
+"""The start of a simulated worker: it learns the partition, forms the first group, learns the borders, and has joined.
+
+Rule: the driver of a worker does this before its machine has a part. The messages are those of the shipped worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.core import messages
+from engine.core.message_codec import ToWorker
+from tests.simulation.executor import Executor
+from tests.simulation.replica import first_replica
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Joining(Executor):
+    """A worker that joins."""
+
+    def __init__(self, world: World, number: int):
+        super().__init__(world, number)
+        self.ownership = world.ownership
+        self.borders = -1  # learned so far; -1 before the first group is formed
+        self.early: list[int] = []
+
+    def start(self) -> None:
+        """Learns its job; the first worker cuts the model."""
+        if self.puts_off(self.start):
+            return
+        self.come_to("welcome")
+        self.goes_on(self._cut)
+
+    def goes_on(self, what: Callable[[], None]) -> None:
+        """Makes a call, unless the worker is dead or stopped."""
+        if not self.puts_off(what):
+            what()
+
+    def _cut(self) -> None:
+        if self.number == self.ownership.owners[0]:
+            self.world.say(self.number, messages.CutMessage(tuple(range(self.case.stages)), ()))
+
+    def joins(self, message: ToWorker) -> None:
+        """Takes a message of the start."""
+        if isinstance(message, messages.PartitionMessage) and self.group < 0:
+            self.come_to("partition")
+            self.goes_on(self._build)
+        elif isinstance(message, messages.BorderMessage):
+            self.early.append(message.stage)
+            self.learn()
+
+    def _build(self) -> None:
+        for slot in self.ownership.held_by(self.number):
+            self.replicas[slot] = first_replica(slot, self.case.pipelines)
+        self.join(0)
+        self.world.join(self, 0, self.world.members)
+
+    def formed_first(self) -> None:
+        """Begins to learn the borders."""
+        self.borders = 0
+        self._probe()
+        self.learn()
+
+    def learn(self) -> None:
+        """Learns the borders that have come, in the order of stages."""
+        while self.borders in self.early:
+            self.borders += 1
+            if self.borders == self.case.stages:
+                self.come_to("ready")
+                self.goes_on(self.joined)
+                return
+            self._probe()
+
+    def _probe(self) -> None:
+        if self.ownership.owner(0, self.borders) == self.number:
+            self.world.say(self.number, messages.BorderMessage(self.borders, ()))
+
+    def joined(self) -> None:
+        """Handles the end of the start."""
+        raise NotImplementedError
