@@ -165,14 +165,13 @@ class HeartbeatMessage(ToAgent):
     step: int
     index: int
     inside: bool
+    quiet_ns: int = 0  # without news; then `counts` has each member, and the messages to it, awaited and received
+    counts: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @message
 class VoteMessage(ToAgent):
-    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss.
-
-    In a step with an audit it adds the marks of the microbatches that it has loaded.
-    """
+    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss."""
 
     epoch: int
     step: int
@@ -181,7 +180,7 @@ class VoteMessage(ToAgent):
     layers: tuple[int, ...] = ()
     squared_norms: tuple[float, ...] = ()  # of the gradients of these layers
     loss: float | None = None
-    loaded: tuple[int, ...] = ()  # microbatches
+    loaded: tuple[int, ...] = ()  # microbatches, in a step with an audit
     marks: tuple[str, ...] = ()  # of these microbatches
 
 

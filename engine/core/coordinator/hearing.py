@@ -33,6 +33,7 @@ from engine.core.membership.events import (
     StepCommitted,
     Suspicion,
 )
+from engine.core.membership.standstill import Counts, Report
 from engine.core.message_codec import Message
 from engine.core.process_messages import KeyMessage, UnprovenMessage
 
@@ -53,7 +54,8 @@ def _on_ready(state: CoordinatorState, heard: Heard, ready: messages.ReadyMessag
 
 
 def _on_heartbeat(state: CoordinatorState, heard: Heard, at: messages.HeartbeatMessage) -> Decided:
-    return decide(state, Heartbeat(heard.now_ns, heard.worker, at.epoch, at.step, at.index, at.inside))
+    report = Report(at.epoch, at.quiet_ns, tuple(Counts(*each) for each in at.counts)) if at.counts else None
+    return decide(state, Heartbeat(heard.now_ns, heard.worker, at.epoch, at.step, at.index, at.inside, report))
 
 
 def _on_vote(state: CoordinatorState, heard: Heard, vote: messages.VoteMessage) -> Decided:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.membership.evidence import Sight
+from engine.core.membership.standstill import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Heartbeat(Spoken):
     step: int
     index: int
     inside: bool
+    report: Report | None = None  # of a worker that waits without news
 
 
 @dataclass(frozen=True, slots=True)

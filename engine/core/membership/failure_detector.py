@@ -14,8 +14,10 @@ itself judges no worker.
 from __future__ import annotations
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
+from engine.core.membership.broken_edges import Edge
 from engine.core.membership.events import Heartbeat, Sighted
 from engine.core.membership.evidence import Loading, after
+from engine.core.membership.standstill import Report, dark_edges, deadline_ns
 from engine.core.membership.state import Options, Sighting, State
 
 _QUIET_NS = 600_000_000  # two pings without an answer: a thread holds Python's lock
@@ -32,12 +34,12 @@ def heard(state: State, beat: Heartbeat) -> State:
     now_ns = beat.now_ns
     was = state.sightings.get(beat.worker) or Sighting(now_ns, now_ns)
     at = (beat.epoch, beat.step, beat.index, not beat.inside)
-    seen = was._replace(heard_ns=now_ns)
+    seen = was._replace(heard_ns=now_ns, report=beat.report)
     if at > was.at:
         slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if was.is_inside else was.slowest_ns
         same_step = was.at[1] == beat.step
         before_ns = was.slowest_before_ns if same_step else slowest_ns
-        seen = Sighting(now_ns, now_ns, at, slowest_ns if same_step else 0, before_ns, was.evidence)
+        seen = Sighting(now_ns, now_ns, at, slowest_ns if same_step else 0, before_ns, was.evidence, beat.report)
     moves = beat.worker not in state.done and (at > was.at or seen.is_inside)
     moved_ns = now_ns if moves else state.moved_ns
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
@@ -105,6 +107,19 @@ def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
             return f"{how} (limit {_seconds(allowed_ns)})"
     inside_ns = until_ns - since_ns
     return f"hangs for {_seconds(inside_ns)} (limit {_seconds(limit_ns)})" if inside_ns > limit_ns else ""
+
+
+def dark(state: State, now_ns: int) -> tuple[Edge, ...]:
+    """Returns the dark edges if all members wait, have answered the last pings, and none loads data or is stopped."""
+    reports: dict[int, Report | None] = {}
+    for worker in state.members:
+        seen = state.sightings.get(worker)
+        if worker in state.done or seen is None or seen.is_inside or seen.loading:
+            return ()
+        if now_ns - seen.heard_ns > _QUIET_NS or (seen.evidence is not None and seen.evidence.is_stopped):
+            return ()
+        reports[worker] = seen.report
+    return dark_edges(reports, state.epoch, deadline_ns(state.steps_ns))
 
 
 def ticked(state: State, now_ns: int) -> State:

@@ -18,6 +18,7 @@ from engine.core.errors import InvariantError
 from engine.core.exclusion import Exclusion, Verdict, exclusion_of, verdict_of
 from engine.core.membership.broken_edges import Edge
 from engine.core.membership.evidence import Evidence, Loading
+from engine.core.membership.standstill import Report
 
 _S = 1_000_000_000
 
@@ -78,6 +79,7 @@ class Sighting(NamedTuple):
     slowest_ns: int = 0  # its slowest action in this step
     slowest_before_ns: int = 0  # its slowest action in the previous step
     evidence: Evidence | None = None
+    report: Report | None = None  # with the last heartbeat, if the worker waits without news
 
     @property
     def is_inside(self) -> bool:
@@ -137,6 +139,8 @@ class State(NamedTuple):
     repeated_ns: int  # when the orders were last repeated
     looked_ns: int  # when the look began
     ticked_ns: int
+    committed_ns: int
+    steps_ns: tuple[int, ...]  # the durations of the last steps
     sightings: Mapping[int, Sighting]
 
     @property
@@ -154,7 +158,7 @@ class State(NamedTuple):
         return self[:_NUM_DECIDED]
 
 
-_CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "sightings")
+_CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "committed_ns", "steps_ns", "sightings")
 _NUM_DECIDED = len(State._fields) - len(_CLOCK)
 
 
@@ -194,7 +198,7 @@ def begin(
 
 def _just_now(workers: Iterable[int], now_ns: int) -> dict[str, Any]:
     sightings = {worker: Sighting(now_ns, now_ns) for worker in workers}
-    return {**dict.fromkeys(_CLOCK, now_ns), "sightings": sightings}
+    return {**dict.fromkeys(_CLOCK, now_ns), "steps_ns": (), "sightings": sightings}
 
 
 def to_json(state: State) -> str:

@@ -30,11 +30,13 @@ from engine.core.membership.events import (
     TakenOver,
     Tick,
 )
-from engine.core.membership.failure_detector import alive, heard, last_seen, sighted, ticked, unresponsive
+from engine.core.membership.failure_detector import alive, dark, heard, last_seen, sighted, ticked, unresponsive
+from engine.core.membership.standstill import steps_after
 from engine.core.membership.state import GATHERING, Phase, State, begin
 from engine.core.membership.verdicts import (
     all_inventoried,
     free_to_leave,
+    gone_dark,
     halted,
     handed_over,
     leavers,
@@ -184,7 +186,12 @@ def commits(state: State, event: StepCommitted) -> State:
     if event.step != state.committed + 1:
         return state
     new = state._replace(
-        committed=event.step, shadows=event.shadows or state.shadows, repeats={}, moved_ns=event.now_ns
+        committed=event.step,
+        shadows=event.shadows or state.shadows,
+        repeats={},
+        moved_ns=event.now_ns,
+        committed_ns=event.now_ns,
+        steps_ns=steps_after(state.steps_ns, event.now_ns - state.committed_ns),
     )
     if event.step >= state.last_step:
         return new._replace(phase=Phase.DRAINING)
@@ -232,6 +239,9 @@ def looks_at_clock(state: State, event: Tick) -> State:
     if state.look and now_ns - state.looked_ns >= options.look_ns:
         first = numbered("worker", ends_of(state.look[:1]), " and ")
         return nobody_died(state, now_ns, by_suspicion(state.look), f"a transfer failed at {first}")
+    if edges := dark(state, now_ns):
+        worker, peer = edges[0]
+        return gone_dark(state, now_ns, by_suspicion(edges), f"what worker {peer} sent to worker {worker} has not come")
     patience_ns, owing, failed_to = _owed(state)
     if now_ns - state.moved_ns < patience_ns:
         return state

@@ -111,11 +111,24 @@ def nobody_died(state: State, now_ns: int, suspects: tuple[int, ...], symptom: s
         new = state._replace(repeats={**state.repeats, symptom: count})
         return new_epoch(new, now_ns, (), f"{symptom}, but no worker has died")
     told = symptom if count == 1 else f"{symptom}, {count} times in a row"
-    lost = heirs(state, ()).lost  # slots that are lost already
-    victim = next((worker for worker in suspects if heirs(state, (worker,)).lost == lost), None)
+    victim = _replaceable(state, suspects)
     if victim is None:
         return cannot_go_on(state, ExitCode.NOT_RECOVERED, f"training did not recover: {told}")
     return new_epoch(state, now_ns, [excluded(victim, Cause.GIVEN_UP, f"is given up: {told}")])
+
+
+def gone_dark(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
+    """Returns the next epoch without the first suspect whose slots all have heirs, or that of an empty verdict."""
+    victim = _replaceable(state, suspects)
+    if victim is None:
+        return nobody_died(state, now_ns, (), symptom)
+    return new_epoch(state, now_ns, [excluded(victim, Cause.GIVEN_UP, f"is given up: {symptom}")])
+
+
+def _replaceable(state: State, suspects: Iterable[int]) -> int | None:
+    """Returns the first suspect whose slots all have heirs, as far as they are not lost already."""
+    lost = heirs(state, ()).lost
+    return next((worker for worker in suspects if heirs(state, (worker,)).lost == lost), None)
 
 
 def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:

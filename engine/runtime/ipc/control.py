@@ -12,12 +12,14 @@ import os
 import queue
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import KnownRecord
+from engine.core.membership.standstill import LEAST_QUIET_NS
 from engine.core.message_codec import Message, ToAgent, ToWorker
 from engine.core.messages import (
     ArmMessage,
@@ -54,6 +56,9 @@ class Killed(BaseException):
     """A worker that is a thread has been killed: no code of it may go on, and it says nothing."""
 
 
+ReadCounts = Callable[[], Mapping[int, tuple[int, int, int]]]  # returns counts by member: sent, posted, received
+
+
 class Control:
     """The worker's end of its link to the agent."""
 
@@ -73,6 +78,8 @@ class Control:
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.recorder: Recorder | None = None  # once the main thread knows whose it is
         self._at = (0, 0, False)
+        self._waits_since_ns = 0  # when the main thread began to wait for news, 0 if it does not wait
+        self._traffic: tuple[int, ReadCounts] = (0, dict)  # with the epoch that it is about
         self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
@@ -98,7 +105,7 @@ class Control:
     def _take_in(self, message: Message) -> None:
         match message:
             case PingMessage():
-                self.send(HeartbeatMessage(self.accepted, *self._at))
+                self.send(self._heartbeat())
                 return
             case ExitMessage():
                 if self.recorder is not None:
@@ -125,6 +132,15 @@ class Control:
 
     def _keep(self, inbox: Inbox) -> None:
         self.inbox, self._is_urgent = inbox, inbox.is_urgent
+
+    def _heartbeat(self) -> HeartbeatMessage:
+        since_ns, at = self._waits_since_ns, self._at
+        quiet_ns = time.monotonic_ns() - since_ns if since_ns else 0
+        epoch, traffic = self._traffic
+        if quiet_ns < LEAST_QUIET_NS or at[2] or epoch != self.accepted:
+            return HeartbeatMessage(self.accepted, *at)
+        counts = tuple((peer, *each) for peer, each in traffic().items())
+        return HeartbeatMessage(self.accepted, *at, quiet_ns, counts)
 
     def give_notice_of_sigterm(self, give: Callable[[], None]) -> None:
         """Starts a thread that gives notice at each SIGTERM, also while the main thread is blocked.
@@ -159,7 +175,17 @@ class Control:
             found = look()
             if found is not None:
                 return found
-            self._news.get()
+            self._await_news()
+
+    def count(self, traffic: ReadCounts) -> None:
+        """Adds the counts of the group of this epoch to the heartbeats of a main thread that waits without news."""
+        self._traffic = (self.accepted, traffic)
+
+    def _await_news(self) -> None:
+        if self._news.empty():
+            self._waits_since_ns = time.monotonic_ns()
+        self._news.get()
+        self._waits_since_ns = 0
 
     def hear(self, look: Callable[[], Found | None] = lambda: None) -> ToWorker | Found:
         """Waits for the first message of the inbox, or for what `look` finds, and returns it."""
@@ -173,7 +199,7 @@ class Control:
             found = look()
             if found is not None:
                 return found
-            self._news.get()
+            self._await_news()
 
     def take(self, kind: type[Wanted]) -> Wanted:
         """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""

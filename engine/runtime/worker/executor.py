@@ -50,6 +50,7 @@ class Executor:
     def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
         self._plane = plane
+        self.context.control.count(plane.traffic)
         self._worker_program = program
         self._loader.enter([action for action, _ in program.actions if self._takes_data(action)])
         self.end.enter(plane, program.ownership, program.routes)
