@@ -135,7 +135,7 @@ class Executor:
 
     def _done(self, code: int) -> None:
         if self.world.tell_all:
-            self.world.note(self.number, code, self.cursor)
+            self.world.show(self.number, code, self.cursor)
         self.cursor += 1
         self.moments += 1
         if self.watched or self.moments == self.trap:

@@ -264,6 +264,11 @@ class World:
         """Adds to the hash of the history."""
         self.trace = hash((self.trace, self.now, *numbers))
         if self.tell_all:
+            self.show(*numbers)
+
+    def show(self, *numbers: int) -> None:
+        """Shows an event in a replay; the hash of the history is without it."""
+        if self.tell_all:
             self.tell_all(f"{self.now / MS:10.3f} ms  {_in_words(numbers)}")
 
     def join(self, worker: Executor, group: int, members: tuple[int, ...]) -> None:
