@@ -32,6 +32,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS | {"engine.core.history", "engine.core.membership"},
+    "engine.core.agent": _GROUND,
     "engine.core.coordinator": _PLANS
     | {"engine.core.recovery", "engine.core.membership", "engine.core.history", "engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
@@ -62,7 +63,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.runtime.faults"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
-    | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}
+    | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
+    | {"engine.core.store"}
     | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS

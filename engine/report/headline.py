@@ -14,7 +14,7 @@ from engine.core.config.job import Job
 from engine.core.history.verdict_records import CheckRecord
 from engine.core.texts import flags, numbered, sentence, trust_words
 from engine.report.load import RunTables
-from engine.report.recovery import AFTER_END, NO_WORKER_LOST, stalls_of
+from engine.report.recovery import AFTER_END, NO_WORKER_LOST, RESTARTED, stalls_of
 
 Mood = Literal["good", "bad", "open"]
 
@@ -76,7 +76,10 @@ def _cause(run: RunTables) -> str:
 def _deaths(recovery: pd.DataFrame) -> str:
     """Returns a sentence about the lost workers, the heirs and the time that training stalled."""
     late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
+    early = ", ".join(recovery[recovery["outcome"] == RESTARTED]["who"])
     recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
+    if early and recovery.empty:
+        return f"{_lost(early)} before the first commit, and all workers were started again."
     if late and recovery.empty:
         return f"{_lost(late)} after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]

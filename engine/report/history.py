@@ -49,6 +49,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
     "coordinator_ended": lambda record: f"the coordinator (pid {record.child}) has ended; another one takes over",
     "cut_short": lambda record: f"after the last commit: {record.reason}",
+    "restart": lambda record: f"{record.reason}; all workers are started again",
     "killed": lambda record: str(record.why),
     "left_behind": lambda record: f"pid {record.child} does not end by SIGKILL",
     "failed": lambda record: str(record.error),

@@ -24,7 +24,7 @@ from engine.core.checks.recovery_times import PHASES, Recovery
 from engine.core.checks.stall import Stall
 from engine.core.config.job import Job
 from engine.core.exclusion import in_words
-from engine.core.history.process_records import ExitRecord
+from engine.core.history.process_records import ExitRecord, RestartRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord
 from engine.report.action_arrays import Sums
@@ -43,9 +43,10 @@ COLUMNS = [*_TEXTS, "stall_bound", *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHP
 _WINDOW = 10  # steps
 _EXPOSURE_COLUMNS = ["from_ms", "to_ms"]
 AFTER_END = "after the end"  # no step was left
+RESTARTED = "restarted"  # before the first commit: all workers were started again
 # Outcomes in which training lost no worker: each worker stayed; the run noticed the fault and ended; the worker had
-# given notice and left; training was over.
-NO_WORKER_LOST = ("no worker lost", "noticed", "left", AFTER_END)
+# given notice and left; training was over; no training was lost.
+NO_WORKER_LOST = ("no worker lost", "noticed", "left", AFTER_END, RESTARTED)
 _NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "stall_bound", "rung", "heirs"), "")
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
@@ -184,14 +185,14 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
 
 def _without_recovery(history: RunHistory, recovered: set[int], sums: Sums) -> list[dict[str, Any]]:
     """Returns a row for each worker that ended unexpectedly and that no recovery excluded."""
-    rows = []
+    rows, restarts = [], history.of(RestartRecord)
     for end in history.of(ExitRecord):
         if not end.expected and end.of not in recovered:
             last = sums.workers.get(end.of)
             rows.append(
                 {
                     **_NO_TEXTS,
-                    "outcome": "not recovered",
+                    "outcome": RESTARTED if any(each.at_ns >= end.seen_ns for each in restarts) else "not recovered",
                     "what": f"worker {end.of} was ended by {how_it_ended(end)}",
                     "who": str(end.of),
                     "step": None if last is None else last.last_step,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
+from engine.core.agent import ends
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
-from engine.runtime.agent import agent
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import Child, ForkServer
@@ -136,8 +136,8 @@ def _immortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
 
     monkeypatch.setattr(Child, "signal", signal_others)
     monkeypatch.setattr("engine.runtime.process.fork_client._GONE_S", 0.2)
-    monkeypatch.setattr(agent, "_KILL_GRACE_S", 0.2)
-    monkeypatch.setattr(Child, "close", lambda child: None if child in found else close(child))
+    monkeypatch.setattr(ends, "GONE_NS", 200_000_000)
+    monkeypatch.setattr(Child, "close", lambda child, *patience: None if child in found else close(child, *patience))
     yield found
     monkeypatch.undo()
     for child in dict.fromkeys(found):

@@ -11,7 +11,7 @@ from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import USUAL, Stall, StepLengths, with_later_steps
 from engine.core.exclusion import Cause, Exclusion
-from engine.core.history.process_records import ExitRecord, FailedRecord
+from engine.core.history.process_records import ExitRecord, FailedRecord, RestartRecord
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import (
@@ -82,6 +82,9 @@ class RecoveryLog:
                 self.epochs.append(record)
                 for out in record.verdict:
                     self.out_since.setdefault(out.worker, record.at_ns)
+            case RestartRecord():  # no step is committed: all begins again
+                self.signs, self.epochs, self.marks, self.actions, self.adopted = [], [], [], {}, set()
+                self.out_since = {}
             case MarkRecord():
                 self.marks.append((record.epoch, record.phase, record.at_ns))
                 self.adopted |= {*(record.adopted or ())}

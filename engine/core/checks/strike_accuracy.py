@@ -8,12 +8,14 @@ action during which it was struck. A recovery changes the program, so from then 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from engine.core.checks.expectations import Check
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.faults.fault_kind import AT_ONCE
+from engine.core.history.process_records import RestartRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, FaultRecord
 
@@ -44,7 +46,9 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
     mine.sort(key=lambda each: each.end_ns)
     before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
-    later = [(each.step, each.action) for each in mine if each.end_ns > strike.at_ns]
+    restarts_ns = (each.at_ns for each in history.of(RestartRecord) if each.at_ns >= strike.at_ns)
+    until_ns = next(restarts_ns, inf)  # then another process goes on as this worker
+    later = [(each.step, each.action) for each in mine if strike.at_ns < each.end_ns <= until_ns]
     named = (moment.step, str(moment.action))
     victim = f"{fault.id}: worker {strike.of}"
     last = before[-1] if before else None

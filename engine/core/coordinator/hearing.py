@@ -15,7 +15,7 @@ from engine.core.coordinator.orders import Decided, tell_all
 from engine.core.coordinator.outputs import CoordinatorOutput, Fail, Note, Write
 from engine.core.coordinator.preparation import answered, at_commit
 from engine.core.coordinator.state import CoordinatorState
-from engine.core.errors import DivergedError
+from engine.core.errors import DivergedError, ExitCode
 from engine.core.history.process_records import UnprovenRecord
 from engine.core.history.run_records import (
     FinishedRecord,
@@ -34,6 +34,8 @@ from engine.core.membership.events import (
     Suspicion,
 )
 from engine.core.membership.standstill import Counts, Report
+from engine.core.membership.state import Phase
+from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
 from engine.core.process_messages import KeyMessage, UnprovenMessage
 
@@ -113,7 +115,11 @@ def _on_failed(
     heard: Heard,
     last: messages.RefusedMessage | messages.FailedMessage | messages.RaisedMessage,
 ) -> Decided:
-    has_commit = state.membership.committed >= 0
+    membership = state.membership
+    is_broken = isinstance(last, messages.FailedMessage) and last.code == ExitCode.NOT_RECOVERED
+    if is_broken and (membership.phase is Phase.RESTARTING or may_restart(membership)):
+        return state, ()  # a transfer broke, probably because another worker has died; an end of a process decides
+    has_commit = membership.committed >= 0
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
 
 

@@ -22,6 +22,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Ballot, Commit
 
 _PATIENCE_S = 600
+_MAX_RESTARTS = 3  # of the workers, if one of them dies before the first commit
 ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys in the store
 
 
@@ -89,6 +90,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int) -> CoordinatorState:
         stages=job.stages,
         redundant=job.redundancy != "none",
         form_ns=patience_ns,
+        max_restarts=_MAX_RESTARTS,
         silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
         hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),
     )

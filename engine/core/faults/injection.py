@@ -33,6 +33,7 @@ from engine.core.faults.injection_events import (
     TimePassed,
     VictimEnded,
     VictimSeen,
+    WorkersRestarted,
 )
 from engine.core.faults.injection_state import (
     Injection,
@@ -216,6 +217,12 @@ def _seen(old: Injection, worker: int, sign: Sign, value: Any, fault_id: str | N
     return old._replace(struck=tuple(struck)), outputs
 
 
+def _restarts(old: Injection, given: WorkersRestarted) -> Moved:
+    """Goes on with new processes: a fault that has struck strikes no more, and no late signal is theirs."""
+    late = tuple(each for each in old.late if isinstance(each.work, str))
+    return old._replace(ended=frozenset(), late=late), ()
+
+
 def _closes(old: Injection, given: InjectionEnds) -> Moved:
     """Records the unconfirmed faults."""
     missed = [UnconfirmedRecord(fault=each.id, how="it did not strike") for each in old.waiting]
@@ -232,5 +239,6 @@ _RULES: dict[type[InjectionInput], Callable[[Injection, Any], Moved]] = {
     SignSeen: _is_seen,
     VictimSeen: _is_looked_at,
     TimePassed: _passes,
+    WorkersRestarted: _restarts,
     InjectionEnds: _closes,
 }

@@ -82,6 +82,11 @@ class TimePassed(InjectionInput):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersRestarted(InjectionInput):
+    """All processes have ended, and others were started for the same workers."""
+
+
+@dataclass(frozen=True, slots=True)
 class InjectionEnds(InjectionInput):
     """The run has ended: every fault that is not confirmed is recorded."""
 

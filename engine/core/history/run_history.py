@@ -19,6 +19,7 @@ from engine.core.history.process_records import (
     EndedRecord,
     ExitRecord,
     FailedRecord,
+    RestartRecord,
     StartedRecord,
     TrainingEndedRecord,
 )
@@ -93,6 +94,8 @@ class RunHistory:
                 self.owners = by_slot(record.owners, self.job.stages)
             case GoRecord():
                 self.is_training = True
+            case RestartRecord():
+                self.is_training = False
 
     def add_commits(self, commits: Sequence[tuple[str, ...]]) -> None:
         """Adds the next commits, each as the texts of the fields in its line."""

@@ -40,6 +40,7 @@ from engine.core.membership.verdicts import (
     halted,
     handed_over,
     leavers,
+    may_restart,
     new_epoch,
     nobody_died,
     restarting,
@@ -125,8 +126,7 @@ def ends_early(state: State, event: ExitSeen) -> State:
     """
     new = ends.decide(state, event)
     has_heirs = new.phase is not Phase.HALTED and state.phase is not Phase.FORMING
-    is_over = state.committed >= 0 or state.out or state.restarts >= state.options.max_restarts
-    if new.members == state.members or has_heirs or is_over or event.raised:
+    if new.members == state.members or has_heirs or event.raised or not may_restart(state):
         return new
     return restarting(state, in_words(new.verdict))
 

@@ -178,6 +178,11 @@ def _is_needed(state: State, worker: int) -> bool:
     return False
 
 
+def may_restart(state: State) -> bool:
+    """Returns whether the death of a worker without an heir, or before training, restarts the workers."""
+    return state.committed < 0 and not state.out and state.restarts < state.options.max_restarts
+
+
 def restarting(state: State, reason: str) -> State:
     """Returns the state of a job whose workers end, to be started again."""
     return state._replace(phase=Phase.RESTARTING, restarts=state.restarts + 1, reason=reason, look=())

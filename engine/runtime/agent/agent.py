@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.core.agent.ends import (
+    STOP_NS,
+    ClockRead,
+    KillOrdered,
+    ProcessEnded,
+    SignalCame,
+    StopOrdered,
+    WorkersReleased,
+)
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Interrupted, Noticed, Passed, Stopping
@@ -28,8 +36,6 @@ from engine.core.history.process_records import (
     ExitRecord,
     FailedRecord,
     InterruptRecord,
-    KilledRecord,
-    LeftBehindRecord,
 )
 from engine.core.history.run_records import GoRecord
 from engine.core.membership.state import Phase
@@ -40,15 +46,14 @@ from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_state import RunState, error_of
+from engine.runtime.agent.worker_ends import WorkerEnds
 from engine.runtime.agent.worker_handles import WorkerHandle, sights_of, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
-_STOP_GRACE_S = 3.0
-_LEAVE_GRACE_S = 2.0  # from the permission to leave to the end of all workers
-_LAST_WORDS_S = 1.0  # the same, for the last messages if a worker is missing after the last commit
-_KILL_GRACE_S = 5.0  # from SIGKILL until a process is left behind
-_START_GRACE_S = 0.3
+_LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
+_LAST_WORDS_NS = 1_000_000_000  # the same, for the last messages if a worker is missing after the last commit
+_START_GRACE_NS = 300_000_000
 _FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
 
@@ -62,11 +67,13 @@ class Agent:
         recorder: Recorder,
         node: Node,
         tick: Callable[[Agent], None],
+        before: Agent | None = None,
+        board: ProgressBoard | None = None,
         *,
         grace_s: float = 120.0,
         faults: Sequence[Fault] = (),
-        board: ProgressBoard | None = None,
     ):
+        """`before` is the agent of the workers that have ended and were started again as `members`."""
         self.members = members
         self.recorder = recorder
         self.node = node
@@ -75,15 +82,17 @@ class Agent:
         self.run_state = RunState(job)
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
-        self.deadline_s = float("inf")
+        self.ends = WorkerEnds(members, recorder, self.run_state.note, self._tell_stop, self._end_step)
         self.grace_ns = round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self._own_parts = OwnParts(self.run_state, recorder, self.injector)
-        self._told_ns = 0  # before the message that was sent last for the present input, if no record has followed
+        if before is not None:
+            self.injector.go_on(before.injector)
+            self.run_state.notes = before.run_state.notes
+        self.is_restarting = False
+        self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
-        self.is_stopping = False
-        self._has_killed = False
 
     @property
     def _has_finished(self) -> bool:
@@ -121,6 +130,7 @@ class Agent:
         """Handles the end of a worker's process."""
         self.sees_end(member)
         member.exit_code = code
+        self.ends.take(ProcessEnded(now_ns(), member.worker))
         out, expected = self.node.state.out.get(member.worker), self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
         self.recorder.write(ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
@@ -165,11 +175,14 @@ class Agent:
                 self.members[worker].state = "running"
 
     def _kill(self, kill: outputs.Kill) -> None:
-        if self.members[kill.worker].exit_code is None:
-            self.members[kill.worker].child.signal(signal.SIGKILL)
+        self.ends.take(KillOrdered(now_ns(), kill.worker))
 
     def _note(self, note: outputs.Note) -> None:
         self.run_state.note(note.text)
+
+    def _restart(self, restart: outputs.Restart) -> None:
+        self.is_restarting = True
+        self._stop()
 
     def _ends(self, stop: outputs.Stop) -> None:
         parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
@@ -184,8 +197,8 @@ class Agent:
 
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
-        grace_s = _LAST_WORDS_S if release.cut_short else _LEAVE_GRACE_S
-        self.deadline_s = min(self.deadline_s, time.monotonic() + grace_s)
+        grace_ns = _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS
+        self.ends.take(WorkersReleased(now_ns(), grace_ns))
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -198,13 +211,13 @@ class Agent:
     @property
     def due_s(self) -> float:
         """The time of the next deadline or late work of a fault."""
-        return min(self.deadline_s, self.injector.due_ns / 1e9)
+        return min(self.ends.host.due_ns, self.injector.due_ns) / 1e9
 
     def look_at_deadlines(self) -> None:
         """Does the late work of faults that is due, and handles a deadline that has passed."""
         self.injector.look_at_clock()
-        if time.monotonic() >= self.deadline_s:
-            self.overdue()
+        if now_ns() >= self.ends.host.due_ns:
+            self.ends.take(ClockRead(now_ns()))
 
     def look_at_clock(self) -> None:
         """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
@@ -218,8 +231,15 @@ class Agent:
         self.decide(Passed(now_ns(), self.injector.places(), sights_of(self.members.values(), self._board)))
         self.broadcast(PingMessage())
 
+    @property
+    def is_to_restart(self) -> bool:
+        """Whether the workers are to be started again once all have ended."""
+        return self.is_restarting and self.cause is None and self.interrupted is None
+
     def close(self) -> None:
-        """Completes the records and the run state after every worker has ended."""
+        """Completes the records and the run state after every worker has ended, if they are not started again."""
+        if self.is_to_restart:
+            return
         self.injector.close()
         with self.failing():
             self.run_state.close_book()
@@ -234,52 +254,30 @@ class Agent:
         self._stop()
 
     def _stop(self) -> None:
-        if not self.is_stopping:
-            self.is_stopping = True
-            self.node.handle(Stopping(now_ns()))
-            self.broadcast(StopMessage())
-            # Before training, workers may be blocked in forming a group; killing them early loses no work.
-            grace_s = _STOP_GRACE_S if self.run_state.going_at_ns else _START_GRACE_S
-            latest_s = float("inf") if self.interrupted is None else self.deadline_s
-            self.deadline_s = min(latest_s, time.monotonic() + grace_s)
-
-    def overdue(self) -> None:
-        """Handles a deadline that has passed: stops the run, then kills its workers, then leaves them behind."""
-        if not self.is_stopping and self.interrupted is None:
-            self._stop()
-            return
-        self.is_stopping = True
-        self.node.handle(Stopping(now_ns()))
-        why = "it did not end before its deadline" if self.interrupted is None else "the run was interrupted"
-        for member in self.members.values():
-            if member.exit_code is None and self._has_killed:
-                self._leaves_behind(member)
-            elif member.exit_code is None:
-                self.recorder.write(KilledRecord(of=member.worker, why=why))
-                member.child.signal(signal.SIGKILL)
-        self.deadline_s = float("inf") if self._has_killed else time.monotonic() + _KILL_GRACE_S
-        self._has_killed = True
-
-    def _leaves_behind(self, member: WorkerHandle) -> None:
-        member.is_left_behind = True
-        self.recorder.write(LeftBehindRecord(of=member.worker, child=member.child.pid))
-        self.run_state.note(
-            f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind"
-        )
+        # Before training, workers may be blocked in forming a group; killing them early loses no work.
+        is_training = self.run_state.going_at_ns and not self.is_restarting
+        self.ends.take(StopOrdered(now_ns(), STOP_NS if is_training else _START_GRACE_NS))
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
-        again = self.interrupted is not None
         self.interrupted = self.interrupted or number
         self.recorder.write(InterruptRecord(signal=number.name))
-        if again and not self._has_killed:
-            self.overdue()
-        elif not self.run_state.going_at_ns:
-            self._stop()
-        elif not again:
-            self.deadline_s = min(self.deadline_s, time.monotonic() + step_grace_s)
-            self.decide(Interrupted(now_ns(), round(step_grace_s * 1e9)))
+        is_training = self.run_state.going_at_ns > 0
+        grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
+        self.ends.take(SignalCame(now_ns(), grace_ns, is_training))
         self.tick(self)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends now."""
+        return self.ends.host.is_stopping
+
+    def _tell_stop(self) -> None:
+        self.node.handle(Stopping(now_ns()))
+        self.broadcast(StopMessage())
+
+    def _end_step(self, grace_ns: int) -> None:
+        self.decide(Interrupted(now_ns(), grace_ns))
 
 
 _CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], None]] = {
@@ -289,6 +287,7 @@ _CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], None]] 
     outputs.Note: Agent._note,
     outputs.Reached: lambda agent, reached: agent.injector.reached(reached.phase, reached.epoch),
     outputs.Arm: lambda agent, arm: agent.injector.arm(),
+    outputs.Restart: Agent._restart,
     outputs.Stop: Agent._ends,
     outputs.Fail: Agent._fails,
     outputs.Release: Agent._release,

@@ -27,6 +27,7 @@ from engine.core.faults.injection_events import (
     TimePassed,
     VictimEnded,
     VictimSeen,
+    WorkersRestarted,
 )
 from engine.core.faults.injection_state import Injection
 from engine.core.membership.state import State
@@ -107,6 +108,11 @@ class Injector:
     def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
         """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
         self._take(SignSeen(now_ns(), self._state(), worker, sign, value, fault_id))
+
+    def go_on(self, before: Injector) -> None:
+        """Takes the faults of another injector, whose workers have ended and were started again."""
+        self.injection = before.injection
+        self._take(WorkersRestarted(now_ns(), self._state()))
 
     def close(self) -> None:
         """Records the unconfirmed faults, each with the missing sign."""

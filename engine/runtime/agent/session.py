@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.coordinator.state import CoordinatorState, first_state
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
-from engine.core.faults.fault import Fault, to_plain
+from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
     HostRecord,
     InterruptRecord,
     KeysLeftRecord,
-    PairsRecord,
-    StartedRecord,
     StoreRecord,
     TrainingEndedRecord,
 )
+from engine.core.membership.events import Restarted
 from engine.core.membership.state import Sighting
-from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
@@ -37,24 +33,17 @@ from engine.runtime.agent.recording import recording
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
 from engine.runtime.agent.standby import StandbyCoordinator, Start, plain_settings
-from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_coordinator, start_workers
+from engine.runtime.agent.start_up import fork_workers, welcome
+from engine.runtime.agent.worker_handles import WorkerHandle, start_coordinator
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
-from engine.runtime.process.network_namespace import new_network
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
 from engine.runtime.store.store_keeper import StoreKeeper
 
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
-
-
-class Guard(NamedTuple):
-    """The guard of the transfers between workers: the descriptor of a namespace, or a key."""
-
-    fds: tuple[int, ...] = ()
-    key: str = ""
 
 
 def run_session(
@@ -93,52 +82,37 @@ def run_session(
                 stack.enter_context(server.adopting())
                 start = partial(start_coordinator, server, logs) if standby else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
-                board, members, guard = _fork(stack, server, ownership, recorder, record_fds, logs)
-                node.enrol(members.values())
-                tick = _ticking(watch, board, FaultRequests(events.parent, job, members, recorder, injectable))
-                agent = Agent(job, members, recorder, node, tick, grace_s=grace_s, faults=faults, board=board)
-                for member in members.values():
-                    _welcome(member, recorder, job, ownership, ranks or ownership.workers(), faults, guard)
-                interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
-                _supervise(agent, server, interrupts)
+                requests = FaultRequests(events.parent, job, ownership.workers(), recorder, injectable)
+                agent: Agent | None = None
+                while agent is None or agent.is_to_restart:
+                    left = faults if agent is None else _restarted(node, agent)
+                    board, members, guard = fork_workers(stack, server, ownership, recorder, record_fds, logs)
+                    node.enrol(members.values())
+                    welcome(members, recorder, job, ownership, ranks or ownership.workers(), left, guard)
+                    look = _ticking(watch, board, requests)
+                    agent = Agent(job, members, recorder, node, look, agent, board, grace_s=grace_s, faults=faults)
+                    _supervise(agent, server, interrupts)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
-            view = RunView(RunState(job), ())
-            recorder.write(InterruptRecord(signal=error.number.name))
-            return _ended(recorder, Ending("interrupted", error.exit_code, None, view, started_at_ns, now_ns()))
+            return _broken_off(recorder, job, error, started_at_ns)
 
 
-def _fork(
-    stack: contextlib.ExitStack,
-    server: ForkServer,
-    ownership: Ownership,
-    recorder: Recorder,
-    record_fds: tuple[int, int],
-    logs: Path,
-) -> tuple[ProgressBoard, dict[int, WorkerHandle], Guard]:
-    """Starts the workers; `stack` ends them."""
-    board = ProgressBoard.create(max(ownership.workers()) + 1)
-    stack.callback(board.close)
-    guard = _guard(stack, recorder)
-    members = start_workers(server, ownership, record_fds, board, logs, guard.fds)
-    stack.callback(close_workers, list(members.values()))
-    return board, members, guard
+def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, started_at_ns: int) -> Ending:
+    """Records and returns the end of a run that a signal has broken off before its agent was there."""
+    recorder.write(InterruptRecord(signal=error.number.name))
+    view = RunView(RunState(job), ())
+    return _ended(recorder, Ending("interrupted", error.exit_code, None, view, started_at_ns, now_ns()))
 
 
-def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
-    """Returns the guard of this run's transfers: a network namespace where the kernel makes one, else a key."""
-    try:
-        network = new_network()
-    except OSError as error:
-        recorder.write(PairsRecord(guard="proof", why=str(error)))
-        return Guard(key=secrets.token_hex(32))
-    stack.callback(os.close, network)
-    recorder.write(PairsRecord(guard="namespace", why=""))
-    return Guard((network,))
+def _restarted(node: Node, agent: Agent) -> Sequence[Fault]:
+    """Lets the coordinator begin again after the end of all workers; returns the faults that have not struck."""
+    node.handle(Restarted(now_ns()))
+    return agent.injector.injection.waiting
 
 
 def _supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
     """Runs until every worker has ended, or until a record of the agent cannot be written: no more could be proved."""
+    interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
     try:
         supervise(agent, server, interrupts)
     except StorageError as error:
@@ -172,30 +146,6 @@ def _ticking(
         requests.look(agent.injector)
 
     return tick
-
-
-def _welcome(
-    member: WorkerHandle,
-    recorder: Recorder,
-    job: Job,
-    ownership: Ownership,
-    ranks: tuple[int, ...],
-    faults: Sequence[Fault],
-    guard: Guard,
-) -> None:
-    """Sends a worker its first message."""
-    recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
-    welcome = WelcomeMessage(
-        worker=member.worker,
-        job=asdict(job),
-        owners=ownership.owners,
-        shadows=ownership.shadows,
-        ranks=ranks,
-        num_lines=max(ownership.workers()) + 1,
-        faults=tuple(to_plain(fault) for fault in faults),
-        pair_key=guard.key,
-    )
-    member.link.send(welcome)
 
 
 def join_store(

@@ -36,7 +36,10 @@ class WorkerHandle:
     def release(self) -> None:
         """Closes the descriptors of a worker, and kills it if it has not ended."""
         self.link.close()
-        self.child.close()
+        if self.is_left_behind:
+            self.child.close(0.0)
+        else:
+            self.child.close()
 
 
 def start_workers(

@@ -57,11 +57,11 @@ class Child:
             self._code = _reap(self.pidfd)
         return self._code
 
-    def close(self) -> None:
-        """Kills the process if it has not ended, and closes its descriptor."""
+    def close(self, patience_s: float = _GONE_S) -> None:
+        """Kills the process if it has not ended, and closes its descriptor; waits `patience_s` for its end."""
         if not self.is_closed:
             self.signal(signal.SIGKILL)
-            self.wait(_GONE_S)
+            self.wait(patience_s)
             os.close(self.pidfd)
             self.is_closed = True
 
