@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import engine.bench.figures.bench_messages
-import engine.core.process_messages  # noqa: F401 - which registers its kinds, as the one before
+import engine.core.coordinator.wire
+import engine.core.process_messages  # noqa: F401 - which registers its kinds, as those before
 from engine.core.errors import InvariantError
 from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage, VoteMessage
