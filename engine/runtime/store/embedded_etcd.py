@@ -77,9 +77,8 @@ class EmbeddedEtcd:
     def start(self) -> None:
         """Starts or restarts it on its data, without waiting; `pidfd` becomes readable when it has ended."""
         ensure(threading.current_thread() is threading.main_thread(), "etcd would die with this thread")
-        self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._data.parent.mkdir(parents=True, exist_ok=True)
         self._reap()
-        (self._data / SOCKET).unlink(missing_ok=True)  # of an etcd that was killed
         # etcd refuses to start if a variable contradicts a flag.
         environment = {name: value for name, value in subprocesses.inherited().items() if not name.startswith("ETCD_")}
         environment["PYTHONPATH"] = str(Path(__file__).parents[3])
@@ -87,8 +86,10 @@ class EmbeddedEtcd:
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
         command += self._flags
         with open(open_to_append(self.log), "ab") as log:
-            if self._remover is None:
+            if self._remover is None:  # before there is a folder that SIGKILL would leave behind
                 self._start_remover(log, environment)
+            self._data.mkdir(mode=0o700, exist_ok=True)
+            (self._data / SOCKET).unlink(missing_ok=True)  # of an etcd that was killed
             self._process = subprocesses.start(
                 command, fd=self._alive_fd, log=log, folder=self._data, environment=environment
             )
