@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,6 +82,7 @@ def run_session(
                 stack.enter_context(server.adopting())
                 start = partial(start_coordinator, server, logs) if standby else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
+                stack.enter_context(_renewing(node, server))
                 requests = FaultRequests(events.parent, job, ownership.workers(), recorder, injectable)
                 agent: Agent | None = None
                 while agent is None or agent.is_to_restart:
@@ -95,6 +96,16 @@ def run_session(
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
+
+
+@contextlib.contextmanager
+def _renewing(node: Node, server: ForkServer) -> Iterator[None]:
+    """Keeps the leases of this host while the fork server imports torch, for longer than a lease on a busy machine."""
+    server.while_waiting = lambda: node.renew(now_ns())
+    try:
+        yield
+    finally:
+        server.while_waiting = lambda: None
 
 
 def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, started_at_ns: int) -> Ending:

@@ -12,7 +12,8 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.core.errors import EnvironmentLacksError, required
 from engine.core.message_codec import Message
@@ -31,6 +32,7 @@ from engine.runtime.process.prctl import adopting
 from engine.runtime.process.subprocesses import is_readable
 
 _START_S = 60.0  # for the first answer of a server, which first imports all modules
+_WAIT_S = 1.0
 _ANSWER_S = 5.0  # for a later answer; shorter than the lease of this host
 _GONE_S = 2.0  # from SIGKILL to the end of the process; one that does not end is left behind
 _MAX_STARTS = 3  # servers that are started for one child
@@ -81,6 +83,7 @@ class ForkServer:
         )
         self._children: list[Child] = []
         self._is_forking = False
+        self.while_waiting: Callable[[], None] = lambda: None  # called each second in which the server does not answer
         self._start()
         self._start_sweeper()
 
@@ -196,9 +199,14 @@ class ForkServer:
                 self._reply(_GONE_S)  # returns at the end of file
 
     def _reply(self, timeout_s: float) -> tuple[Message | None, list[int]]:
-        with breakable():
-            has_come = is_readable(self._link.fileno(), timeout_s)
-        return self._link.receive_with_fds() if has_come else (None, [])
+        until_s = time.monotonic() + timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            with breakable():
+                has_come = is_readable(self._link.fileno(), min(left_s, _WAIT_S))
+            if has_come:
+                return self._link.receive_with_fds()
+            self.while_waiting()
+        return None, []
 
     def _end(self) -> int:
         """Ends the server and returns its exit code, negative for a signal."""
