@@ -264,8 +264,9 @@ class PlannedMessage(ToAgent):
 
 @message
 class PreparedMessage(ToAgent):
-    """The worker has made the plan of the order with this number."""
+    """The worker has made the plan of a coming epoch, for the order with this number."""
 
+    epoch: int
     number: int
     digest: str
 

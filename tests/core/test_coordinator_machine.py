@@ -265,7 +265,9 @@ def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() ->
     assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0)]
     (order,) = told(outputs)
     assert isinstance(order, messages.PrepareMessage)
-    state, outputs = given(state, *(heard(each, messages.PreparedMessage(order.number, "plan")) for each in range(3)))
+    state, outputs = given(
+        state, *(heard(each, messages.PreparedMessage(order.plan.epoch, order.number, "plan")) for each in range(3))
+    )
     assert outputs == ()
     state, outputs = committed(state)
     commit, epoch = told(outputs)[:2]

@@ -6,7 +6,7 @@ from engine.core.coordinator import preparation
 from engine.core.coordinator.state import Preparation
 from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
 from engine.core.membership.state import Phase, State
-from engine.core.messages import PrepareMessage
+from engine.core.messages import PreparedMessage, PrepareMessage
 from engine.core.ownership import Grid, Ownership
 from tests.core.membership_cases import S, running, told
 
@@ -27,9 +27,9 @@ class Prepared:
         self.of, order = preparation.looked(self.of, state, ownership, NOW_NS)
         self.orders += [order] if order else []
 
-    def answered(self, worker: int, number: int, digest: str) -> None:
+    def answered(self, worker: int, number: int, digest: str, epoch: int = 2) -> None:
         """Takes the answer of a worker."""
-        self.of = preparation.answered(self.of, worker, number, digest)
+        self.of = preparation.answered(self.of, worker, PreparedMessage(epoch, number, digest))
 
     def commit(self, state: State) -> tuple[Event, ...]:
         """Returns the events that are decided with the commit of the open step."""
@@ -54,6 +54,16 @@ def test_when_all_have_prepared_the_commit_brings_the_epoch_and_its_start() -> N
     state = told(LEAVING, *prepared.commit(LEAVING))
     assert (state.phase, state.epoch, state.committed) == (Phase.RUNNING, 2, 0)
     assert state.digests == dict.fromkeys(range(3), "plan")
+
+
+def test_an_answer_for_a_coordinator_of_before_does_not_count() -> None:
+    """Its number is that of the first order of the next coordinator too, but its epoch is not."""
+    prepared = Prepared()
+    prepared.look(LEAVING)
+    (order,) = prepared.orders
+    for worker in range(3):
+        prepared.answered(worker, order.number, "plan of before", epoch=order.plan.epoch - 1)
+    assert prepared.of.digests == {}
 
 
 def test_two_plans_are_found_out_on_the_short_way_too() -> None:

@@ -477,7 +477,7 @@ def test_a_plan_is_prepared_and_answered_in_any_mode() -> None:
         before = in_mode(mode)
         assert step(before, Told(told)) == (before, (PreparePlan(told),))
         state, outputs = step(before, PlanPrepared(7, plan(2, 3)))
-        assert outputs == (Say(PreparedMessage(7, "digest 2")),)
+        assert outputs == (Say(PreparedMessage(2, 7, "digest 2")),)
         assert state == before._replace(prepared=(plan(2, 3),))
 
 

@@ -159,7 +159,7 @@ def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tupl
     plan = EpochPlan(told.plan, fresh(Grid(1, 1)), Plan(2, {}, (), (), "the digest"))
     protocol.prepare = lambda message: protocol.feed_aside(PlanPrepared(message.number, plan))
     agent.send(told)
-    assert agent.receive() == PreparedMessage(3, "the digest")  # this thread, the main one, has done nothing
+    assert agent.receive() == PreparedMessage(2, 3, "the digest")  # this thread, the main one, has done nothing
     assert protocol.state.prepared == (plan,)
 
 

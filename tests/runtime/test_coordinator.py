@@ -95,7 +95,7 @@ def test_a_prepared_hand_over_and_its_commit_are_written_as_one(backend: Backend
     coordinator = start(client, begun())
     (order,) = told(tell(coordinator, *JOINED, Noticed(2, 2, S)))
     assert isinstance(order, messages.PrepareMessage)
-    prepared = messages.PreparedMessage(order.number, "plan")
+    prepared = messages.PreparedMessage(order.plan.epoch, order.number, "plan")
     tell(coordinator, *(heard(worker, prepared) for worker in range(3)))
     before = reader.read_prefix("").revision
     assert [type(each) for each in told(commit(coordinator))] == [messages.CommitMessage, messages.EpochMessage]

@@ -389,8 +389,9 @@ def test_startup_death_is_not_retried(monkeypatch: Patch) -> None:
 def test_answer_to_an_older_preparation_counts(monkeypatch: Patch) -> None:
     answered = preparation.answered
 
-    def any_number(state: Any, worker: int, number: int, digest: str) -> Any:
-        return answered(state, worker, state.number, digest)
+    def any_number(state: Any, worker: int, told: Any) -> Any:
+        epoch = told.epoch if state.document is None else state.document.epoch
+        return answered(state, worker, replace(told, epoch=epoch, number=state.number))
 
     monkeypatch.setattr(hearing, "answered", any_number)
     two = (Fault(0, "moment", 8, "notice", 60_000_000), Fault(1, "moment", 20, "notice", 60_000_000))

@@ -132,8 +132,7 @@ def _on_planned(state: CoordinatorState, heard: Heard, told: messages.PlannedMes
 
 
 def _on_prepared(state: CoordinatorState, heard: Heard, told: messages.PreparedMessage) -> Decided:
-    preparation = answered(state.preparation, heard.worker, told.number, told.digest)
-    return state._replace(preparation=preparation), ()
+    return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
 
 
 def _after(record: Any, result: Decided) -> Decided:

@@ -22,7 +22,7 @@ from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, InventoryReceived, PlanAcknowledged, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
-from engine.core.messages import PlanMessage, PrepareMessage
+from engine.core.messages import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.ownership import Ownership
 from engine.core.recovery.inventory import Inventory as Held
 from engine.core.recovery.inventory import to_json
@@ -47,11 +47,15 @@ def looked(
     return new, PrepareMessage(number, prepared.document)
 
 
-def answered(preparation: Preparation, worker: int, number: int, digest: str) -> Preparation:
-    """Returns the preparation after the answer of a worker; an answer to an older plan is ignored."""
-    if number != preparation.number:
+def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> Preparation:
+    """Returns the preparation after the answer of a worker; an answer to an older plan is ignored.
+
+    The numbers of a coordinator that takes over begin anew, but it makes an epoch first, so no answer fits by chance.
+    """
+    document = preparation.document
+    if document is None or (answer.epoch, answer.number) != (document.epoch, preparation.number):
         return preparation
-    return preparation._replace(digests={**preparation.digests, worker: digest})
+    return preparation._replace(digests={**preparation.digests, worker: answer.digest})
 
 
 def at_commit(

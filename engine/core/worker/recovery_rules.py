@@ -207,5 +207,5 @@ def is_prepared(state: WorkerState, prepared: PlanPrepared) -> Stepped:
     """Keeps and answers the plan of a coming epoch; for each epoch the latest one counts."""
     epoch = prepared.plan.told.epoch
     kept = tuple(each for each in state.prepared if each.told.epoch == epoch - 1)  # the main thread may still need it
-    answer = PreparedMessage(prepared.number, prepared.plan.plan.digest)
+    answer = PreparedMessage(epoch, prepared.number, prepared.plan.plan.digest)
     return state._replace(prepared=(*kept, prepared.plan)), (Say(answer),)
