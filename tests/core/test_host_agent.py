@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
+from engine.core.agent import ends
 from engine.core.agent.ends import (
     GONE_NS,
     STOP_NS,
-    ClockRead,
     EndStep,
     HostAgent,
-    HostInput,
     HostOutput,
-    KillOrdered,
     KillWorker,
     LeaveBehind,
-    ProcessEnded,
-    SignalCame,
-    StopOrdered,
     StopWorkers,
-    WorkersReleased,
-    step,
 )
 
 S = 1_000_000_000
@@ -28,11 +22,11 @@ LATE, BY_SIGNAL = "it did not end before its deadline", "the run was interrupted
 HOST = HostAgent(frozenset((0, 1, 2)))
 
 
-def given(host: HostAgent, *inputs: HostInput) -> tuple[HostAgent, tuple[HostOutput, ...]]:
-    """Returns the agent after some inputs, and the outputs of the last one."""
+def given(host: HostAgent, *inputs: tuple[Any, ...]) -> tuple[HostAgent, tuple[HostOutput, ...]]:
+    """Returns the agent after some inputs, each with its rule, and the outputs of the last one."""
     outputs: tuple[HostOutput, ...] = ()
-    for each in inputs:
-        host, outputs = step(host, each)
+    for rule, *values in inputs:
+        host, outputs = rule(host, *values)
     return host, outputs
 
 
@@ -41,56 +35,56 @@ def kills(why: str, *workers: int) -> tuple[KillWorker, ...]:
 
 
 def test_a_worker_that_is_put_out_is_killed_once_and_named_after_ten_seconds_if_it_stays() -> None:
-    host, outputs = given(HOST, KillOrdered(0, 1))
+    host, outputs = given(HOST, (ends.kill, 0, 1))
     assert outputs == kills("", 1)
-    assert given(host, KillOrdered(S, 1))[1] == ()
+    assert given(host, (ends.kill, S, 1))[1] == ()
     assert host.due_ns == GONE_NS == 10 * S
-    assert given(host, ClockRead(GONE_NS - 1))[1] == ()
-    host, outputs = given(host, ClockRead(GONE_NS))
+    assert given(host, (ends.read_clock, GONE_NS - 1))[1] == ()
+    host, outputs = given(host, (ends.read_clock, GONE_NS))
     assert outputs == (LeaveBehind(1),)
     assert (set(host.left), host.is_stopping, host.due_ns) == ({1}, False, inf), "training goes on"
-    assert given(host, ClockRead(20 * S))[1] == ()
+    assert given(host, (ends.read_clock, 20 * S))[1] == ()
 
 
 def test_a_worker_that_ends_by_sigkill_is_not_named() -> None:
-    host, outputs = given(HOST, KillOrdered(0, 1), ProcessEnded(S, 1), ClockRead(GONE_NS))
+    host, outputs = given(HOST, (ends.kill, 0, 1), (ends.see_end, S, 1), (ends.read_clock, GONE_NS))
     assert (outputs, host.due_ns) == ((), inf)
-    assert given(host, KillOrdered(11 * S, 1))[1] == ()
+    assert given(host, (ends.kill, 11 * S, 1))[1] == ()
 
 
 def test_a_stop_is_told_once_and_then_all_that_live_are_killed_and_named() -> None:
-    host, outputs = given(HOST, StopOrdered(0))
+    host, outputs = given(HOST, (ends.stop, 0))
     assert outputs == (StopWorkers(),)
-    assert given(host, StopOrdered(S))[1] == ()
-    host, outputs = given(host, ProcessEnded(S, 0), ClockRead(STOP_NS))
+    assert given(host, (ends.stop, S))[1] == ()
+    host, outputs = given(host, (ends.see_end, S, 0), (ends.read_clock, STOP_NS))
     assert outputs == kills(LATE, 1, 2)
-    host, outputs = given(host, ProcessEnded(4 * S, 2), ClockRead(STOP_NS + GONE_NS))
+    host, outputs = given(host, (ends.see_end, 4 * S, 2), (ends.read_clock, STOP_NS + GONE_NS))
     assert outputs == (LeaveBehind(1),)
 
 
 def test_a_worker_that_was_killed_before_the_end_has_its_own_ten_seconds() -> None:
-    host, outputs = given(HOST, KillOrdered(0, 1), StopOrdered(8 * S), ClockRead(GONE_NS))
+    host, outputs = given(HOST, (ends.kill, 0, 1), (ends.stop, 8 * S), (ends.read_clock, GONE_NS))
     assert outputs == (LeaveBehind(1),)
-    assert given(host, ClockRead(11 * S))[1] == kills(LATE, 0, 2)
+    assert given(host, (ends.read_clock, 11 * S))[1] == kills(LATE, 0, 2)
 
 
 def test_workers_that_do_not_leave_are_stopped_and_then_killed() -> None:
-    host, outputs = given(HOST, WorkersReleased(0, 2 * S), ClockRead(2 * S))
+    host, outputs = given(HOST, (ends.release, 0, 2 * S), (ends.read_clock, 2 * S))
     assert outputs == (StopWorkers(),)
-    assert given(host, ClockRead(5 * S))[1] == kills(LATE, 0, 1, 2)
+    assert given(host, (ends.read_clock, 5 * S))[1] == kills(LATE, 0, 1, 2)
 
 
 def test_a_signal_ends_the_step_and_a_second_one_kills() -> None:
-    host, outputs = given(HOST, SignalCame(0, S, is_training=True))
+    host, outputs = given(HOST, (ends.interrupt, 0, S, True))
     assert (outputs, host.deadline_ns) == ((EndStep(S),), S)
-    again, outputs = given(host, SignalCame(5, S, is_training=True))
+    again, outputs = given(host, (ends.interrupt, 5, S, True))
     assert outputs == (StopWorkers(), *kills(BY_SIGNAL, 0, 1, 2))
-    assert given(again, SignalCame(6, S, is_training=True))[1] == ()
-    assert given(host, ClockRead(S))[1] == (StopWorkers(), *kills(BY_SIGNAL, 0, 1, 2))
+    assert given(again, (ends.interrupt, 6, S, True))[1] == ()
+    assert given(host, (ends.read_clock, S))[1] == (StopWorkers(), *kills(BY_SIGNAL, 0, 1, 2))
 
 
 def test_a_signal_before_training_stops_at_once_and_no_stop_moves_its_deadline() -> None:
-    host, outputs = given(HOST, SignalCame(0, S // 4, is_training=False))
+    host, outputs = given(HOST, (ends.interrupt, 0, S // 4, False))
     assert (outputs, host.deadline_ns) == ((StopWorkers(),), S // 4)
-    host, _ = given(HOST, SignalCame(0, S, is_training=True), StopOrdered(5))
+    host, _ = given(HOST, (ends.interrupt, 0, S, True), (ends.stop, 5))
     assert host.deadline_ns == S

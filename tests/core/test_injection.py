@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,23 +13,8 @@ from engine.core.faults import injection
 from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
 from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, TimedSignal
-from engine.core.faults.injection_events import (
-    FaultsAdded,
-    InjectionEnds,
-    InjectionInput,
-    InjectionOutput,
-    LookAtVictim,
-    MomentCame,
-    PhaseBegan,
-    PlanBegins,
-    RecordFault,
-    SendSignal,
-    SignSeen,
-    TellOfFault,
-    TimePassed,
-    VictimEnded,
-    VictimSeen,
-)
+from engine.core.faults.injection import Moved, Now
+from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal, TellOfFault
 from engine.core.faults.injection_state import Injection
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.state import Options, Phase, begin
@@ -85,17 +71,17 @@ class Injected:
         self.injection = Injection(JOB, KINDS, catch_up_points, faults)
         self.told: list[InjectionOutput] = []
 
-    def give(self, kind: type[InjectionInput], *fields: Any) -> tuple[InjectionOutput, ...]:
-        self.injection, outputs = injection.step(self.injection, kind(self.now_ns, self.state, *fields))
+    def give(self, rule: Callable[..., Moved], *given: Any) -> tuple[InjectionOutput, ...]:
+        self.injection, outputs = rule(self.injection, Now(self.now_ns, self.state), *given)
         self.told += outputs
         return outputs
 
     def passes(self, duration_ns: int) -> tuple[InjectionOutput, ...]:
         self.now_ns += duration_ns
-        return self.give(TimePassed)
+        return self.give(injection.do_late_work)
 
     def dies(self, worker: int) -> None:
-        self.give(VictimEnded, worker, -KILL)
+        self.give(injection.see_end, worker, -KILL)
 
     def moves_on(self, out: int) -> None:
         """Makes the next epoch, in which the shadow of a worker owns its slot."""
@@ -112,7 +98,7 @@ class Injected:
         return [each.fault for each in self._records(ConfirmedRecord)]
 
     def unconfirmed(self) -> dict[str, str]:
-        self.give(InjectionEnds)
+        self.give(injection.close)
         return {each.fault: each.how for each in self._records(UnconfirmedRecord)}
 
     def _records(self, kind: type[Any]) -> list[Any]:
@@ -124,11 +110,11 @@ def test_a_fault_is_recorded_before_it_strikes_once_and_is_confirmed_by_the_end(
     run = Injected(kill())
     record = FaultRecord(fault="first", do="kill", step=3, of=1, slot=(0, 1), action="1B2", when="before")
     hit = (RecordFault(record), SendSignal(1, KILL), LookAtVictim(1), TellOfFault(FiredMessage("first")))
-    assert run.give(MomentCame, "first") == hit
+    assert run.give(injection.strike, "first") == hit
     assert run.confirmed() == []
     run.dies(1)
     assert run.confirmed() == ["first"]
-    assert run.give(MomentCame, "first") == ()  # the heir comes to the same moment
+    assert run.give(injection.strike, "first") == ()  # the heir comes to the same moment
     assert run.unconfirmed() == {}
     assert run.injection.has_struck(1)
     assert not run.injection.has_struck(0)
@@ -136,14 +122,14 @@ def test_a_fault_is_recorded_before_it_strikes_once_and_is_confirmed_by_the_end(
 
 def test_another_end_than_the_wanted_one_confirms_nothing() -> None:
     run = Injected(kill())
-    run.give(MomentCame, "first")
-    run.give(VictimEnded, 1, 1)
+    run.give(injection.strike, "first")
+    run.give(injection.see_end, 1, 1)
     assert run.unconfirmed() == {"first": "no sign of it was seen at worker 1"}
 
 
 def test_all_victims_are_struck_and_each_must_show_it() -> None:
     run = Injected(Fault("first", At(3, ACTION), (Owner(0, 1), Worker(2))))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     assert run.struck() == [("first", 1), ("first", 2)]
     run.dies(1)
     assert run.confirmed() == []
@@ -172,60 +158,62 @@ def test_a_fault_whose_moment_never_comes_is_unconfirmed() -> None:
 )
 def test_victims_of_a_moment_are_those_of_its_slot(victim: Victim, action: Action, worker: int, slot: Slot) -> None:
     run = Injected(Fault("first", At(3, action), (victim,), "noop"))
-    assert TellOfFault(InflictMessage("first", "noop", {}, slot), worker) in run.give(MomentCame, "first")
+    assert TellOfFault(InflictMessage("first", "noop", {}, slot), worker) in run.give(injection.strike, "first")
     assert run.struck() == [("first", worker)]
 
 
 def test_a_role_that_no_worker_plays_has_no_victim() -> None:
     run = Injected(Fault("first", At(3, ACTION), (Role("shadow"),)))
     run.state = run.state._replace(shadows=((), (), ()))
-    assert run.give(MomentCame, "first") == (TellOfFault(FiredMessage("first")),)  # the worker at the moment goes on
+    assert run.give(injection.strike, "first") == (
+        TellOfFault(FiredMessage("first")),
+    )  # the worker at the moment goes on
     assert run.unconfirmed() == {"first": "there was no victim"}
 
 
 @pytest.mark.parametrize("phase", ["agree", "inventory", "plan", "replay", "heal"])
 def test_a_phase_is_that_of_the_recovery_from_the_cause(phase: RecoveryPhase) -> None:
     run = Injected(kill(), after("first", phase))
-    run.give(PhaseBegan, phase, 1)  # before the cause has struck
-    run.give(MomentCame, "first")
-    run.give(PhaseBegan, phase, 1)  # of the epoch in which it struck
+    run.give(injection.reach, phase, 1)  # before the cause has struck
+    run.give(injection.strike, "first")
+    run.give(injection.reach, phase, 1)  # of the epoch in which it struck
     assert run.struck() == [("first", 1)]
     run.dies(1)
     run.moves_on(1)
     for _ in range(2):
-        run.give(PhaseBegan, phase, 2)
+        run.give(injection.reach, phase, 2)
         assert run.struck() == [("first", 1), ("second", 0)]
 
 
 def test_before_the_verdict_the_recoverer_is_the_coming_heir() -> None:
     run = Injected(kill(), after("first", "detect"))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     run.dies(1)
     assert run.struck() == [("first", 1), ("second", 0)]
 
 
 def test_a_worker_that_is_out_while_it_lives_is_detected_with_the_verdict() -> None:
     run = Injected(kill(do="noop"), after("first", "detect"))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     run.moves_on(1)
-    run.give(PhaseBegan, "agree", 2)
+    run.give(injection.reach, "agree", 2)
     assert run.struck() == [("first", 1), ("second", 0)]
 
 
 @pytest.mark.parametrize("phase", ["fence", "regroup"])
 def test_workers_report_the_phases_that_only_they_know_of(phase: RecoveryPhase) -> None:
     run = Injected(kill(), after("first", phase))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     run.moves_on(1)
-    run.give(PhaseBegan, "plan", 2)
+    run.give(injection.reach, "plan", 2)
     assert run.struck() == [("first", 1)]
-    run.give(PhaseBegan, phase, 2)
+    run.give(injection.reach, phase, 2)
     assert run.struck() == [("first", 1), ("second", 0)]
 
 
 def test_a_delay_counts_from_the_strike() -> None:
     run = Injected(kill(do="noop"), after("first", None, Worker(2), delay_ns=30))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     assert run.injection.due_ns == 30
     run.passes(29)
     assert run.struck() == [("first", 1)]
@@ -235,11 +223,11 @@ def test_a_delay_counts_from_the_strike() -> None:
 
 def test_a_stopped_process_is_looked_at_until_it_shows_it_and_then_continued() -> None:
     run = Injected(kill(do="stop", parameters={"for_ns": 7_000_000}))
-    assert run.give(MomentCame, "first")[1:3] == (SendSignal(1, STOP), LookAtVictim(1))
-    run.give(VictimSeen, 1, "S")
+    assert run.give(injection.strike, "first")[1:3] == (SendSignal(1, STOP), LookAtVictim(1))
+    run.give(injection.see_state, 1, "S")
     assert run.confirmed() == []
     assert run.passes(5_000_000) == (LookAtVictim(1),)
-    run.give(VictimSeen, 1, "T")
+    run.give(injection.see_state, 1, "T")
     assert run.confirmed() == ["first"]
     assert run.passes(5_000_000) == (SendSignal(1, CONTINUE),)
 
@@ -247,60 +235,60 @@ def test_a_stopped_process_is_looked_at_until_it_shows_it_and_then_continued() -
 def test_late_work_is_done_in_the_order_of_its_times() -> None:
     """On a busy machine a stop ended before the look for it, which was planned later for an earlier time."""
     run = Injected(kill(do="stop", parameters={"for_ns": 7_000_000}))
-    run.give(MomentCame, "first")
-    run.give(VictimSeen, 1, "S")
+    run.give(injection.strike, "first")
+    run.give(injection.see_state, 1, "S")
     assert run.passes(60_000_000) == (LookAtVictim(1), SendSignal(1, CONTINUE))
 
 
 def test_a_worker_that_has_ended_gets_no_signal() -> None:
     run = Injected(kill(do="warn", parameters={"grace_ns": 100}), Fault("late", At(4, ACTION), (Worker(1),)))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     assert run.injection.grace_ns(1) == 100
     assert run.injection.grace_ns(0) is None
     run.dies(1)
     assert run.passes(200) == ()
-    assert run.give(MomentCame, "late")[1:] == (TellOfFault(FiredMessage("late")),)
+    assert run.give(injection.strike, "late")[1:] == (TellOfFault(FiredMessage("late")),)
     assert run.unconfirmed() == {"late": "no sign of it was seen at worker 1"}
 
 
 def test_merged_is_the_moment_at_which_the_heir_has_redone_the_lost_work() -> None:
     run = Injected(kill(), after("first", "merged"))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     run.dies(1)
     run.moves_on(1)
-    (order,) = run.give(PlanBegins, {1: (3, "1B2")})
+    (order,) = run.give(injection.arm_merged, {1: (3, "1B2")})
     assert isinstance(order, TellOfFault) and isinstance(order.message, ArmMessage)
     assert order.worker == 0
     assert [(each["id"], each["moment"]) for each in order.message.faults] == [
         ("second", {"step": 3, "action": "1B2", "when": "after"}),
         ("second", {"step": 3, "action": "1COMMIT", "when": "before"}),
     ]
-    run.give(MomentCame, "second")
+    run.give(injection.strike, "second")
     assert run.struck() == [("first", 1), ("second", 0)]
 
 
 def test_where_no_work_was_lost_merged_is_at_once() -> None:
     run = Injected(kill(), after("first", "merged"))
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     run.dies(1)
     run.moves_on(1)
-    run.give(PlanBegins, {1: (2, "1STEP")})
+    run.give(injection.arm_merged, {1: (2, "1STEP")})
     assert run.struck() == [("first", 1), ("second", 0)]
 
 
 def test_faults_that_are_requested_later_are_told_to_every_worker() -> None:
     run = Injected()
-    (order,) = run.give(FaultsAdded, (kill(),))
+    (order,) = run.give(injection.add, (kill(),))
     assert isinstance(order, TellOfFault) and isinstance(order.message, ArmMessage)
     assert (order.worker, [each["id"] for each in order.message.faults]) == (None, ["first"])
     assert run.injection.known == {"first"}
-    run.give(MomentCame, "first")
+    run.give(injection.strike, "first")
     assert run.injection.known == {"first"}
 
 
 def test_a_sign_that_names_a_fault_confirms_no_other() -> None:
     run = Injected(kill(do="noop"), Fault("other", At(3, ACTION), (Worker(1),), "noop"))
-    run.give(MomentCame, "first")
-    run.give(MomentCame, "other")
-    run.give(SignSeen, 1, "suffered", "nothing was done", "other")
+    run.give(injection.strike, "first")
+    run.give(injection.strike, "other")
+    run.give(injection.see_sign, 1, "suffered", "nothing was done", "other")
     assert run.confirmed() == ["other"]

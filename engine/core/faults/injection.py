@@ -2,6 +2,8 @@
 
     cause strikes --> moment of the fault --> records --> signal, or InflictMessage --> sign of every victim: confirmed
 
+Each public function handles one kind of input: it returns the injection after it, and the outputs in their order.
+
 Rules: a fault is recorded before it strikes. It strikes once, and its victims are chosen at the strike. It is confirmed
 by a sign of its kind from every victim. A fault without this confirmation is recorded at the end of the run as
 unconfirmed, because its case proves nothing. Late work is done in the order of its times: a look for a stop comes
@@ -10,31 +12,14 @@ before the end of the stop. A worker that has ended gives no sign and gets no si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.faults.fault import After, At, Fault, RecoveryPhase, to_plain
 from engine.core.faults.fault_kind import Sign
-from engine.core.faults.injection_events import (
-    FaultsAdded,
-    InjectionEnds,
-    InjectionInput,
-    InjectionOutput,
-    LookAtVictim,
-    MomentCame,
-    PhaseBegan,
-    PlanBegins,
-    RecordFault,
-    SendSignal,
-    SignSeen,
-    TellOfFault,
-    TimePassed,
-    VictimEnded,
-    VictimSeen,
-    WorkersRestarted,
-)
+from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal, TellOfFault
 from engine.core.faults.injection_state import (
     Injection,
     LateWork,
@@ -54,31 +39,26 @@ _LOOK_EVERY_NS = 5_000_000  # between two looks at the state of a process
 Moved = tuple[Injection, tuple[InjectionOutput, ...]]
 
 
-def step(injection: Injection, given: InjectionInput) -> Moved:
-    """Returns the injection after an input, and the outputs to carry out in their order."""
-    return _RULES[type(given)](injection, given)
+class Now(NamedTuple):
+    """The time of the coordinator's clock, and the state of the membership protocol."""
+
+    now_ns: int
+    state: State
 
 
-def _is_added(old: Injection, given: FaultsAdded) -> Moved:
-    message = ArmMessage(tuple(to_plain(fault) for fault in given.faults))
-    return old._replace(waiting=old.waiting + given.faults), (TellOfFault(message),)
+def add(old: Injection, now: Now, faults: tuple[Fault, ...]) -> Moved:
+    """Adds faults that were requested while the job runs; their ids are new."""
+    message = ArmMessage(tuple(to_plain(fault) for fault in faults))
+    return old._replace(waiting=old.waiting + faults), (TellOfFault(message),)
 
 
-def _comes(old: Injection, given: MomentCame) -> Moved:
-    return _strike(old, given, given.fault)
-
-
-def _begins(old: Injection, given: PhaseBegan) -> Moved:
-    return _reach(old, given, given.phase, given.epoch)
-
-
-def _reach(old: Injection, given: InjectionInput, phase: RecoveryPhase, epoch: int) -> Moved:
+def reach(old: Injection, now: Now, phase: RecoveryPhase, epoch: int) -> Moved:
     """Handles the begin of a phase of the recovery that leads to `epoch`."""
     due = [fault for fault, cause in _after(old, phase) if epoch > cause.epoch]
-    new, outputs = _schedule(old, given, due)
+    new, outputs = _schedule(old, now, due)
     if phase != "agree":
         return new, outputs
-    new, more = _reach(new, given, "detect", epoch)  # for a worker that is out while its process lives
+    new, more = reach(new, now, "detect", epoch)  # for a worker that is out while its process lives
     return new, outputs + more
 
 
@@ -95,27 +75,30 @@ def _after(injection: Injection, phase: RecoveryPhase | None) -> list[tuple[Faul
     ]
 
 
-def _schedule(old: Injection, given: InjectionInput, faults: Iterable[Fault]) -> Moved:
+def _schedule(old: Injection, now: Now, faults: Iterable[Fault]) -> Moved:
     """Strikes with faults whose moment has come, each after its delay."""
     outputs: tuple[InjectionOutput, ...] = ()
     for fault in faults:
         delay_ns = fault.moment.delay_ns if isinstance(fault.moment, After) else 0
         old = old._replace(scheduled=old.scheduled | {fault.id})
         if delay_ns:
-            old = old._replace(late=(*old.late, LateWork(given.now_ns + delay_ns, fault.id)))
+            old = old._replace(late=(*old.late, LateWork(now.now_ns + delay_ns, fault.id)))
         else:
-            old, more = _strike(old, given, fault.id)
+            old, more = strike(old, now, fault.id)
             outputs += more
     return old, outputs
 
 
-def _arms_merged(old: Injection, given: PlanBegins) -> Moved:
-    """Tells the heirs to report the moment at which they have redone the lost work of a fault's victim."""
+def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]]) -> Moved:
+    """Tells the heirs to report the moment at which they have redone the lost work of a fault's victim.
+
+    The plan of an epoch is about to run; `positions` are the last step and action of each worker.
+    """
     outputs: tuple[InjectionOutput, ...] = ()
-    state = given.state
+    state = now.state
     for fault, cause in _after(old, "merged"):
         slot = cause.slot
-        at = given.positions.get(cause.before.owner(*slot)) if slot is not None else None
+        at = positions.get(cause.before.owner(*slot)) if slot is not None else None
         if state.epoch <= cause.epoch or slot is None or at is None:
             continue
         points = old.catch_up(old.job, cause.before, slot, at, state.committed + 1)
@@ -123,17 +106,17 @@ def _arms_merged(old: Injection, given: PlanBegins) -> Moved:
             armed = tuple(to_plain(replace(fault, moment=point)) for point in points)
             outputs += (TellOfFault(ArmMessage(armed), state.owners[old.grid.place(slot)]),)
         else:
-            old, more = _schedule(old, given, [fault])
+            old, more = _schedule(old, now, [fault])
             outputs += more
     return old, outputs
 
 
-def _strike(old: Injection, given: InjectionInput, fault_id: str) -> Moved:
+def strike(old: Injection, now: Now, fault_id: str) -> Moved:
     """Records a fault and strikes all its victims; does nothing if it has struck before."""
     fault = next((each for each in old.waiting if each.id == fault_id), None)
     if fault is None:
         return old, ()
-    state, kind = given.state, old.kinds[fault.do]
+    state, kind = now.state, old.kinds[fault.do]
     victims = _victims(old, fault, state)
     before = Ownership(old.grid, state.owners, state.shadows)
     missing = frozenset(worker for worker, _ in victims)
@@ -143,10 +126,10 @@ def _strike(old: Injection, given: InjectionInput, fault_id: str) -> Moved:
     outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, strike_records(struck, state)))
     for worker, slot in victims:
         if worker not in old.ended:
-            new, more = _hit(new, given.now_ns, struck, worker, slot)
+            new, more = _hit(new, now.now_ns, struck, worker, slot)
             outputs += more
     outputs += (TellOfFault(FiredMessage(fault.id)),)
-    new, more = _schedule(new, given, [each for each, cause in _after(new, None) if cause.fault.id == fault_id])
+    new, more = _schedule(new, now, [each for each, cause in _after(new, None) if cause.fault.id == fault_id])
     return new, outputs + more
 
 
@@ -170,44 +153,45 @@ def _hit(old: Injection, now_ns: int, struck: StruckFault, worker: int, slot: Sl
     return old._replace(late=old.late + late), (*sent, LookAtVictim(worker))
 
 
-def _passes(old: Injection, given: TimePassed) -> Moved:
-    due = sorted((each for each in old.late if each.due_ns <= given.now_ns), key=attrgetter("due_ns"))
+def do_late_work(old: Injection, now: Now) -> Moved:
+    """Does the late work that is due."""
+    due = sorted((each for each in old.late if each.due_ns <= now.now_ns), key=attrgetter("due_ns"))
     if not due:
         return old, ()
-    new = old._replace(late=tuple(each for each in old.late if each.due_ns > given.now_ns))
+    new = old._replace(late=tuple(each for each in old.late if each.due_ns > now.now_ns))
     outputs: tuple[InjectionOutput, ...] = ()
     for _, work in due:
         if isinstance(work, str):
-            new, more = _strike(new, given, work)
+            new, more = strike(new, now, work)
             outputs += more
         elif work.worker not in new.ended:
             outputs += (work,)
     return new, outputs
 
 
-def _ends(old: Injection, given: VictimEnded) -> Moved:
-    new, outputs = _seen(old._replace(ended=old.ended | {given.worker}), given.worker, "exit", given.code)
-    due = [fault for fault, cause in _after(new, "detect") if given.worker in cause.workers]
-    new, more = _schedule(new, given, due)
+def see_end(old: Injection, now: Now, worker: int, code: int) -> Moved:
+    """Handles the end of a worker's process; the membership protocol does not know it yet."""
+    new, outputs = see_sign(old._replace(ended=old.ended | {worker}), now, worker, "exit", code)
+    due = [fault for fault, cause in _after(new, "detect") if worker in cause.workers]
+    new, more = _schedule(new, now, due)
     return new, outputs + more
 
 
-def _is_seen(old: Injection, given: SignSeen) -> Moved:
-    return _seen(old, given.worker, given.sign, given.value, given.fault)
+def see_state(old: Injection, now: Now, worker: int, letter: str) -> Moved:
+    """Handles the state of a process that lives, such as T for a stopped one: the answer to `LookAtVictim`.
 
-
-def _is_looked_at(old: Injection, given: VictimSeen) -> Moved:
-    """Handles the state of a process, which is read again and again until it shows the fault or has ended."""
-    new, outputs = _seen(old, given.worker, "state", given.letter)
-    look = LookAtVictim(given.worker)
-    is_awaited = any(given.worker in each.missing and each.kind.by == "agent" for each in new.struck)
+    It is read again and again until it shows the fault or the process has ended.
+    """
+    new, outputs = see_sign(old, now, worker, "state", letter)
+    look = LookAtVictim(worker)
+    is_awaited = any(worker in each.missing and each.kind.by == "agent" for each in new.struck)
     if is_awaited and all(each.work != look for each in new.late):
-        new = new._replace(late=(*new.late, LateWork(given.now_ns + _LOOK_EVERY_NS, look)))
+        new = new._replace(late=(*new.late, LateWork(now.now_ns + _LOOK_EVERY_NS, look)))
     return new, outputs
 
 
-def _seen(old: Injection, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> Moved:
-    """Handles a sign that a fault has struck a worker."""
+def see_sign(old: Injection, now: Now, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> Moved:
+    """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
     struck, outputs = list(old.struck), tuple[InjectionOutput, ...]()
     for index, each in enumerate(struck):
         if fault_id in (None, each.fault.id):
@@ -217,28 +201,14 @@ def _seen(old: Injection, worker: int, sign: Sign, value: Any, fault_id: str | N
     return old._replace(struck=tuple(struck)), outputs
 
 
-def _restarts(old: Injection, given: WorkersRestarted) -> Moved:
+def restart(old: Injection, now: Now) -> Moved:
     """Goes on with new processes: a fault that has struck strikes no more, and no late signal is theirs."""
     late = tuple(each for each in old.late if isinstance(each.work, str))
     return old._replace(ended=frozenset(), late=late), ()
 
 
-def _closes(old: Injection, given: InjectionEnds) -> Moved:
-    """Records the unconfirmed faults."""
+def close(old: Injection, now: Now) -> Moved:
+    """Records the unconfirmed faults at the end of the run."""
     missed = [UnconfirmedRecord(fault=each.id, how="it did not strike") for each in old.waiting]
     found = [each.unconfirmed for each in old.struck]
     return old, tuple(RecordFault(each) for each in (*missed, *found) if each is not None)
-
-
-_RULES: dict[type[InjectionInput], Callable[[Injection, Any], Moved]] = {
-    FaultsAdded: _is_added,
-    MomentCame: _comes,
-    PhaseBegan: _begins,
-    PlanBegins: _arms_merged,
-    VictimEnded: _ends,
-    SignSeen: _is_seen,
-    VictimSeen: _is_looked_at,
-    TimePassed: _passes,
-    WorkersRestarted: _restarts,
-    InjectionEnds: _closes,
-}

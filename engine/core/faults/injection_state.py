@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, Owner, Victim, Worker
 from engine.core.faults.fault_kind import FaultKind, Parameters, Sign
-from engine.core.faults.injection_events import LookAtVictim, SendSignal
+from engine.core.faults.injection_outputs import LookAtVictim, SendSignal
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs

@@ -18,15 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.core.agent.ends import (
-    STOP_NS,
-    ClockRead,
-    KillOrdered,
-    ProcessEnded,
-    SignalCame,
-    StopOrdered,
-    WorkersReleased,
-)
+from engine.core.agent import ends
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Interrupted, Noticed, Passed, Stopping
@@ -130,7 +122,7 @@ class Agent:
         """Handles the end of a worker's process."""
         self.sees_end(member)
         member.exit_code = code
-        self.ends.take(ProcessEnded(now_ns(), member.worker))
+        self.ends.take(ends.see_end, member.worker)
         out, expected = self.node.state.out.get(member.worker), self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
         self.recorder.write(ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
@@ -175,7 +167,7 @@ class Agent:
                 self.members[worker].state = "running"
 
     def _kill(self, kill: outputs.Kill) -> None:
-        self.ends.take(KillOrdered(now_ns(), kill.worker))
+        self.ends.take(ends.kill, kill.worker)
 
     def _note(self, note: outputs.Note) -> None:
         self.run_state.note(note.text)
@@ -198,7 +190,7 @@ class Agent:
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
         grace_ns = _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS
-        self.ends.take(WorkersReleased(now_ns(), grace_ns))
+        self.ends.take(ends.release, grace_ns)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -217,7 +209,7 @@ class Agent:
         """Does the late work of faults that is due, and handles a deadline that has passed."""
         self.injector.look_at_clock()
         if now_ns() >= self.ends.host.due_ns:
-            self.ends.take(ClockRead(now_ns()))
+            self.ends.take(ends.read_clock)
 
     def look_at_clock(self) -> None:
         """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
@@ -256,7 +248,7 @@ class Agent:
     def _stop(self) -> None:
         # Before training, workers may be blocked in forming a group; killing them early loses no work.
         is_training = self.run_state.going_at_ns and not self.is_restarting
-        self.ends.take(StopOrdered(now_ns(), STOP_NS if is_training else _START_GRACE_NS))
+        self.ends.take(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
@@ -264,7 +256,7 @@ class Agent:
         self.recorder.write(InterruptRecord(signal=number.name))
         is_training = self.run_state.going_at_ns > 0
         grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
-        self.ends.take(SignalCame(now_ns(), grace_ns, is_training))
+        self.ends.take(ends.interrupt, grace_ns, is_training)
         self.tick(self)
 
     @property

@@ -8,27 +8,12 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.coordinator.inputs import Place
+from engine.core.faults import injection
 from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import Fault, RecoveryPhase
 from engine.core.faults.fault_kind import Sign
-from engine.core.faults.injection import step
-from engine.core.faults.injection_events import (
-    FaultsAdded,
-    InjectionEnds,
-    InjectionInput,
-    InjectionOutput,
-    LookAtVictim,
-    MomentCame,
-    PhaseBegan,
-    PlanBegins,
-    RecordFault,
-    SendSignal,
-    SignSeen,
-    TimePassed,
-    VictimEnded,
-    VictimSeen,
-    WorkersRestarted,
-)
+from engine.core.faults.injection import Moved, Now
+from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal
 from engine.core.faults.injection_state import Injection
 from engine.core.membership.state import State
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
@@ -82,44 +67,44 @@ class Injector:
     def look_at_clock(self) -> None:
         """Does the late work that is due."""
         if self.injection.due_ns <= now_ns():
-            self._take(TimePassed(now_ns(), self._state()))
+            self._take(injection.do_late_work)
 
     def add(self, faults: Sequence[Fault]) -> None:
         """Adds faults while the job runs; their ids must be new."""
-        self._take(FaultsAdded(now_ns(), self._state(), tuple(faults)))
+        self._take(injection.add, tuple(faults))
 
     def reached(self, phase: RecoveryPhase, epoch: int) -> None:
         """Handles the begin of a phase of the recovery that leads to `epoch`."""
-        self._take(PhaseBegan(now_ns(), self._state(), phase, epoch))
+        self._take(injection.reach, phase, epoch)
 
     def exit_seen(self, worker: int, code: int) -> None:
         """Handles the end of a worker, before the coordinator does."""
-        self._take(VictimEnded(now_ns(), self._state(), worker, code))
+        self._take(injection.see_end, worker, code)
 
     def arm(self) -> None:
         """Handles the begin of the plan of an epoch, before the workers run it."""
         positions = {worker: (at.step, at.action) for worker, at in self.places().items()}
-        self._take(PlanBegins(now_ns(), self._state(), positions))
+        self._take(injection.arm_merged, positions)
 
     def strike(self, fault_id: str) -> None:
         """Records a fault and strikes all its victims; does nothing if it has struck before."""
-        self._take(MomentCame(now_ns(), self._state(), fault_id))
+        self._take(injection.strike, fault_id)
 
     def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
         """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
-        self._take(SignSeen(now_ns(), self._state(), worker, sign, value, fault_id))
+        self._take(injection.see_sign, worker, sign, value, fault_id)
 
     def go_on(self, before: Injector) -> None:
         """Takes the faults of another injector, whose workers have ended and were started again."""
         self.injection = before.injection
-        self._take(WorkersRestarted(now_ns(), self._state()))
+        self._take(injection.restart)
 
     def close(self) -> None:
         """Records the unconfirmed faults, each with the missing sign."""
-        self._take(InjectionEnds(now_ns(), self._state()))
+        self._take(injection.close)
 
-    def _take(self, given: InjectionInput) -> None:
-        self.injection, outputs = step(self.injection, given)
+    def _take(self, rule: Callable[..., Moved], *given: Any) -> None:
+        self.injection, outputs = rule(self.injection, Now(now_ns(), self._state()), *given)
         for output in outputs:
             self._carry_out(output)
 
@@ -131,7 +116,7 @@ class Injector:
         elif isinstance(output, LookAtVictim):
             letter = process_state(self._members[output.worker].child)
             if letter is not None:
-                self._take(VictimSeen(now_ns(), self._state(), output.worker, letter))
+                self._take(injection.see_state, output.worker, letter)
         else:
             members = self._members.values() if output.worker is None else [self._members[output.worker]]
             tell_all(members, output.message)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 
-from engine.core.agent import ends
-from engine.core.agent.ends import EndStep, HostAgent, HostInput, KillWorker, LeaveBehind
+from engine.core.agent.ends import EndStep, HostAgent, HostEnd, KillWorker, LeaveBehind
 from engine.core.history.process_records import KilledRecord, LeftBehindRecord
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.ipc.recorder import Recorder, now_ns
 
 
 class WorkerEnds:
@@ -30,9 +29,9 @@ class WorkerEnds:
         self._stop = stop
         self._end_step = end_step
 
-    def take(self, given: HostInput) -> None:
-        """Lets the machine decide on an input, and carries out its outputs."""
-        self.host, outputs = ends.step(self.host, given)
+    def take(self, rule: Callable[..., HostEnd], *given: int) -> None:
+        """Lets a rule of the machine decide on an input, now, and carries out its outputs."""
+        self.host, outputs = rule(self.host, now_ns(), *given)
         for output in outputs:
             if isinstance(output, EndStep):
                 self._end_step(output.grace_ns)
