@@ -16,7 +16,6 @@ from engine.core.membership.events import (
     Notice,
     PlanAcknowledged,
     Restarted,
-    Sighted,
     StepCommitted,
     Suspicion,
     TakenOver,
@@ -93,7 +92,6 @@ def sample(kind: type[Event], state: State) -> Event:
     events: tuple[Event, ...] = (
         Joined(40, worker, "node-0"),
         Heartbeat(40, worker, epoch, 1, 1, True),
-        Sighted(40, worker, Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)),
         Suspicion(40, worker, epoch, None),
         ExitSeen(40, worker, -9),
         LeaseExpired(40, "node-0"),
@@ -102,7 +100,7 @@ def sample(kind: type[Event], state: State) -> Event:
         StepCommitted(40, epoch, state.committed + 1),
         Notice(40, worker, S),
         Done(40, worker, epoch),
-        Tick(40),
+        Tick(40, {worker: Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)}),
         TakenOver(40),
         Restarted(40),
     )

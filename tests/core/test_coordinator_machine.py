@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core import messages
-from engine.core.coordinator.inputs import CoordinatorInput, Interrupted, NodeLost, Noticed, Passed, Place, Stopping
+from engine.core.coordinator.inputs import CoordinatorInput, Passed, Place, Stopping
 from engine.core.coordinator.machine import is_to_be_kept, step
 from engine.core.coordinator.outputs import (
     Arm,
@@ -38,7 +38,7 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
-from engine.core.membership.events import Restarted, TakenOver
+from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.state import Phase
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, PlanMessage
 from engine.core.process_messages import ByeMessage, UnprovenMessage
@@ -229,12 +229,12 @@ def test_lost_state_ends_the_run_with_its_code() -> None:
 
 
 def test_a_lost_node_takes_its_workers() -> None:
-    state, _ = given(training(), NodeLost(7, "node-1"))
+    state, _ = given(training(), LeaseExpired(7, "node-1"))
     assert state.membership.members == (0, 1)
 
 
 def test_an_interrupted_job_ends_after_the_open_step() -> None:
-    state, outputs = given(training(), Interrupted(6, 30 * S))
+    state, outputs = given(training(), Notice(6, None, 30 * S))
     assert outputs == () and state.membership.last_step == 0
     assert committed(state)[0].membership.phase is Phase.DRAINING
 
@@ -257,11 +257,11 @@ def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
 
 
 def leaving(grace_s: int = 120) -> CoordinatorState:
-    return given(training(), Noticed(6, 2, grace_s * S))[0]
+    return given(training(), Notice(6, 2, grace_s * S))[0]
 
 
 def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() -> None:
-    state, outputs = given(training(), Noticed(6, 2, 120 * S))
+    state, outputs = given(training(), Notice(6, 2, 120 * S))
     assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0)]
     (order,) = told(outputs)
     assert isinstance(order, messages.PrepareMessage)
@@ -280,10 +280,10 @@ def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() ->
 
 
 def test_a_worker_that_no_other_can_replace_is_told_to_stay_once() -> None:
-    state, outputs = given(training(redundant=False), Noticed(6, 1, 9 * S))
+    state, outputs = given(training(redundant=False), Notice(6, 1, 9 * S))
     text = "is to leave within 9 s, but no other worker can take over stage 1"
     assert outputs[1:] == (Note(f"worker 1 {text}"), Write(StaysRecord(of=1, text=text)))
-    assert len(given(state, Noticed(7, 1, 9 * S))[1]) == 1
+    assert len(given(state, Notice(7, 1, 9 * S))[1]) == 1
 
 
 def test_an_input_that_only_a_bug_can_cause_is_an_error() -> None:
@@ -300,7 +300,7 @@ def test_what_is_kept() -> None:
     assert not is_to_be_kept(state, new, first, outputs)
     beat = heard(1, messages.HeartbeatMessage(2, 0, 3, True))
     assert not is_to_be_kept(state, *_with(state, beat))
-    notice = Noticed(8, 1, S)
+    notice = Notice(8, 1, S)
     assert is_to_be_kept(state, *_with(state, notice))
     running = training()
     *others, last = votes_of(running)

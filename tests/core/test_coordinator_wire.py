@@ -7,9 +7,9 @@ import pytest
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
-from engine.core.coordinator.wire import StepMessage, input_parts, output_parts, read_input, read_output
+from engine.core.coordinator.wire import StepMessage, parts_of, read_step
 from engine.core.history.process_records import CutShortRecord
-from engine.core.membership.events import Restarted
+from engine.core.membership.events import LeaseExpired, Notice, Restarted
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.message_codec import Message, decode, encode
 from engine.core.messages import FailedMessage, InventoryMessage, PlanMessage
@@ -17,12 +17,12 @@ from engine.core.process_messages import ByeMessage
 
 INPUTS: tuple[CoordinatorInput, ...] = (
     inputs.Heard(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),
-    inputs.Noticed(5, 2, 7),
+    Notice(5, 2, 7),
     inputs.Ended(5, 2, -9),
     inputs.Ended(5, 2, 1, Place(3, "0F1", is_struck=True)),
-    inputs.NodeLost(5, "host"),
+    LeaseExpired(5, "host"),
     inputs.Passed(5, {0: Place(3, "0F1"), 3: Place(2, "")}),
-    inputs.Interrupted(5, 7),
+    Notice(5, None, 7),
     inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}),
     inputs.Stopping(5),
     Restarted(5),
@@ -52,11 +52,11 @@ def travelled(parts: list[Message]) -> tuple[StepMessage, list[Message]]:
 
 @pytest.mark.parametrize("given", INPUTS)
 def test_an_input_comes_back(given: CoordinatorInput) -> None:
-    first, rest = travelled(list(input_parts(given)))
-    assert read_input(first, iter(rest)) == given
+    first, rest = travelled(list(parts_of(given)))
+    assert read_step(first, iter(rest)) == given
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_an_output_comes_back(output: CoordinatorOutput) -> None:
-    first, rest = travelled(list(output_parts(output)))
-    assert read_output(first, iter(rest)) == output
+    first, rest = travelled(list(parts_of(output)))
+    assert read_step(first, iter(rest)) == output

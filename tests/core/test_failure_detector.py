@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
-from engine.core.membership.events import Done, Heartbeat, Sighted, Tick
+from engine.core.membership.events import Done, Heartbeat, Tick
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.failure_detector import last_seen, unresponsive
 from engine.core.membership.state import Options, Phase, State
@@ -64,7 +64,7 @@ class Looks:
             inside_ns, times = self.now_ns - self.entered_ns, (self.ran_ns, self.worked_ns)
             place = {"inside": True, "inside_ns": inside_ns, "loading": Loading.NONE, "state": "S", **seen}
             sight = Sight(1, 0, 4, slowest_ns=self.slowest_ns, thread_ns=times[0], process_ns=times[1], **place)
-            self.state = told(self.state, Sighted(self.now_ns, 1, sight), Tick(self.now_ns))
+            self.state = told(self.state, Tick(self.now_ns, {1: sight}))
         return self.now_ns
 
 

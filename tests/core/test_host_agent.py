@@ -69,7 +69,7 @@ def test_a_worker_that_was_killed_before_the_end_has_its_own_ten_seconds() -> No
 
 
 def test_workers_that_do_not_leave_are_stopped_and_then_killed() -> None:
-    host, outputs = given(HOST, (ends.release, 0, 2 * S), (ends.read_clock, 2 * S))
+    host, outputs = given(HOST, (ends.let_end, 0, 2 * S), (ends.read_clock, 2 * S))
     assert outputs == (StopWorkers(),)
     assert given(host, (ends.read_clock, 5 * S))[1] == kills(LATE, 0, 1, 2)
 

@@ -96,7 +96,7 @@ MOMENTS: dict[str, Moment] = {
     "a plan was made": Moment(hears(messages.PlannedMessage), 2, strikes=DEATH),
     "the start is not told": untold(tells(messages.GoMessage), 1, *DEATH),
     "the commit of the heal is not told": untold(tells(messages.CommitMessage), 4, *DEATH),
-    "a notice": Moment(is_input("Noticed", Phase.RUNNING), strikes=NOTICE, fields=LATER),
+    "a notice": Moment(is_input("Notice", Phase.RUNNING), strikes=NOTICE, fields=LATER),
     "a hand-over is prepared": Moment(hears(messages.PreparedMessage), 2, strikes=NOTICE, fields=LATER),
     "the hand-over is not told": untold(tells(messages.EpochMessage, 2), 1, *NOTICE, **LATER),
     "the last worker is done": Moment(hears(messages.FinishedMessage), 4),

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from engine.core import messages
-from engine.core.coordinator.inputs import CoordinatorInput, Noticed, Passed
+from engine.core.coordinator.inputs import CoordinatorInput, Passed
 from engine.core.coordinator.outputs import CoordinatorOutput, Stop
 from engine.core.coordinator.state import ROLE, STATE, CoordinatorState, documents
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.membership.events import TakenOver
+from engine.core.membership.events import Notice, TakenOver
 from engine.core.membership.state import Phase
 from engine.core.store.kv import KV, Lease
 from engine.runtime.agent.coordinator import Coordinator
@@ -83,7 +83,7 @@ def assert_kept(coordinator: Coordinator, reader: KV) -> None:
 def test_the_last_reconfiguration_can_be_read(backend: Backend) -> None:
     client, reader = backend.client(), backend.client()
     coordinator = start(client, begun())
-    tell(coordinator, *JOINED, Noticed(2, 1, 1))
+    tell(coordinator, *JOINED, Notice(2, 1, 1))
     commit(coordinator)
     keys = keys_of(reader)
     assert keys["status"] == b"reconfiguring"
@@ -93,7 +93,7 @@ def test_the_last_reconfiguration_can_be_read(backend: Backend) -> None:
 def test_a_prepared_hand_over_and_its_commit_are_written_as_one(backend: Backend) -> None:
     client, reader = backend.client(), backend.client()
     coordinator = start(client, begun())
-    (order,) = told(tell(coordinator, *JOINED, Noticed(2, 2, S)))
+    (order,) = told(tell(coordinator, *JOINED, Notice(2, 2, S)))
     assert isinstance(order, messages.PrepareMessage)
     prepared = messages.PreparedMessage(order.plan.epoch, order.number, "plan")
     tell(coordinator, *(heard(worker, prepared) for worker in range(3)))
@@ -124,7 +124,7 @@ def test_an_answer_that_has_no_effect_is_not_written_and_a_notice_is(backend: Ba
     before = reader.read_prefix("").revision
     assert tell(coordinator, answers(coordinator.state)[0]) == ()
     assert reader.read_prefix("").revision == before
-    tell(coordinator, Noticed(4, 0, S))
+    tell(coordinator, Notice(4, 0, S))
     assert json.loads(keys_of(reader)[STATE])["leaving"] == [0]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from engine.core import messages
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.state import begin
-from engine.core.membership.events import Restarted, TakenOver
+from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
@@ -358,9 +358,9 @@ class World:
         elif fault.kind == "suspect":
             worker.transfer_failed(None if fault.length == 0 else fault.length % len(self.workers))
         elif fault.kind == "stop":
-            self.coordinator.take(inputs.Interrupted, length)
+            self.coordinator.take(Notice, None, length)
         elif fault.kind == "notice":
-            self.coordinator.take(inputs.Noticed, worker.number, length)
+            self.coordinator.take(Notice, worker.number, length)
 
     def evict(self, worker: Executor) -> None:
         """Kills an excluded worker for the agent; it cannot reach a worker whose lease has expired."""
@@ -386,7 +386,7 @@ class World:
         self.coordinator.take(inputs.Ended, number, code)
 
     def _lose_node(self, number: int) -> None:
-        self.coordinator.take(inputs.NodeLost, _NODES[number])
+        self.coordinator.take(LeaseExpired, _NODES[number])
 
 
 def _in_words(numbers: tuple[int, ...]) -> str:

@@ -1,6 +1,6 @@
 """The machine of a host agent: it lets the workers of its host end, kills them, and names those that stay.
 
-    stop, release, interrupt --> deadline --> SIGKILL --> 10 s --> the process is left behind
+    stop, let_end, interrupt --> deadline --> SIGKILL --> 10 s --> the process is left behind
 
 Each public function handles one kind of input: it returns the agent after it, and the outputs in their order.
 
@@ -97,7 +97,7 @@ def stop(host: HostAgent, now_ns: int, grace_ns: int = STOP_NS) -> HostEnd:
     return host._replace(is_stopping=True, deadline_ns=deadline_ns), (StopWorkers(),)
 
 
-def release(host: HostAgent, now_ns: int, grace_ns: int) -> HostEnd:
+def let_end(host: HostAgent, now_ns: int, grace_ns: int) -> HostEnd:
     """Waits for the ends of all workers, which may end, and do so within `grace_ns`."""
     return host._replace(deadline_ns=min(host.deadline_ns, now_ns + grace_ns)), ()
 

@@ -1,16 +1,15 @@
 """Inputs of the coordinator, each with the time at which it came.
 
-Rule: `now_ns` is nanoseconds on the monotonic clock of the coordinator. `TakenOver` is the first input of a coordinator
+Rules: some events of the membership protocol are inputs as they are. `TakenOver` is the first input of a coordinator
 that goes on with the state of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.core.membership.events import Restarted, TakenOver
+from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.evidence import Sight
 from engine.core.message_codec import Message
 
@@ -32,14 +31,6 @@ class Heard(NamedTuple):
     node: str = ""
 
 
-class Noticed(NamedTuple):
-    """A worker will leave within `grace_ns`."""
-
-    now_ns: int
-    worker: int
-    grace_ns: int
-
-
 class Ended(NamedTuple):
     """The process of a worker has ended at a place, if that is known; a negative `code` is the number of a signal."""
 
@@ -49,26 +40,12 @@ class Ended(NamedTuple):
     at: Place | None = None
 
 
-class NodeLost(NamedTuple):
-    """The lease of a host has expired."""
-
-    now_ns: int
-    node: str
-
-
 class Passed(NamedTuple):
     """Time has passed; `places` and `sights` are those of the workers, as far as they are known."""
 
     now_ns: int
-    places: Mapping[int, Place] = MappingProxyType({})
-    sights: Mapping[int, Sight] = MappingProxyType({})
-
-
-class Interrupted(NamedTuple):
-    """The job is to end after the open step, within `grace_ns`."""
-
-    now_ns: int
-    grace_ns: int
+    places: Mapping[int, Place] = {}
+    sights: Mapping[int, Sight] = {}
 
 
 class Stopping(NamedTuple):
@@ -77,4 +54,4 @@ class Stopping(NamedTuple):
     now_ns: int
 
 
-CoordinatorInput = Heard | Noticed | Ended | NodeLost | Passed | Interrupted | Stopping | TakenOver | Restarted
+CoordinatorInput = Heard | Ended | Passed | Stopping | Notice | LeaseExpired | TakenOver | Restarted

@@ -24,23 +24,14 @@ from typing import Any
 from engine.core import messages
 from engine.core.coordinator.decisions import decide
 from engine.core.coordinator.hearing import RULES
-from engine.core.coordinator.inputs import (
-    CoordinatorInput,
-    Ended,
-    Heard,
-    Interrupted,
-    NodeLost,
-    Noticed,
-    Passed,
-    Stopping,
-)
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Passed, Stopping
 from engine.core.coordinator.orders import Decided, commit_record
 from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord, StaysRecord
 from engine.core.membership import protocol
-from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, Restarted, Sighted, TakenOver, Tick
+from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, Restarted, TakenOver, Tick
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.texts import numbered
 
@@ -80,14 +71,16 @@ def _hears(state: CoordinatorState, heard: Heard) -> Decided:
     return rule(state, heard, heard.message)
 
 
-def _is_noticed(state: CoordinatorState, notice: Noticed) -> Decided:
+def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
     worker, grace_ns = notice.worker, notice.grace_ns
+    if worker is None:
+        return decide(state, notice)
     state = state._replace(
         preparation=noticed(state.preparation, worker, notice.now_ns + grace_ns),
         graces_ns={**state.graces_ns, worker: grace_ns},
     )
     record = NoticeRecord(of=worker, grace_s=grace_ns / 1e9)
-    new, outputs = decide(state, Notice(notice.now_ns, worker, grace_ns))
+    new, outputs = decide(state, notice)
     for each, stages in unable_to_leave(new.membership).items():
         grace_s = new.graces_ns.get(each, grace_ns) / 1e9
         text = f"is to leave within {grace_s:g} s, but no other worker can take over {numbered('stage', stages)}"
@@ -106,18 +99,9 @@ def _ends(state: CoordinatorState, ended: Ended) -> Decided:
     return decide(known, ExitSeen(ended.now_ns, worker, ended.code, words))
 
 
-def _loses_node(state: CoordinatorState, lost: NodeLost) -> Decided:
-    return decide(state, LeaseExpired(lost.now_ns, lost.node))
-
-
 def _passes(state: CoordinatorState, passed: Passed) -> Decided:
     known = state._replace(places={**state.places, **passed.places})
-    sighted = (Sighted(passed.now_ns, worker, sight) for worker, sight in passed.sights.items())
-    return decide(known, *sighted, Tick(passed.now_ns))
-
-
-def _is_interrupted(state: CoordinatorState, interrupted: Interrupted) -> Decided:
-    return decide(state, Notice(interrupted.now_ns, None, interrupted.grace_ns))
+    return decide(known, Tick(passed.now_ns, passed.sights))
 
 
 def _takes_over(state: CoordinatorState, taken: TakenOver) -> Decided:
@@ -138,12 +122,11 @@ def _stops(state: CoordinatorState, stopping: Stopping) -> Decided:
 
 _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]] = {
     Heard: _hears,
-    Noticed: _is_noticed,
     Ended: _ends,
-    NodeLost: _loses_node,
     Passed: _passes,
-    Interrupted: _is_interrupted,
     Stopping: _stops,
+    Notice: _is_noticed,
+    LeaseExpired: decide,
     TakenOver: _takes_over,
     Restarted: _is_restarted,
 }

@@ -12,21 +12,20 @@ Rule: a message or a record inside an input or output travels as a packet of its
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from typing import Any, get_args
 
-from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.state import FACTS, STATE, CoordinatorState, documents
 from engine.core.history.record_lines import decoded, encoded
-from engine.core.membership.events import Restarted, TakenOver
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.state import Sighting
 from engine.core.membership.state import to_json as membership_to_json
 from engine.core.message_codec import Message, Plain, message
 
-_INPUTS: dict[str, Any] = {each.__name__: each for each in get_args(CoordinatorInput)}
-_OUTPUTS: dict[str, Any] = {each.__name__: each for each in get_args(CoordinatorOutput)}
+_KINDS: dict[str, Any] = {each.__name__: each for of in (CoordinatorInput, CoordinatorOutput) for each in get_args(of)}
+_BEHIND = {"Heard": 2, "Tell": 1, "Write": 0, "Fail": 1}  # the place of the field that travels as a packet of its own
 
 
 @message
@@ -72,69 +71,35 @@ class DecidedMessage(Message):
     code: int
 
 
-def input_parts(given: CoordinatorInput) -> Iterator[Message]:
-    """Yields the messages of an input."""
-    match given:
-        case inputs.Heard():
-            yield StepMessage("Heard", (given.now_ns, given.worker, given.node))
-            yield given.message
-        case inputs.Passed():
-            seen = [{str(worker): each for worker, each in found.items()} for found in (given.places, given.sights)]
-            yield StepMessage("Passed", (given.now_ns, *seen))
-        case Restarted() | TakenOver():
-            yield StepMessage(type(given).__name__, (given.now_ns,))
-        case _:
-            yield StepMessage(type(given).__name__, tuple(given))
+def parts_of(given: CoordinatorInput | CoordinatorOutput) -> Iterator[Message]:
+    """Yields the messages of an input or an output."""
+    name = type(given).__name__
+    values = list(given if isinstance(given, tuple) else astuple(given))
+    behind = values.pop(_BEHIND[name]) if name in _BEHIND else None
+    yield StepMessage(name, tuple(values))
+    if behind is not None:
+        yield behind if isinstance(behind, Message) else LineMessage(encoded(behind))
 
 
-def read_input(first: StepMessage, rest: Iterator[Message]) -> CoordinatorInput:
-    """Returns the input that begins with a message; takes the messages behind it from `rest`."""
-    values = first.values
-    if first.name == "Heard":
-        return inputs.Heard(values[0], values[1], next(rest), values[2])
-    if first.name == "Passed":
-        places = {int(worker): Place(*at) for worker, at in values[1].items()}
-        return inputs.Passed(values[0], places, {int(worker): _sight(each) for worker, each in values[2].items()})
-    if first.name == "Ended":
-        return inputs.Ended(values[0], values[1], values[2], None if values[3] is None else Place(*values[3]))
-    made: CoordinatorInput = _INPUTS[first.name](*values)
-    return made
+def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
+    """Returns the input or the output that begins with a message; takes the message behind it from `rest`."""
+    values = list(first.values)
+    match first.name, values:
+        case "Passed", [now_ns, places, sights]:
+            seen = {int(worker): _sight(each) for worker, each in sights.items()}
+            values = [now_ns, {int(worker): Place(*at) for worker, at in places.items()}, seen]
+        case "Ended", [*known, [*at]]:
+            values = [*known, Place(*at)]
+        case "Tell", [workers]:
+            values = [tuple(workers)]
+    if first.name in _BEHIND:
+        behind = next(rest)
+        values.insert(_BEHIND[first.name], decoded(behind.line) if isinstance(behind, LineMessage) else behind)
+    return _KINDS[first.name](*values)
 
 
 def _sight(values: list[Any]) -> Sight:
     return Sight._make(values)._replace(loading=Loading(values[6]))
-
-
-def output_parts(output: CoordinatorOutput) -> Iterator[Message]:
-    """Yields the messages of an output."""
-    name = type(output).__name__
-    match output:
-        case outputs.Tell():
-            yield StepMessage(name, (output.workers,))
-            yield output.message
-        case outputs.Write():
-            yield StepMessage(name, ())
-            yield LineMessage(encoded(output.record))
-        case outputs.Fail():
-            yield StepMessage(name, (output.worker, output.has_commit))
-            yield output.last
-        case _:
-            yield StepMessage(name, tuple(output))
-
-
-def read_output(first: StepMessage, rest: Iterator[Message]) -> CoordinatorOutput:
-    """Returns the output that begins with a message; takes the messages behind it from `rest`."""
-    values: Any = first.values
-    match first.name:
-        case "Tell":
-            return outputs.Tell(tuple(values[0]), next(rest))  # type: ignore[arg-type]
-        case "Write":
-            line = next(rest)
-            return outputs.Write(decoded(line.line))  # type: ignore[attr-defined,arg-type]
-        case "Fail":
-            return outputs.Fail(values[0], next(rest), values[1])  # type: ignore[arg-type]
-    made: CoordinatorOutput = _OUTPUTS[first.name](*values)
-    return made
 
 
 def decided(state: CoordinatorState) -> DecidedMessage:

@@ -7,7 +7,8 @@ and the clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.core.membership.evidence import Sight
 from engine.core.membership.standstill import Report
@@ -50,14 +51,6 @@ class Heartbeat(Spoken):
     index: int
     inside: bool
     report: Report | None = None  # of a worker that waits without news
-
-
-@dataclass(frozen=True, slots=True)
-class Sighted(Event):
-    """An agent has looked at the process of `worker`."""
-
-    worker: int
-    sight: Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,9 @@ class Done(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time has passed; comes several times within the shortest deadline."""
+    """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers."""
+
+    sights: Mapping[int, Sight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,6 @@ class Restarted(Event):
 EVENTS: tuple[type[Event], ...] = (
     Joined,
     Heartbeat,
-    Sighted,
     Suspicion,
     ExitSeen,
     LeaseExpired,

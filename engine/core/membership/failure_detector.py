@@ -13,10 +13,12 @@ itself judges no worker.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine.core.exclusion import Cause, Position, Verdict, excluded
 from engine.core.membership.broken_edges import Edge
-from engine.core.membership.events import Heartbeat, Sighted
-from engine.core.membership.evidence import Loading, after
+from engine.core.membership.events import Heartbeat
+from engine.core.membership.evidence import Loading, Sight, after
 from engine.core.membership.standstill import Report, dark_edges, deadline_ns
 from engine.core.membership.state import Options, Sighting, State
 
@@ -45,21 +47,23 @@ def heard(state: State, beat: Heartbeat) -> State:
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
 
 
-def sighted(state: State, event: Sighted) -> State:
-    """Returns the state after a look at a worker's process, which is no sign of life."""
-    was, sight, now_ns = state.sightings.get(event.worker), event.sight, event.now_ns
-    if was is None:
-        return state
-    at = (sight.epoch, sight.step, sight.number, not sight.inside)
-    seen = was._replace(evidence=after(was.evidence, sight, now_ns))
-    if at > was.at:  # it has come there since the last tick
-        seen = seen._replace(at=at, since_ns=max(now_ns - sight.inside_ns, state.ticked_ns))
-    elif at == was.at and sight.inside:
-        seen = seen._replace(since_ns=max(now_ns - sight.inside_ns, was.since_ns))
-    moves = event.worker not in state.done and (at > was.at or seen.loading is not Loading.NONE)
-    return state._replace(
-        moved_ns=now_ns if moves else state.moved_ns, sightings={**state.sightings, event.worker: seen}
-    )
+def sighted(state: State, sights: Mapping[int, Sight], now_ns: int) -> State:
+    """Returns the state after looks at processes of workers, which are no signs of life."""
+    sightings, moved_ns = dict(state.sightings), state.moved_ns
+    for worker, sight in sights.items():
+        was = sightings.get(worker)
+        if was is None or worker not in state.members:
+            continue
+        at = (sight.epoch, sight.step, sight.number, not sight.inside)
+        seen = was._replace(evidence=after(was.evidence, sight, now_ns))
+        if at > was.at:  # it has come there since the last tick
+            seen = seen._replace(at=at, since_ns=max(now_ns - sight.inside_ns, state.ticked_ns))
+        elif at == was.at and sight.inside:
+            seen = seen._replace(since_ns=max(now_ns - sight.inside_ns, was.since_ns))
+        if worker not in state.done and (at > was.at or seen.loading is not Loading.NONE):
+            moved_ns = now_ns
+        sightings[worker] = seen
+    return state._replace(moved_ns=moved_ns, sightings=sightings) if sights else state
 
 
 def unresponsive(state: State, now_ns: int) -> Verdict:

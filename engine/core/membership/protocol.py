@@ -22,7 +22,6 @@ from engine.core.membership.events import (
     Notice,
     PlanAcknowledged,
     Restarted,
-    Sighted,
     Spoken,
     StepCommitted,
     Suspicion,
@@ -42,7 +41,6 @@ from engine.core.membership.transitions import (
     is_heard,
     is_inventoried,
     is_restarted,
-    is_sighted,
     joins,
     joins_first,
     leaves,
@@ -77,7 +75,6 @@ _ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
     #                  forming         restarting    running         gathering       draining        over
     Joined:           (joins_first,    _ENDING,      joins,          joins,          joins,          _OVER),
     Heartbeat:        (is_heard,       _ENDING,      is_heard,       is_heard,       is_heard,       _OVER),
-    Sighted:          (is_sighted,     _ENDING,      is_sighted,     is_sighted,     is_sighted,     _OVER),
     Suspicion:        (suspects,       _ENDING,      suspects,       suspects,       suspects,       _OVER),
     ExitSeen:         (ends_early,     _ENDING,      ends_early,     ends,           ends,           _OVER),
     LeaseExpired:     (loses_node,     _ENDING,      loses_node,     loses_node,     loses_node,     _OVER),

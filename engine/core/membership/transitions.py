@@ -24,7 +24,6 @@ from engine.core.membership.events import (
     Notice,
     PlanAcknowledged,
     Restarted,
-    Sighted,
     StepCommitted,
     Suspicion,
     TakenOver,
@@ -86,12 +85,6 @@ def joins_first(state: State, event: Joined) -> State:
 def is_heard(state: State, event: Heartbeat) -> State:
     """Records the heartbeat; a tick judges it."""
     return heard(state, event)
-
-
-@rule()
-def is_sighted(state: State, event: Sighted) -> State:
-    """Records the look of an agent at a worker's process; a tick judges it."""
-    return sighted(state, event) if event.worker in state.members else state
 
 
 @rule()
@@ -233,7 +226,7 @@ def is_done(state: State, event: Done) -> State:
 def looks_at_clock(state: State, event: Tick) -> State:
     """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
     now_ns, options = event.now_ns, state.options
-    state = ticked(state, now_ns)
+    state = ticked(sighted(state, event.sights, now_ns), now_ns)
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
     if state.look and now_ns - state.looked_ns >= options.look_ns:

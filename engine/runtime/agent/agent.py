@@ -21,7 +21,7 @@ from typing import Any
 from engine.core.agent import ends
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Interrupted, Noticed, Passed, Stopping
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Passed, Stopping
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, WorkerFailedError
 from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
@@ -30,6 +30,7 @@ from engine.core.history.process_records import (
     InterruptRecord,
 )
 from engine.core.history.run_records import GoRecord
+from engine.core.membership.events import Notice
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, NoticeMessage, RaisedMessage
@@ -100,7 +101,7 @@ class Agent:
                 self._own_parts.take(member, message)
             if isinstance(message, NoticeMessage):
                 grace_ns = self.injector.grace_ns(worker) or self.grace_ns
-                self.decide(Noticed(now_ns(), worker, grace_ns))
+                self.decide(Notice(now_ns(), worker, grace_ns))
                 self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
                 return
             found = self.decide(Heard(now_ns(), worker, message, self.node.name))
@@ -190,7 +191,7 @@ class Agent:
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
         grace_ns = _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS
-        self.ends.take(ends.release, grace_ns)
+        self.ends.take(ends.let_end, grace_ns)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -269,7 +270,7 @@ class Agent:
         self.broadcast(StopMessage())
 
     def _end_step(self, grace_ns: int) -> None:
-        self.decide(Interrupted(now_ns(), grace_ns))
+        self.decide(Notice(now_ns(), None, grace_ns))
 
 
 _CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], None]] = {

@@ -20,8 +20,8 @@ from engine.core.coordinator.wire import (
     StepMessage,
     TakeOverMessage,
     decided,
-    output_parts,
-    read_input,
+    parts_of,
+    read_step,
 )
 from engine.core.errors import BambooError, CoordinatorUnavailableError, required
 from engine.core.membership import state as membership_state
@@ -80,7 +80,7 @@ class _Process:
                 self._link.send(DecidedMessage({}, {}, str(error), int(error.exit_code)))
                 continue
             for output in found:
-                for part in output_parts(output):
+                for part in parts_of(output):
                     self._link.send(part)
             self._link.send(decided(required(self._coordinator, "a coordinator answers").state))
 
@@ -89,7 +89,7 @@ class _Process:
             self._win()
             return () if message.is_first else self._handle(TakenOver(now_ns()))
         if isinstance(message, StepMessage):
-            given = read_input(message, self._received())
+            given = read_step(message, self._received())
             self._renew()
             return self._handle(given)
         return ()

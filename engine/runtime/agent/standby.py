@@ -28,14 +28,14 @@ from engine.core.coordinator.wire import (
     DecidedMessage,
     StepMessage,
     TakeOverMessage,
-    input_parts,
-    read_output,
+    parts_of,
+    read_step,
     sightings_of,
 )
 from engine.core.errors import BambooError, CoordinatorUnavailableError, DivergedError, ExitCode, ensure
 from engine.core.history.process_records import CoordinatorEndedRecord, CoordinatorRecord
 from engine.core.membership import state as membership_state
-from engine.core.membership.events import Restarted
+from engine.core.membership.events import Notice, Restarted
 from engine.core.message_codec import Message, Plain
 from engine.core.messages import ReadyMessage
 from engine.core.store.kv import KV, Delete, Txn, equal
@@ -108,7 +108,7 @@ class StandbyCoordinator:
             try:
                 if attempt:
                     found += self._take_over()
-                found += self._ask(*input_parts(given))
+                found += self._ask(*parts_of(given))
                 self._keep(given)
                 if self.waiting is None and isinstance(given, inputs.Passed):
                     self.waiting = self._started()  # not in a take-over, which it would delay
@@ -147,7 +147,7 @@ class StandbyCoordinator:
                 self.state = new._replace(membership=new.membership._replace(sightings=sightings_of(message)))
                 break
             ensure(isinstance(message, StepMessage), f"a coordinator answers with outputs, not with {message}")
-            found.append(read_output(message, rest))  # type: ignore[arg-type]
+            found.append(read_step(message, rest))
         return tuple(found)
 
     def _received(self) -> Iterator[Message]:
@@ -168,15 +168,15 @@ class StandbyCoordinator:
         self.active, self.waiting = self.waiting or self._started(), None
         found = [*self._ask(TakeOverMessage(False))]
         for known in self._known:
-            told = self._ask(*input_parts(known))
-            found += [each for each in told if not (isinstance(known, inputs.Noticed) and _is_told(each))]
+            told = self._ask(*parts_of(known))
+            found += [each for each in told if not (isinstance(known, Notice) and _is_told(each))]
         return found
 
     def _keep(self, given: CoordinatorInput) -> None:
         if isinstance(given, Restarted):  # of other processes
-            self._known = [each for each in self._known if isinstance(each, inputs.Interrupted)]
+            self._known = [each for each in self._known if isinstance(each, Notice) and each.worker is None]
         is_join = isinstance(given, inputs.Heard) and isinstance(given.message, ReadyMessage)
-        if is_join or isinstance(given, inputs.Ended | inputs.Noticed | inputs.Interrupted):
+        if is_join or isinstance(given, inputs.Ended | Notice):
             self._known.append(given)
 
 
