@@ -69,7 +69,7 @@ from engine.core.worker.outputs import (
     TakeStep,
     Validate,
 )
-from engine.core.worker.state import Mode, WorkerState, begin
+from engine.core.worker.state import Mode, WorkerState
 from engine.core.worker.step_rules import changes_nothing
 
 GRID = Grid(2, 4)
@@ -109,7 +109,7 @@ def fed(state: WorkerState, *given: Input) -> WorkerState:
 
 
 def joined(validate_every: int = 0, audit_every: int = 0) -> WorkerState:
-    return fed(begin(), Built(0, WHOLE, validate_every, audit_every))
+    return fed(WorkerState(), Built(0, WHOLE, validate_every, audit_every))
 
 
 def running(number: int = 0, **periods: int) -> WorkerState:
@@ -139,7 +139,7 @@ def recovering(number: int = 3) -> WorkerState:
 
 def in_mode(mode: Mode) -> WorkerState:
     return {
-        Mode.JOINING: begin(),
+        Mode.JOINING: WorkerState(),
         Mode.BOUNDARY: joined()._replace(step=3),
         Mode.FROZEN: fed(running(3), Told(epoch(2, commit=commit(2)))),
         Mode.PLANNED: planned(),
@@ -230,7 +230,7 @@ def test_a_cell_is_a_rule_or_changes_nothing_or_says_why_it_cannot_be(mode: Mode
 
 
 def test_a_worker_says_that_it_is_ready_and_runs_its_program_in_the_first_epoch() -> None:
-    state, outputs = step(begin(), Built(0, WHOLE, 0, 0))
+    state, outputs = step(WorkerState(), Built(0, WHOLE, 0, 0))
     assert outputs == (Say(ReadyMessage()),)
     state, outputs = step(state, Told(first_epoch()))
     assert outputs == (Enter(WHOLE), Run("usual"))
@@ -548,12 +548,12 @@ def test_a_worker_that_is_excluded_leaves_and_says_whether_it_had_given_notice()
 
 
 def test_a_notice_before_the_worker_has_joined_counts() -> None:
-    state = fed(begin(), NoticeGiven(), Built(0, WHOLE, 0, 0), Told(first_epoch()))
+    state = fed(WorkerState(), NoticeGiven(), Built(0, WHOLE, 0, 0), Told(first_epoch()))
     assert step(state, Told(epoch(2, members=(1,))))[1] == (End(ExitCode.LEFT_WITH_NOTICE),)
 
 
 def test_a_worker_that_has_not_joined_gives_up_at_an_epoch() -> None:
-    assert step(begin(), Told(epoch(1)))[1] == (End(ExitCode.NOT_RECOVERED),)
+    assert step(WorkerState(), Told(epoch(1)))[1] == (End(ExitCode.NOT_RECOVERED),)
 
 
 # The inbox

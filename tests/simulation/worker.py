@@ -16,7 +16,7 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.worker import inputs, outputs
 from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.machine import step
-from engine.core.worker.state import begin
+from engine.core.worker.state import WorkerState
 from tests.simulation.actions import take_arrived
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
@@ -35,7 +35,7 @@ class Worker(Joining):
 
     def __init__(self, world: World, number: int):
         super().__init__(world, number)
-        self.state = begin()
+        self.state = WorkerState()
         self.mail = Inbox()
         self.answers: list[inputs.Input] = []  # of other threads, for the main thread
         self.work: outputs.Output | None = None

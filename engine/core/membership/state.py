@@ -110,38 +110,38 @@ class State(NamedTuple):
     """All decisions so far. Slots are numbered as in `Ownership`; mappings are by worker and never modified."""
 
     options: Options
-    phase: Phase
-    epoch: int
-    members: tuple[int, ...]
     owners: tuple[int, ...]  # of each slot; an owner that is no member left no known replica
     shadows: tuple[tuple[int, ...], ...]  # of each slot, in the order of succession
-    committed: int  # the last committed step, -1 before the first
+    members: tuple[int, ...]
     last_step: int
-    verdict: Verdict  # the workers that are out with this epoch
-    reason: str  # of this epoch, or of the halt
-    planned: bool  # this epoch was made at a step boundary because of a notice: no worker has failed
-    out: Mapping[int, Exclusion]  # the workers that were ever out
-    exited: tuple[int, ...]  # workers whose exit was seen or is certain; other workers that are out are evicted
-    nodes: Mapping[int, str]  # of the workers that have joined
-    inventories: Mapping[int, str]  # of this epoch
-    copies: Mapping[int, tuple[int, ...]]  # of this epoch: the slots of which each member holds a whole replica
-    digests: Mapping[int, str]  # of this epoch's plan
-    done: tuple[int, ...]
-    leaving: tuple[int, ...]  # workers that have given notice
-    leaving_at_start: tuple[int, ...]  # workers that had given notice when this epoch was made
-    look: tuple[Edge, ...]  # the failed transfers of this epoch; a look is open if there is one
-    repeats: Mapping[str, int]  # by symptom: empty verdicts since the last commit
-    restarts: int  # of the workers, so far
-    exit_code: int
-    lost_stages: tuple[int, ...]
+    phase: Phase = Phase.FORMING
+    epoch: int = 0
+    committed: int = -1  # the last committed step, -1 before the first
+    verdict: Verdict = ()  # the workers that are out with this epoch
+    reason: str = "the job begins"  # of this epoch, or of the halt
+    planned: bool = False  # this epoch was made at a step boundary because of a notice: no worker has failed
+    out: Mapping[int, Exclusion] = {}  # the workers that were ever out
+    exited: tuple[int, ...] = ()  # workers whose exit was seen or is certain; other workers that are out are evicted
+    nodes: Mapping[int, str] = {}  # of the workers that have joined
+    inventories: Mapping[int, str] = {}  # of this epoch
+    copies: Mapping[int, tuple[int, ...]] = {}  # of this epoch: the slots of which each member holds a whole replica
+    digests: Mapping[int, str] = {}  # of this epoch's plan
+    done: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()  # workers that have given notice
+    leaving_at_start: tuple[int, ...] = ()  # workers that had given notice when this epoch was made
+    look: tuple[Edge, ...] = ()  # the failed transfers of this epoch; a look is open if there is one
+    repeats: Mapping[str, int] = {}  # by symptom: empty verdicts since the last commit
+    restarts: int = 0  # of the workers, so far
+    exit_code: int = 0
+    lost_stages: tuple[int, ...] = ()
     # The following times are on this coordinator's clock.
-    moved_ns: int  # when the job last made progress
-    repeated_ns: int  # when the orders were last repeated
-    looked_ns: int  # when the look began
-    ticked_ns: int
-    committed_ns: int
-    steps_ns: tuple[int, ...]  # the durations of the last steps
-    sightings: Mapping[int, Sighting]
+    moved_ns: int = 0  # when the job last made progress
+    repeated_ns: int = 0  # when the orders were last repeated
+    looked_ns: int = 0  # when the look began
+    ticked_ns: int = 0
+    committed_ns: int = 0
+    steps_ns: tuple[int, ...] = ()  # the durations of the last steps
+    sightings: Mapping[int, Sighting] = {}
 
     @property
     def is_over(self) -> bool:
@@ -166,34 +166,8 @@ def begin(
     options: Options, owners: tuple[int, ...], shadows: tuple[tuple[int, ...], ...], last_step: int, now_ns: int
 ) -> State:
     """Returns the initial state: all workers are started, none has joined."""
-    return State(
-        options=options,
-        phase=Phase.FORMING,
-        epoch=0,
-        members=tuple(sorted(set(owners))),
-        owners=owners,
-        shadows=shadows,
-        committed=-1,
-        last_step=last_step,
-        verdict=(),
-        reason="the job begins",
-        planned=False,
-        out={},
-        exited=(),
-        nodes={},
-        inventories={},
-        copies={},
-        digests={},
-        done=(),
-        leaving=(),
-        leaving_at_start=(),
-        look=(),
-        repeats={},
-        restarts=0,
-        exit_code=0,
-        lost_stages=(),
-        **_just_now((), now_ns),
-    )
+    members = tuple(sorted(set(owners)))
+    return State(options, owners, shadows, members, last_step, **_just_now((), now_ns))
 
 
 def _just_now(workers: Iterable[int], now_ns: int) -> dict[str, Any]:
@@ -224,7 +198,8 @@ def resume(text: str, now_ns: int) -> State:
             "look": look,
         }
         joined = [worker for worker in known["members"] if worker in known["nodes"]]
-        return State(options=options, phase=phase, **known, **_just_now(joined, now_ns))
+        known |= {"options": options, "phase": phase, **_just_now(joined, now_ns)}
+        return State(**{name: known.pop(name) for name in State._fields}, **known)  # each field, and no other
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvariantError(f"this is no state of the membership protocol: {error!r}: {text[:200]!r}") from error
 

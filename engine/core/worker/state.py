@@ -30,52 +30,25 @@ class Mode(StrEnum):
 
 
 class WorkerState(NamedTuple):
-    """All that a worker has decided so far; `epoch` is the one that it has entered."""
+    """All that a worker has decided so far, at first nothing; `epoch` is the one that it has entered."""
 
-    mode: Mode
-    worker: int
-    epoch: int
-    step: int  # the open one
-    ownership: Ownership  # of the open step
-    held: tuple[Slot, ...]  # the slots that it owns and shadows in the open step
-    members: tuple[int, ...]
-    leaving: tuple[int, ...]  # members that had given notice when the epoch was made
-    told: EpochMessage | None  # the message of the epoch
-    plan: EpochPlan | None  # of the epoch
-    go: GoMessage | None  # of the epoch
-    forming: int  # the epoch whose group is being formed; 0 if none is
-    failure: TransferFailed | None  # why the group of the epoch could not be formed
-    program: ProgramKind
-    opens: bool  # the next step has another program, because this one is of a recovery
-    is_over: bool  # the last step is committed
-    prepared: tuple[EpochPlan, ...]  # of coming epochs, and of the one before them
-    has_given_notice: bool
-    validate_every: int
-    audit_every: int
-
-
-def begin() -> WorkerState:
-    """Returns the state of a process that has just been started."""
-    ownership = Ownership(Grid(0, 0), ())
-    return WorkerState(
-        mode=Mode.JOINING,
-        worker=-1,
-        epoch=0,
-        step=0,
-        ownership=ownership,
-        held=(),
-        members=(),
-        leaving=(),
-        told=None,
-        plan=None,
-        go=None,
-        forming=0,
-        failure=None,
-        program="usual",
-        opens=False,
-        is_over=False,
-        prepared=(),
-        has_given_notice=False,
-        validate_every=0,
-        audit_every=0,
-    )
+    mode: Mode = Mode.JOINING
+    worker: int = -1
+    epoch: int = 0
+    step: int = 0  # the open one
+    ownership: Ownership = Ownership(Grid(0, 0), ())  # of the open step
+    held: tuple[Slot, ...] = ()  # the slots that it owns and shadows in the open step
+    members: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()  # members that had given notice when the epoch was made
+    told: EpochMessage | None = None  # the message of the epoch
+    plan: EpochPlan | None = None  # of the epoch
+    go: GoMessage | None = None  # of the epoch
+    forming: int = 0  # the epoch whose group is being formed; 0 if none is
+    failure: TransferFailed | None = None  # why the group of the epoch could not be formed
+    program: ProgramKind = "usual"
+    opens: bool = False  # the next step has another program, because this one is of a recovery
+    is_over: bool = False  # the last step is committed
+    prepared: tuple[EpochPlan, ...] = ()  # of coming epochs, and of the one before them
+    has_given_notice: bool = False
+    validate_every: int = 0
+    audit_every: int = 0

@@ -13,7 +13,7 @@ from engine.core.messages import PrepareMessage
 from engine.core.worker.inputs import Input, Told
 from engine.core.worker.machine import step
 from engine.core.worker.outputs import Output, PreparePlan, Say
-from engine.core.worker.state import begin
+from engine.core.worker.state import WorkerState
 from engine.runtime.ipc.control import Control
 
 
@@ -21,7 +21,7 @@ class WorkerProtocol:
     """The state of the machine; `prepare` gets the orders to prepare a plan, in the control thread."""
 
     def __init__(self, control: Control):
-        self.state = begin()
+        self.state = WorkerState()
         self.prepare: Callable[[PrepareMessage], None] = lambda told: None
         self._control = control
         self._lock = threading.Lock()
