@@ -24,15 +24,7 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
-from engine.core.membership.events import (
-    Done,
-    Heartbeat,
-    InventoryReceived,
-    Joined,
-    PlanAcknowledged,
-    StepCommitted,
-    Suspicion,
-)
+from engine.core.membership import events
 from engine.core.membership.standstill import Counts, Report
 from engine.core.membership.state import Phase
 from engine.core.membership.verdicts import may_restart
@@ -52,12 +44,12 @@ def _relay(state: CoordinatorState, heard: Heard, message: messages.BorderMessag
 
 
 def _on_ready(state: CoordinatorState, heard: Heard, ready: messages.ReadyMessage) -> Decided:
-    return decide(state, Joined(heard.now_ns, heard.worker, heard.node))
+    return decide(state, events.Joined(heard.now_ns, heard.worker, heard.node))
 
 
 def _on_heartbeat(state: CoordinatorState, heard: Heard, at: messages.HeartbeatMessage) -> Decided:
     report = Report(at.epoch, at.quiet_ns, tuple(Counts(*each) for each in at.counts)) if at.counts else None
-    return decide(state, Heartbeat(heard.now_ns, heard.worker, at.epoch, at.step, at.index, at.inside, report))
+    return decide(state, events.Heartbeat(heard.now_ns, heard.worker, at.epoch, at.step, at.index, at.inside, report))
 
 
 def _on_vote(state: CoordinatorState, heard: Heard, vote: messages.VoteMessage) -> Decided:
@@ -71,9 +63,9 @@ def _on_vote(state: CoordinatorState, heard: Heard, vote: messages.VoteMessage) 
     if not math.isfinite(commit.grad_norm):
         raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
     ownership = ballot.ownership
-    event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
-    preparation, events = at_commit(state.preparation, event, state.membership, ownership)
-    return decide(new._replace(commit=commit, preparation=preparation), *events)
+    event = events.StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
+    preparation, decisive = at_commit(state.preparation, event, state.membership, ownership)
+    return decide(new._replace(commit=commit, preparation=preparation), *decisive)
 
 
 def _on_validation(state: CoordinatorState, heard: Heard, outcome: messages.ValidationMessage) -> Decided:
@@ -85,12 +77,12 @@ def _on_validation(state: CoordinatorState, heard: Heard, outcome: messages.Vali
 def _on_finished(state: CoordinatorState, heard: Heard, finished: messages.FinishedMessage) -> Decided:
     peak_stash, peak_memory_kib = finished.peak_stash, finished.peak_memory_kib
     record = FinishedRecord(of=heard.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib)
-    return _after(record, decide(state, Done(heard.now_ns, heard.worker, finished.epoch)))
+    return _after(record, decide(state, events.Done(heard.now_ns, heard.worker, finished.epoch)))
 
 
 def _on_suspicion(state: CoordinatorState, heard: Heard, suspicion: messages.SuspicionMessage) -> Decided:
     record = SuspicionRecord(of=heard.worker, text=suspicion.text, peer=suspicion.peer)
-    return _after(record, decide(state, Suspicion(heard.now_ns, heard.worker, suspicion.epoch, suspicion.peer)))
+    return _after(record, decide(state, events.Suspicion(heard.now_ns, heard.worker, suspicion.epoch, suspicion.peer)))
 
 
 def _on_unproven(state: CoordinatorState, heard: Heard, unproven: UnprovenMessage) -> Decided:
@@ -124,11 +116,11 @@ def _on_failed(
 
 
 def _on_inventory(state: CoordinatorState, heard: Heard, told: messages.InventoryMessage) -> Decided:
-    return decide(state, InventoryReceived(heard.now_ns, heard.worker, told.epoch, told.holds, told.whole))
+    return decide(state, events.InventoryReceived(heard.now_ns, heard.worker, told.epoch, told.holds, told.whole))
 
 
 def _on_planned(state: CoordinatorState, heard: Heard, told: messages.PlannedMessage) -> Decided:
-    return decide(state, PlanAcknowledged(heard.now_ns, heard.worker, told.epoch, told.digest, told.lost_stages))
+    return decide(state, events.PlanAcknowledged(heard.now_ns, heard.worker, told.epoch, told.digest, told.lost_stages))
 
 
 def _on_prepared(state: CoordinatorState, heard: Heard, told: messages.PreparedMessage) -> Decided:

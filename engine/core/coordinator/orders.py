@@ -30,21 +30,7 @@ from engine.core.errors import ensure, required
 from engine.core.exclusion import Verdict, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
-from engine.core.membership.effects import (
-    AnnounceCommit,
-    Effect,
-    Evict,
-    Fence,
-    Finish,
-    GatherInventories,
-    Halt,
-    Look,
-    OrderHandOver,
-    OrderRestart,
-    PublishEpoch,
-    PublishPlanInput,
-    StartTraining,
-)
+from engine.core.membership import effects
 from engine.core.membership.state import GATHERING, Phase
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import with_shadows
@@ -57,11 +43,11 @@ _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 _with_shadows = lru_cache(maxsize=256)(with_shadows)
 
 
-def carry_out(state: CoordinatorState, effects: Iterable[Effect]) -> Decided:
+def carry_out(state: CoordinatorState, due: Iterable[effects.Effect]) -> Decided:
     """Returns the state and the outputs after some effects; a run that ends only kills."""
     outputs: list[CoordinatorOutput] = []
-    for effect in effects:
-        if not state.is_stopping or isinstance(effect, Evict):
+    for effect in due:
+        if not state.is_stopping or isinstance(effect, effects.Evict):
             state, found = _CARRY_OUT[type(effect)](state, effect)
             outputs += found
     return state, tuple(outputs)
@@ -87,7 +73,7 @@ def stopped(state: CoordinatorState, stop: Stop) -> Decided:
     return state._replace(is_stopping=True), (stop,)
 
 
-def _publish_epoch(state: CoordinatorState, effect: PublishEpoch) -> Decided:
+def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Decided:
     if state.membership.out and not state.started:  # before training there are no heirs, by any coordinator's verdict
         return stopped(state, _not_recovered(state.membership.out.values()))
     if state.epoch is not None and effect.epoch <= state.epoch.epoch:
@@ -122,7 +108,7 @@ def _not_recovered(verdict: Iterable[Any]) -> Stop:
     return Stop("training did not recover: " + in_words(verdict))
 
 
-def _send_plan(state: CoordinatorState, effect: PublishPlanInput) -> Decided:
+def _send_plan(state: CoordinatorState, effect: effects.PublishPlanInput) -> Decided:
     if effect.epoch <= state.planned:
         return state, ()
     document = effect.document
@@ -140,7 +126,7 @@ def _send_plan(state: CoordinatorState, effect: PublishPlanInput) -> Decided:
     return new, (*outputs, Write(plan), *reached)
 
 
-def _start_training(state: CoordinatorState, effect: StartTraining) -> Decided:
+def _start_training(state: CoordinatorState, effect: effects.StartTraining) -> Decided:
     if effect.epoch <= state.started:
         return state, ()
     ballot = open_ballot(effect.epoch, state.membership.committed + 1, state.ownership, state.job.clip_norm)
@@ -161,7 +147,7 @@ def _go(state: CoordinatorState) -> messages.GoMessage:
     )
 
 
-def _send_commit(state: CoordinatorState, effect: AnnounceCommit) -> Decided:
+def _send_commit(state: CoordinatorState, effect: effects.AnnounceCommit) -> Decided:
     if state.told is not None and effect.step <= state.told.step:
         return state, ()  # it was sent before, or with the epoch
     commit = required(state.commit, "the votes decide on a commit before it is announced")
@@ -186,22 +172,22 @@ def _healing(state: CoordinatorState) -> CoordinatorState:
     return state._replace(ballot=open_ballot(last.epoch, last.step + 1, ownership, state.job.clip_norm))
 
 
-def _evict(state: CoordinatorState, effect: Evict) -> Decided:
+def _evict(state: CoordinatorState, effect: effects.Evict) -> Decided:
     return state, (Kill(effect.worker, effect.reason),)
 
 
-def _fence(state: CoordinatorState, effect: Fence) -> Decided:
+def _fence(state: CoordinatorState, effect: effects.Fence) -> Decided:
     return state, (() if state.epoch is None else (Tell((effect.worker,), state.epoch),))
 
 
-def _halt(state: CoordinatorState, effect: Halt) -> Decided:
+def _halt(state: CoordinatorState, effect: effects.Halt) -> Decided:
     if not state.started:  # no training is lost, so only the verdict counts
         verdict: Verdict = tuple(state.membership.out.values())
         return stopped(state, _not_recovered(verdict))
     return stopped(state, repeated(state) or Stop(effect.reason, effect.exit_code))
 
 
-def _restart(state: CoordinatorState, effect: OrderRestart) -> Decided:
+def _restart(state: CoordinatorState, effect: effects.OrderRestart) -> Decided:
     if effect.number <= state.restarts:
         return state, ()
     most = state.membership.options.max_restarts
@@ -211,7 +197,7 @@ def _restart(state: CoordinatorState, effect: OrderRestart) -> Decided:
     return new, (Write(record), Note(text), Restart())
 
 
-def _finish(state: CoordinatorState, effect: Finish) -> Decided:
+def _finish(state: CoordinatorState, effect: effects.Finish) -> Decided:
     """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
     bye = () if effect.cut_short else (tell_all(state, ByeMessage()),)
     if state.is_released:
@@ -223,22 +209,22 @@ def _finish(state: CoordinatorState, effect: Finish) -> Decided:
     return state._replace(is_released=True), (*bye, *why, Release(effect.cut_short))
 
 
-def _nothing(state: CoordinatorState, effect: Effect) -> Decided:
+def _nothing(state: CoordinatorState, effect: effects.Effect) -> Decided:
     """An epoch asks for inventories already, and every process is watched."""
     return state, ()
 
 
-_CARRY_OUT: dict[type[Effect], Callable[[CoordinatorState, Any], Decided]] = {
-    PublishEpoch: _publish_epoch,
-    GatherInventories: _nothing,
-    PublishPlanInput: _send_plan,
-    StartTraining: _start_training,
-    AnnounceCommit: _send_commit,
-    OrderHandOver: _nothing,
-    Evict: _evict,
-    Fence: _fence,
-    Look: _nothing,
-    Halt: _halt,
-    OrderRestart: _restart,
-    Finish: _finish,
+_CARRY_OUT: dict[type[effects.Effect], Callable[[CoordinatorState, Any], Decided]] = {
+    effects.PublishEpoch: _publish_epoch,
+    effects.GatherInventories: _nothing,
+    effects.PublishPlanInput: _send_plan,
+    effects.StartTraining: _start_training,
+    effects.AnnounceCommit: _send_commit,
+    effects.OrderHandOver: _nothing,
+    effects.Evict: _evict,
+    effects.Fence: _fence,
+    effects.Look: _nothing,
+    effects.Halt: _halt,
+    effects.OrderRestart: _restart,
+    effects.Finish: _finish,
 }

@@ -6,44 +6,33 @@ no progress. An order that was lost, sent twice, or decided by a coordinator tha
 
 from __future__ import annotations
 
+from engine.core.membership import effects
 from engine.core.membership.broken_edges import ends_of
-from engine.core.membership.effects import (
-    AnnounceCommit,
-    Effect,
-    Evict,
-    Finish,
-    GatherInventories,
-    Halt,
-    Look,
-    OrderHandOver,
-    OrderRestart,
-    PublishEpoch,
-    PublishPlanInput,
-    StartTraining,
-)
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.verdicts import leavers
 from engine.core.messages import PlanMessage
 
 
-def pending_effects(state: State) -> tuple[Effect, ...]:
+def pending_effects(state: State) -> tuple[effects.Effect, ...]:
     """Returns all effects that are due in this state, in the order of sending."""
     epoch = state.epoch
     if state.phase is Phase.HALTED:
-        return (Halt(epoch, state.committed, state.exit_code, state.lost_stages, state.reason),)
+        return (effects.Halt(epoch, state.committed, state.exit_code, state.lost_stages, state.reason),)
     if state.phase is Phase.FINISHED:
         is_whole = state.members and len(state.done) == len(state.members)
-        return (Finish(epoch, state.committed, "" if is_whole else state.reason),)
+        return (effects.Finish(epoch, state.committed, "" if is_whole else state.reason),)
     if state.phase is Phase.RESTARTING:
-        return (OrderRestart(epoch, state.restarts, state.reason),)
-    found: list[Effect] = []
+        return (effects.OrderRestart(epoch, state.restarts, state.reason),)
+    found: list[effects.Effect] = []
     if state.phase is Phase.RECONFIGURING:
-        found.append(AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
+        found.append(effects.AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
     if epoch and state.phase is not Phase.FORMING:  # after a restart
-        found.append(PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
-    found += (Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited)
+        found.append(effects.PublishEpoch(epoch, state.members, state.verdict, state.reason, state.planned))
+    found += (
+        effects.Evict(epoch, worker, each.why) for worker, each in state.out.items() if worker not in state.exited
+    )
     if state.look:
-        found.append(Look(epoch, ends_of(state.look)))
+        found.append(effects.Look(epoch, ends_of(state.look)))
     if state.phase in GATHERING:
         found.append(_gathering(state))
     elif state.phase is not Phase.FORMING:
@@ -51,10 +40,10 @@ def pending_effects(state: State) -> tuple[Effect, ...]:
     return tuple(found)
 
 
-def _gathering(state: State) -> Effect:
+def _gathering(state: State) -> effects.Effect:
     if len(state.inventories) < len(state.members):
-        return GatherInventories(state.epoch)
-    return PublishPlanInput(state.epoch, plan_document(state), state.verdict)
+        return effects.GatherInventories(state.epoch)
+    return effects.PublishPlanInput(state.epoch, plan_document(state), state.verdict)
 
 
 def plan_document(state: State) -> PlanMessage:
@@ -70,10 +59,12 @@ def plan_document(state: State) -> PlanMessage:
     )
 
 
-def _training(state: State) -> list[Effect]:
-    found: list[Effect] = [StartTraining(state.epoch)]
+def _training(state: State) -> list[effects.Effect]:
+    found: list[effects.Effect] = [effects.StartTraining(state.epoch)]
     if state.committed >= 0:
-        found.append(AnnounceCommit(state.epoch, state.committed, "end" if state.phase is Phase.DRAINING else "step"))
+        found.append(
+            effects.AnnounceCommit(state.epoch, state.committed, "end" if state.phase is Phase.DRAINING else "step")
+        )
     if state.phase is Phase.RUNNING and (moving := leavers(state)):
-        found.append(OrderHandOver(state.epoch, state.committed + 1, moving))
+        found.append(effects.OrderHandOver(state.epoch, state.committed + 1, moving))
     return found

@@ -12,23 +12,8 @@ from typing import Any
 
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded, in_words
+from engine.core.membership import events
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
-from engine.core.membership.events import (
-    Done,
-    Event,
-    ExitSeen,
-    Heartbeat,
-    InventoryReceived,
-    Joined,
-    LeaseExpired,
-    Notice,
-    PlanAcknowledged,
-    Restarted,
-    StepCommitted,
-    Suspicion,
-    TakenOver,
-    Tick,
-)
 from engine.core.membership.failure_detector import alive, dark, heard, last_seen, sighted, ticked, unresponsive
 from engine.core.membership.standstill import steps_after
 from engine.core.membership.state import GATHERING, Phase, State, begin
@@ -64,7 +49,7 @@ def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
 
 
 @rule()
-def joins(state: State, event: Joined) -> State:
+def joins(state: State, event: events.Joined) -> State:
     """Records that a member is ready; a resumed coordinator may read this again."""
     new = alive(state, event.worker, event.now_ns)
     if event.worker in state.nodes:
@@ -73,7 +58,7 @@ def joins(state: State, event: Joined) -> State:
 
 
 @rule(Phase.RUNNING)
-def joins_first(state: State, event: Joined) -> State:
+def joins_first(state: State, event: events.Joined) -> State:
     """Starts the first epoch when the last worker joins."""
     new = joins.decide(state, event)
     if len(new.nodes) < len(new.members):
@@ -82,13 +67,13 @@ def joins_first(state: State, event: Joined) -> State:
 
 
 @rule()
-def is_heard(state: State, event: Heartbeat) -> State:
+def is_heard(state: State, event: events.Heartbeat) -> State:
     """Records the heartbeat; a tick judges it."""
     return heard(state, event)
 
 
 @rule()
-def suspects(state: State, event: Suspicion) -> State:
+def suspects(state: State, event: events.Suspicion) -> State:
     """Opens a look for the first suspicion of an epoch; later ones count when one of the ends is given up."""
     edge = Edge(event.worker, event.peer if event.peer in state.members else event.worker)
     if edge in state.look:
@@ -97,7 +82,7 @@ def suspects(state: State, event: Suspicion) -> State:
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
-def ends(state: State, event: ExitSeen) -> State:
+def ends(state: State, event: events.ExitSeen) -> State:
     """Excludes a worker whose process ended before it was done, even with exit code 0."""
     if event.worker in state.exited:
         return state
@@ -112,7 +97,7 @@ def ends(state: State, event: ExitSeen) -> State:
 
 
 @rule(Phase.RESTARTING, Phase.FAILING_OVER, Phase.HALTED)
-def ends_early(state: State, event: ExitSeen) -> State:
+def ends_early(state: State, event: events.ExitSeen) -> State:
     """Restarts the workers if one of them ends before training, or without an heir before the first commit.
 
     No step is lost by this. An exception of the user's code would come again, so it is judged at once.
@@ -125,14 +110,14 @@ def ends_early(state: State, event: ExitSeen) -> State:
 
 
 @rule(Phase.FORMING)
-def is_restarted(state: State, event: Restarted) -> State:
+def is_restarted(state: State, event: events.Restarted) -> State:
     """Begins again, with workers that have not joined."""
     new = begin(state.options, state.owners, state.shadows, state.last_step, event.now_ns)
     return new._replace(epoch=state.epoch, restarts=state.restarts, reason=state.reason)
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
-def loses_node(state: State, event: LeaseExpired) -> State:
+def loses_node(state: State, event: events.LeaseExpired) -> State:
     """Excludes all workers of the node; they count as exited, because the node has no agent that could evict them."""
     there = [worker for worker in state.members if state.nodes.get(worker) == event.node]
     how = f"was on node {event.node}, whose lease has expired"
@@ -144,7 +129,7 @@ def loses_node(state: State, event: LeaseExpired) -> State:
 
 
 @rule(Phase.HALTED)
-def is_inventoried(state: State, event: InventoryReceived) -> State:
+def is_inventoried(state: State, event: events.InventoryReceived) -> State:
     """Records a worker's first inventory, with which it is frozen; the last inventory completes the set."""
     if event.worker in state.inventories:
         return state
@@ -157,7 +142,7 @@ def is_inventoried(state: State, event: InventoryReceived) -> State:
 
 
 @rule(Phase.RUNNING, Phase.DRAINING, Phase.HALTED)
-def agrees(state: State, event: PlanAcknowledged) -> State:
+def agrees(state: State, event: events.PlanAcknowledged) -> State:
     """Continues training when all members have made the same plan; halts if two plans differ, which is a bug."""
     if len(state.inventories) < len(state.members) or event.worker in state.digests:
         return state
@@ -174,7 +159,7 @@ def agrees(state: State, event: PlanAcknowledged) -> State:
 
 
 @rule(Phase.RECONFIGURING, Phase.DRAINING)
-def commits(state: State, event: StepCommitted) -> State:
+def commits(state: State, event: events.StepCommitted) -> State:
     """Commits a step; at this boundary the job may end, and leaving workers may hand over or depart."""
     if event.step != state.committed + 1:
         return state
@@ -195,7 +180,7 @@ def commits(state: State, event: StepCommitted) -> State:
 
 
 @rule()
-def leaves(state: State, event: Notice) -> State:
+def leaves(state: State, event: events.Notice) -> State:
     """Records that a worker will hand over at the next boundary, or that the job ends after the running step."""
     if event.worker is None:
         running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
@@ -206,7 +191,7 @@ def leaves(state: State, event: Notice) -> State:
 
 
 @rule(Phase.HALTED)
-def leaves_early(state: State, event: Notice) -> State:
+def leaves_early(state: State, event: events.Notice) -> State:
     """Halts a job that is told to stop before its first step."""
     if event.worker is None:
         return halted(state, ExitCode.TERMINATED, "the job was stopped before training began")
@@ -214,7 +199,7 @@ def leaves_early(state: State, event: Notice) -> State:
 
 
 @rule(Phase.FINISHED)
-def is_done(state: State, event: Done) -> State:
+def is_done(state: State, event: events.Done) -> State:
     """Finishes the job when all members are done; until then each may have to take over from another."""
     if event.worker in state.done:
         return state
@@ -223,7 +208,7 @@ def is_done(state: State, event: Done) -> State:
 
 
 @rule(Phase.FAILING_OVER, Phase.HALTED)
-def looks_at_clock(state: State, event: Tick) -> State:
+def looks_at_clock(state: State, event: events.Tick) -> State:
     """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
     now_ns, options = event.now_ns, state.options
     state = ticked(sighted(state, event.sights, now_ns), now_ns)
@@ -246,7 +231,7 @@ def looks_at_clock(state: State, event: Tick) -> State:
 
 
 @rule(Phase.FAILING_OVER)
-def takes_over(state: State, event: TakenOver) -> State:
+def takes_over(state: State, event: events.TakenOver) -> State:
     """Makes an empty verdict: every member says again what it holds, and votes again.
 
     The votes, the suspicions and the preparations that the last coordinator had heard are lost.
@@ -255,7 +240,7 @@ def takes_over(state: State, event: TakenOver) -> State:
 
 
 @rule(Phase.FAILING_OVER, Phase.FINISHED)
-def takes_over_at_end(state: State, event: TakenOver) -> State:
+def takes_over_at_end(state: State, event: events.TakenOver) -> State:
     """Does the same after the last commit; the job is finished if all holders of a stage were done and have ended."""
     return takes_over.decide(state, event)
 
@@ -276,6 +261,6 @@ def _owed(state: State) -> tuple[int, list[int], str]:
 
 
 @rule()
-def changes_nothing(state: State, event: Event) -> State:
+def changes_nothing(state: State, event: events.Event) -> State:
     """Ignores the event, which comes too late."""
     return state

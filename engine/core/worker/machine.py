@@ -24,22 +24,7 @@ from engine.core.messages import (
     ValidatedMessage,
 )
 from engine.core.process_messages import ByeMessage, StopMessage
-from engine.core.worker.inputs import (
-    Built,
-    Counted,
-    GroupFailed,
-    GroupFormed,
-    Input,
-    NextStepMade,
-    NoticeGiven,
-    PassEnded,
-    PlanMade,
-    PlanPrepared,
-    ProgramEnded,
-    StepTaken,
-    Told,
-    TransferFailed,
-)
+from engine.core.worker import inputs
 from engine.core.worker.recovery_rules import (
     catches_up,
     enters,
@@ -86,39 +71,39 @@ _DEAF = changes_nothing  # a worker that suspects waits for the next epoch
 _OUT = changes_nothing
 
 # before the worker has joined, and after it
-_ALWAYS: dict[type[Message] | type[Input], tuple[WorkerRule | Impossible, WorkerRule | Impossible]] = {
+_ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible, WorkerRule | Impossible]] = {
     EpochMessage: (gives_up_joining, enters),
     StopMessage: (stops, stops),
-    NoticeGiven: (gives_notice, gives_notice),
-    Built: (joins, _JOINED),
+    inputs.NoticeGiven: (gives_notice, gives_notice),
+    inputs.Built: (joins, _JOINED),
     PrepareMessage: (_UNJOINED, prepares),
-    PlanPrepared: (_UNJOINED, is_prepared),
-    GroupFormed: (_UNJOINED, is_formed),
-    GroupFailed: (_UNJOINED, is_not_formed),
+    inputs.PlanPrepared: (_UNJOINED, is_prepared),
+    inputs.GroupFormed: (_UNJOINED, is_formed),
+    inputs.GroupFailed: (_UNJOINED, is_not_formed),
 }
 _TRAINING = (*Mode,)[1:-1]
 # fmt: off
-_SOMETIMES: dict[type[Message] | type[Input], tuple[WorkerRule | Impossible, ...]] = {
-    #                  boundary  frozen      planned   running   voted       validating    suspecting  done
-    PlanMessage:      (_LATE,    plans,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
-    GoMessage:        (_LATE,    _UNPLANNED, goes,     _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
-    CommitMessage:    (is_known, _FIXED,     is_known, _AT_WORK, takes_step, is_known,     _DEAF,      is_known),
-    ValidatedMessage: (_LATE,    _LATE,     skips_pass, _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
-    ByeMessage:       (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      leaves),
-    TransferFailed:   (suspects, suspects,   suspects, suspects, suspects,   suspects,     _DEAF,      suspects),
+_SOMETIMES: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible, ...]] = {
+    #                         boundary  frozen      planned   running   voted       validating    suspecting  done
+    PlanMessage:             (_LATE,    plans,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
+    GoMessage:               (_LATE,    _UNPLANNED, goes,     _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
+    CommitMessage:           (is_known, _FIXED,     is_known, _AT_WORK, takes_step, is_known,     _DEAF,      is_known),
+    ValidatedMessage:        (_LATE,    _LATE,     skips_pass, _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
+    ByeMessage:              (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      leaves),
+    inputs.TransferFailed:   (suspects, suspects,   suspects, suspects, suspects,   suspects,     _DEAF,      suspects),
 }
 # fmt: on
-_ANSWERS: dict[type[Input], dict[Mode, WorkerRule]] = {
-    Counted: {Mode.FROZEN: is_counted},
-    PlanMade: {Mode.FROZEN: is_planned},
-    StepTaken: {Mode.FROZEN: catches_up, Mode.VOTED: opens_step},
-    NextStepMade: {Mode.VOTED: heals},
-    ProgramEnded: {Mode.RUNNING: has_run},
-    PassEnded: {Mode.VALIDATING: has_passed},
+_ANSWERS: dict[type[inputs.Input], dict[Mode, WorkerRule]] = {
+    inputs.Counted: {Mode.FROZEN: is_counted},
+    inputs.PlanMade: {Mode.FROZEN: is_planned},
+    inputs.StepTaken: {Mode.FROZEN: catches_up, Mode.VOTED: opens_step},
+    inputs.NextStepMade: {Mode.VOTED: heals},
+    inputs.ProgramEnded: {Mode.RUNNING: has_run},
+    inputs.PassEnded: {Mode.VALIDATING: has_passed},
 }
 
-KINDS: tuple[type[Message] | type[Input], ...] = (*_ALWAYS, *_SOMETIMES, *_ANSWERS)
-TABLE: dict[tuple[Mode, type[Message] | type[Input]], WorkerRule | Impossible] = {
+KINDS: tuple[type[Message] | type[inputs.Input], ...] = (*_ALWAYS, *_SOMETIMES, *_ANSWERS)
+TABLE: dict[tuple[Mode, type[Message] | type[inputs.Input]], WorkerRule | Impossible] = {
     **{(Mode.JOINING, kind): _UNJOINED for kind in _SOMETIMES},
     **{(mode, kind): _UNASKED for kind in _ANSWERS for mode in Mode},
     **{(Mode.JOINING, kind): before for kind, (before, _) in _ALWAYS.items()},
@@ -129,12 +114,12 @@ TABLE: dict[tuple[Mode, type[Message] | type[Input]], WorkerRule | Impossible] =
 }
 
 
-def step(state: WorkerState, given: Input) -> Stepped:
+def step(state: WorkerState, given: inputs.Input) -> Stepped:
     """Returns the state after an input, and the outputs to carry out.
 
     Raises InvariantError if the input is impossible in this mode, or contradicts what this worker holds.
     """
-    about: Any = given.message if isinstance(given, Told) else given
+    about: Any = given.message if isinstance(given, inputs.Told) else given
     cell = TABLE[state.mode, type(about)]
     if isinstance(cell, Impossible):
         raise InvariantError(f"{type(about).__name__} at worker {state.worker} while {state.mode}: {cell.reason}")

@@ -14,19 +14,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.core import messages
 from engine.core.errors import ExitCode, InvariantError, ensure, required
-from engine.core.messages import (
-    CommitMessage,
-    EpochMessage,
-    GoMessage,
-    InventoryMessage,
-    PlanMessage,
-    PlannedMessage,
-    PreparedMessage,
-    PrepareMessage,
-    ValidatedMessage,
-)
-from engine.core.worker.inputs import Counted, GroupFailed, GroupFormed, PlanMade, PlanPrepared, StepTaken
+from engine.core.worker import inputs
 from engine.core.worker.outputs import (
     Adopt,
     CatchUp,
@@ -49,7 +39,7 @@ from engine.core.worker.state import Mode, WorkerState
 from engine.core.worker.step_rules import Stepped, audit, go_on, suspects
 
 
-def enters(state: WorkerState, epoch: EpochMessage) -> Stepped:
+def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
     """Enters a newer epoch, or leaves if this worker is not a member of it."""
     if epoch.epoch <= state.epoch:
         return state, ()
@@ -65,12 +55,12 @@ def enters(state: WorkerState, epoch: EpochMessage) -> Stepped:
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
 
 
-def gives_up_joining(state: WorkerState, epoch: EpochMessage) -> Stepped:
+def gives_up_joining(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
     """Ends: a worker that has not joined holds nothing that the others could use."""
     return state._replace(mode=Mode.OUT, epoch=epoch.epoch), (End(ExitCode.NOT_RECOVERED),)
 
 
-def _takes_prepared(state: WorkerState, epoch: EpochMessage) -> Stepped:
+def _takes_prepared(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
     plan = next((each for each in state.prepared if each.told.epoch == epoch.epoch), None)
     digest = None if plan is None else plan.plan.digest
     if plan is None or digest != epoch.digest:
@@ -79,11 +69,11 @@ def _takes_prepared(state: WorkerState, epoch: EpochMessage) -> Stepped:
     return _follows(state._replace(plan=plan), epoch.commit, (MarkPhase("fence"),))
 
 
-def is_counted(state: WorkerState, counted: Counted) -> Stepped:
+def is_counted(state: WorkerState, counted: inputs.Counted) -> Stepped:
     """Sends the inventory; in a prepared epoch compares it with the one that the plan was made from."""
     told = required(state.told, "a frozen worker is in an epoch")
     if told.gather:
-        said = (Say(InventoryMessage(state.epoch, counted.holds, counted.whole)), MarkPhase("inventory"))
+        said = (Say(messages.InventoryMessage(state.epoch, counted.holds, counted.whole)), MarkPhase("inventory"))
         if not told.regroup:
             return state, said
         return state._replace(forming=state.epoch, failure=None), (*said, LeaveGroup(), FormGroup(told))
@@ -98,20 +88,20 @@ def is_counted(state: WorkerState, counted: Counted) -> Stepped:
     return begun, (*outputs, *more)
 
 
-def plans(state: WorkerState, told: PlanMessage) -> Stepped:
+def plans(state: WorkerState, told: messages.PlanMessage) -> Stepped:
     """Makes the plan of this epoch; that of another one, or a second one, changes nothing."""
     if told.epoch != state.epoch or state.plan is not None:
         return state, ()
     return state, (MakePlan(told),)
 
 
-def is_planned(state: WorkerState, made: PlanMade) -> Stepped:
+def is_planned(state: WorkerState, made: inputs.PlanMade) -> Stepped:
     """Follows the plan that was made, as soon as this worker has caught up."""
     told = required(state.told, "a frozen worker is in an epoch")
     return _follows(state._replace(plan=made.plan), told.commit, ())
 
 
-def _follows(state: WorkerState, commit: CommitMessage | None, before: tuple[Output, ...]) -> Stepped:
+def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: tuple[Output, ...]) -> Stepped:
     """Takes the ownership of the plan, and the last commit if this worker has missed it.
 
     Raises InvariantError if it has missed an earlier one.
@@ -130,7 +120,7 @@ def _follows(state: WorkerState, commit: CommitMessage | None, before: tuple[Out
     return _caught_up(new, before)
 
 
-def catches_up(state: WorkerState, taken: StepTaken) -> Stepped:
+def catches_up(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
     """Goes on with the plan after the commit that this worker had missed."""
     return _caught_up(state._replace(step=state.step + 1), audit(state, taken.commit, state.held))
 
@@ -140,7 +130,7 @@ def _caught_up(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
     epoch, made = required(state.told, "an epoch is entered"), required(state.plan, "a plan is made")
     if not epoch.gather:
         return state, (*before, CountHeld())
-    answer = PlannedMessage(state.epoch, made.plan.digest, made.plan.lost_stages)
+    answer = messages.PlannedMessage(state.epoch, made.plan.digest, made.plan.lost_stages)
     return _takes_over(state, (*before, Say(answer)))
 
 
@@ -156,28 +146,28 @@ def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
     return new, (*before, *((Adopt(mine),) if mine else ()), *audits, Drop(state.held), mark, LoadPlan(made))
 
 
-def is_formed(state: WorkerState, formed: GroupFormed) -> Stepped:
+def is_formed(state: WorkerState, formed: inputs.GroupFormed) -> Stepped:
     """Begins what has waited for the group; an attempt that was given up changes nothing."""
     if formed.epoch != state.forming:
         return state, ()
     return _goes_now(state._replace(forming=0))
 
 
-def is_not_formed(state: WorkerState, failed: GroupFailed) -> Stepped:
+def is_not_formed(state: WorkerState, failed: inputs.GroupFailed) -> Stepped:
     """Reports the failure, but not before training begins: until then the worker can still answer."""
     if failed.epoch != state.forming:
         return state, ()
     return _goes_now(state._replace(forming=0, failure=failed.failure))
 
 
-def goes(state: WorkerState, go: GoMessage) -> Stepped:
+def goes(state: WorkerState, go: messages.GoMessage) -> Stepped:
     """Begins to train in the epoch, or ends training in it, as soon as the group is formed."""
     if state.go is not None:
         return state, ()
     return _goes_now(state._replace(go=go))
 
 
-def skips_pass(state: WorkerState, told: ValidatedMessage) -> Stepped:
+def skips_pass(state: WorkerState, told: messages.ValidatedMessage) -> Stepped:
     """Leaves out a pass that has ended while the group was noticed here: this worker has no part in it."""
     if state.go is None or told.step != state.step - 1:
         return state, ()
@@ -198,14 +188,14 @@ def _goes_now(state: WorkerState) -> Stepped:
     return go_on(new, outputs)
 
 
-def prepares(state: WorkerState, told: PrepareMessage) -> Stepped:
+def prepares(state: WorkerState, told: messages.PrepareMessage) -> Stepped:
     """Makes the plan of a coming epoch."""
     return state, (PreparePlan(told),)
 
 
-def is_prepared(state: WorkerState, prepared: PlanPrepared) -> Stepped:
+def is_prepared(state: WorkerState, prepared: inputs.PlanPrepared) -> Stepped:
     """Keeps and answers the plan of a coming epoch; for each epoch the latest one counts."""
     epoch = prepared.plan.told.epoch
     kept = tuple(each for each in state.prepared if each.told.epoch == epoch - 1)  # the main thread may still need it
-    answer = PreparedMessage(epoch, prepared.number, prepared.plan.plan.digest)
+    answer = messages.PreparedMessage(epoch, prepared.number, prepared.plan.plan.digest)
     return state._replace(prepared=(*kept, prepared.plan)), (Say(answer),)

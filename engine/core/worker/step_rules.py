@@ -8,27 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.core import messages
 from engine.core.config.job import is_due
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.message_codec import Message
-from engine.core.messages import (
-    CommitMessage,
-    NoticeMessage,
-    ReadyMessage,
-    SuspicionMessage,
-    ValidatedMessage,
-    ValidationMessage,
-)
 from engine.core.ownership import Slot
-from engine.core.worker.inputs import (
-    Built,
-    NextStepMade,
-    NoticeGiven,
-    PassEnded,
-    ProgramEnded,
-    StepTaken,
-    TransferFailed,
-)
+from engine.core.worker import inputs
 from engine.core.worker.outputs import (
     Audit,
     CloseGroup,
@@ -55,7 +40,7 @@ def changes_nothing(state: WorkerState, given: Any) -> Stepped:
     return state, ()
 
 
-def joins(state: WorkerState, built: Built) -> Stepped:
+def joins(state: WorkerState, built: inputs.Built) -> Stepped:
     """Tells the agent that this worker has joined."""
     new = state._replace(
         mode=Mode.BOUNDARY,
@@ -66,29 +51,29 @@ def joins(state: WorkerState, built: Built) -> Stepped:
         validate_every=built.validate_every,
         audit_every=built.audit_every,
     )
-    return new, (Say(ReadyMessage()),)
+    return new, (Say(messages.ReadyMessage()),)
 
 
-def gives_notice(state: WorkerState, given: NoticeGiven) -> Stepped:
+def gives_notice(state: WorkerState, given: inputs.NoticeGiven) -> Stepped:
     """Tells the agent of the notice; once is enough."""
     if state.has_given_notice:
         return state, ()
-    return state._replace(has_given_notice=True), (Say(NoticeMessage()),)
+    return state._replace(has_given_notice=True), (Say(messages.NoticeMessage()),)
 
 
-def has_run(state: WorkerState, ended: ProgramEnded) -> Stepped:
+def has_run(state: WorkerState, ended: inputs.ProgramEnded) -> Stepped:
     """Waits for the commit."""
     return state._replace(mode=Mode.VOTED), ()
 
 
-def takes_step(state: WorkerState, commit: CommitMessage) -> Stepped:
+def takes_step(state: WorkerState, commit: messages.CommitMessage) -> Stepped:
     """Takes the committed step; an earlier commit is a repetition."""
     if commit.step == state.step:
         return state, (TakeStep(commit),)
     return is_known(state, commit)
 
 
-def is_known(state: WorkerState, commit: CommitMessage) -> Stepped:
+def is_known(state: WorkerState, commit: messages.CommitMessage) -> Stepped:
     """Ignores the commit of a step that has been taken; raises InvariantError for any other."""
     if commit.step >= state.step:
         where = f"worker {state.worker} is {state.mode} in step {state.step}"
@@ -96,7 +81,7 @@ def is_known(state: WorkerState, commit: CommitMessage) -> Stepped:
     return state, ()
 
 
-def opens_step(state: WorkerState, taken: StepTaken) -> Stepped:
+def opens_step(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
     """Closes the step with its audit and validation; then the next one begins, or an epoch, or the end."""
     commit = taken.commit
     is_over = commit.then == "end"
@@ -119,7 +104,7 @@ def go_on(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
     return state._replace(mode=Mode.RUNNING), (*before, Run(state.program))
 
 
-def heals(state: WorkerState, made: NextStepMade) -> Stepped:
+def heals(state: WorkerState, made: inputs.NextStepMade) -> Stepped:
     """Runs the open step with all shadows; if some of them are new, the step after it has another program again."""
     ownership = made.ownership
     new = state._replace(
@@ -134,27 +119,27 @@ def heals(state: WorkerState, made: NextStepMade) -> Stepped:
     return go_on(new, outputs)
 
 
-def has_passed(state: WorkerState, ended: PassEnded) -> Stepped:
+def has_passed(state: WorkerState, ended: inputs.PassEnded) -> Stepped:
     """Reports the result of the validation pass, if it is here."""
     if ended.loss is None:
         return state, ()
-    return state, (Say(ValidationMessage(state.step - 1, ended.loss, ended.metric)),)
+    return state, (Say(messages.ValidationMessage(state.step - 1, ended.loss, ended.metric)),)
 
 
-def is_validated(state: WorkerState, told: ValidatedMessage) -> Stepped:
+def is_validated(state: WorkerState, told: messages.ValidatedMessage) -> Stepped:
     """Goes on after the validation of the last step."""
     return go_on(state, ()) if told.step == state.step - 1 else (state, ())
 
 
-def audit(state: WorkerState, commit: CommitMessage, slots: tuple[Slot, ...]) -> tuple[Output, ...]:
+def audit(state: WorkerState, commit: messages.CommitMessage, slots: tuple[Slot, ...]) -> tuple[Output, ...]:
     """Returns the order to send the hashes of these slots, if an audit is due after the step."""
     is_asked = is_due(state.audit_every, commit.step, commit.then == "end")
     return (Audit(commit.step, slots),) if is_asked and slots else ()
 
 
-def suspects(state: WorkerState, failure: TransferFailed) -> Stepped:
+def suspects(state: WorkerState, failure: inputs.TransferFailed) -> Stepped:
     """Reports a failed transfer, and waits for the verdict."""
-    said = SuspicionMessage(state.epoch, failure.text, failure.peer)
+    said = messages.SuspicionMessage(state.epoch, failure.text, failure.peer)
     return state._replace(mode=Mode.SUSPECTING), (Say(said),)
 
 

@@ -147,7 +147,7 @@ class StandbyCoordinator:
                 self.state = new._replace(membership=new.membership._replace(sightings=sightings_of(message)))
                 break
             ensure(isinstance(message, StepMessage), f"a coordinator answers with outputs, not with {message}")
-            found.append(read_step(message, rest))
+            found.append(read_step(message, rest))  # type: ignore[arg-type]
         return tuple(found)
 
     def _received(self) -> Iterator[Message]:
