@@ -159,8 +159,8 @@ def test_who_does_not_leave_in_time_is_killed(crew: Crew) -> None:
     injector = crew.injector(kill(do="terminate", parameters={"grace_ns": 200_000_000}))
     crew.until(injector, lambda: _ignores_sigterm(crew.processes[1].pid))
     injector.strike("first")
-    assert injector.grace_ns(1) == 200_000_000
-    assert injector.grace_ns(0) is None
+    assert injector.injection.grace_ns(1) == 200_000_000
+    assert injector.injection.grace_ns(0) is None
     injector.sees(1, "notice", "0.2 s")
     assert len(crew.events("confirmed")) == 1
     crew.until(injector, lambda: crew.processes[1].poll() is not None)

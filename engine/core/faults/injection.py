@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 from engine.core.faults.fault import After, At, Fault, RecoveryPhase, to_plain
 from engine.core.faults.fault_kind import Sign
 from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal, TellOfFault
-from engine.core.faults.injection_state import (
-    Injection,
-    LateWork,
-    StruckFault,
-    Victims,
-    confirmed,
-    find_victims,
-    strike_records,
-)
+from engine.core.faults.injection_state import Injection, LateWork, StruckFault, Victims, find_victims
 from engine.core.history.run_records import UnconfirmedRecord
 from engine.core.membership.state import State
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
@@ -123,7 +115,7 @@ def strike(old: Injection, now: Now, fault_id: str) -> Moved:
     struck = StruckFault(fault, kind, kind.with_defaults(fault.parameters), state.epoch, victims, before, missing)
     waiting = tuple(each for each in old.waiting if each.id != fault_id)
     new = old._replace(waiting=waiting, struck=(*old.struck, struck))
-    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, strike_records(struck, state)))
+    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, struck.records(state)))
     for worker, slot in victims:
         if worker not in old.ended:
             new, more = _hit(new, now.now_ns, struck, worker, slot)
@@ -197,7 +189,7 @@ def see_sign(old: Injection, now: Now, worker: int, sign: Sign, value: Any, faul
         if fault_id in (None, each.fault.id):
             struck[index] = new = each.after(worker, sign, value)
             if each.missing and not new.missing:
-                outputs += (RecordFault(confirmed(new, sign, value)),)
+                outputs += (RecordFault(new.confirmed(sign, value)),)
     return old._replace(struck=tuple(struck)), outputs
 
 

@@ -54,6 +54,22 @@ class StruckFault(NamedTuple):
         how = f"no sign of it was seen at {who}" if who else "there was no victim"
         return UnconfirmedRecord(fault=self.fault.id, how=how)
 
+    def confirmed(self, sign: Sign, value: Any) -> ConfirmedRecord:
+        """Returns the record of the last missing sign."""
+        return ConfirmedRecord(fault=self.fault.id, how=f"{sign}: {value}")
+
+    def records(self, state: State) -> tuple[FaultRecord, ...]:
+        """Returns the records of the strike, one for each victim."""
+        fault, moment = self.fault, self.fault.moment
+        records = [
+            FaultRecord(fault=fault.id, do=fault.do, step=state.committed + 1, of=worker, slot=slot)
+            for worker, slot in self.victims
+        ]
+        if isinstance(moment, At):
+            action = str(moment.action)
+            return tuple(replace(each, step=moment.step, action=action, when=moment.when) for each in records)
+        return tuple(replace(each, after=moment.fault, phase=moment.phase) for each in records)
+
 
 class LateWork(NamedTuple):
     """Work that is due at a time: the strike of a fault, by its id, or an output for a worker that lives."""
@@ -100,24 +116,6 @@ class Injection(NamedTuple):
     def has_struck(self, worker: int) -> bool:
         """Returns whether a fault has struck a worker."""
         return any(worker in each.workers for each in self.struck)
-
-
-def confirmed(struck: StruckFault, sign: Sign, value: Any) -> ConfirmedRecord:
-    """Returns the record of the last missing sign."""
-    return ConfirmedRecord(fault=struck.fault.id, how=f"{sign}: {value}")
-
-
-def strike_records(struck: StruckFault, state: State) -> tuple[FaultRecord, ...]:
-    """Returns the records of a strike, one for each victim."""
-    fault, moment = struck.fault, struck.fault.moment
-    records = [
-        FaultRecord(fault=fault.id, do=fault.do, step=state.committed + 1, of=worker, slot=slot)
-        for worker, slot in struck.victims
-    ]
-    if isinstance(moment, At):
-        action = str(moment.action)
-        return tuple(replace(each, step=moment.step, action=action, when=moment.when) for each in records)
-    return tuple(replace(each, after=moment.fault, phase=moment.phase) for each in records)
 
 
 def find_victims(

@@ -100,7 +100,7 @@ class Agent:
             if not (self.is_stopping and isinstance(message, RaisedMessage)):  # a consequence of the end
                 self._own_parts.take(member, message)
             if isinstance(message, NoticeMessage):
-                grace_ns = self.injector.grace_ns(worker) or self.grace_ns
+                grace_ns = self.injector.injection.grace_ns(worker) or self.grace_ns
                 self.decide(Notice(now_ns(), worker, grace_ns))
                 self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
                 return
@@ -204,7 +204,7 @@ class Agent:
     @property
     def due_s(self) -> float:
         """The time of the next deadline or late work of a fault."""
-        return min(self.ends.host.due_ns, self.injector.due_ns) / 1e9
+        return min(self.ends.host.due_ns, self.injector.injection.due_ns) / 1e9
 
     def look_at_deadlines(self) -> None:
         """Does the late work of faults that is due, and handles a deadline that has passed."""

@@ -42,27 +42,14 @@ class Injector:
         self._state = state
 
     @property
-    def due_ns(self) -> float:
-        """The time of the next late work, for `look_at_clock`."""
-        return self.injection.due_ns
-
-    @property
     def known(self) -> frozenset[str]:
         """The ids of all faults so far."""
         return self.injection.known
 
-    def grace_ns(self, worker: int) -> int | None:
-        """Returns the grace that the latest fault with one gives to a worker; None without such a fault."""
-        return self.injection.grace_ns(worker)
-
-    def has_struck(self, worker: int) -> bool:
-        """Returns whether a fault has struck a worker."""
-        return self.injection.has_struck(worker)
-
     def places(self) -> dict[int, Place]:
         """Returns the last action that each worker has begun."""
         read = {} if self._board is None else {worker: self._board.read(worker) for worker in self._members}
-        return {worker: Place(at.step, at.action, self.has_struck(worker)) for worker, at in read.items()}
+        return {worker: Place(at.step, at.action, self.injection.has_struck(worker)) for worker, at in read.items()}
 
     def look_at_clock(self) -> None:
         """Does the late work that is due."""
