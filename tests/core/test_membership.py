@@ -468,8 +468,15 @@ def test_a_job_that_is_stopped_finishes_its_step(phase: Phase, last_step: int) -
         assert recovered(state).phase is Phase.DRAINING, "at a boundary there is no step to finish"
 
 
-def test_a_job_that_is_stopped_before_its_first_step_halts() -> None:
-    assert halt(told(forming(), Notice(5, None, S))).exit_code == ExitCode.TERMINATED
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.RESTARTING])
+def test_a_job_that_is_stopped_before_its_first_step_halts(phase: Phase) -> None:
+    assert halt(told(in_phase(phase), Notice(5, None, S))).exit_code == ExitCode.TERMINATED
+
+
+@pytest.mark.parametrize(("stopped", "end"), [(False, Phase.HALTED), (True, Phase.FINISHED)])
+def test_a_stage_that_is_lost_at_a_hand_over_ends_the_job(stopped: bool, end: Phase) -> None:
+    state = told(in_phase(Phase.RECONFIGURING), *([Notice(29, None, S)] if stopped else []))
+    assert told(state, *(ExitSeen(30 + worker, worker, -9) for worker in range(3))).phase is end
 
 
 def test_orders_are_repeated_when_nothing_moves() -> None:

@@ -89,16 +89,17 @@ class Coordinator:
         """Writes a decision, unless another coordinator has written since."""
         if not self.alive:
             return
-        self.is_writing = False
         if self.world.written is not self.kept:
             self.alive = False
             self.world.turns.add("replaced coordinator writes nothing")
             return
         old, self.state = self.state, new
         self.world.written = self.kept = new
+        self.is_writing = True  # what a fault brings now is heard after the outputs
         self.world.judge.decided(old, new, given)
         if self.world.reach():
             self._carry_out(found)
+        self.is_writing = False
         while self.alive and self.waiting and not self.is_writing:
             kind, words = self.waiting.pop(0)
             self.take(kind, *words)

@@ -16,7 +16,7 @@ from engine.core.coordinator.inputs import CoordinatorInput, Passed
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import required
 from engine.core.exclusion import Cause
-from engine.core.membership.state import Phase, State
+from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
 from engine.core.messages import EpochMessage, VoteMessage
 from engine.core.ownership import Grid, Ownership
@@ -47,6 +47,7 @@ class Judge:
         self.struck: set[int] = set()
         self.noticed: set[int] = set()
         self.clock_may_rule = False
+        self.ownership = world.ownership  # of the last commit
         self.holders = self._holders(world.ownership)
         self.stopped = False
         self.epochs: dict[int, EpochMessage] = {}
@@ -126,6 +127,7 @@ class Judge:
         if (outcome.loss, outcome.clip_factor) != (self.reference.losses[number], self.reference.clips[number]):
             raise Violation(f"the loss or the clip factor of step {number} differs")
         self.outcomes.append(outcome)
+        self.ownership = ownership
         self.holders = self._holders(ownership)
 
     def _holders(self, ownership: Ownership) -> list[set[int]]:
@@ -138,15 +140,10 @@ class Judge:
 
     def _state_changed(self, old: State, new: State, is_tick: bool) -> None:
         """Checks a decision of the protocol."""
-        if new.epoch != old.epoch:
-            for out in new.verdict:
-                known = self.struck | (self.noticed if out.cause is Cause.LEFT else set())
-                if out.worker not in known and out.cause is not Cause.FINISHED:
-                    raise Violation(f"worker {out.worker} {out.why}, but nothing was done to it")
-            if is_tick and not self.clock_may_rule:
-                raise Violation(f"the clock had to rule: {new.reason}")
+        self._check_verdict(old, new, is_tick)
         if new.epoch == old.epoch and new.phase is old.phase:
             return
+        self._check_plans(old, new)
         lost = tuple(stage for stage in range(self.grid.stages) if not self._is_held(stage, new))
         if new.phase is Phase.FINISHED:
             if new.lost_stages and new.lost_stages != lost:
@@ -160,6 +157,40 @@ class Judge:
                 raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
         elif lost and new.phase is Phase.RUNNING:
             raise Violation(f"nobody holds {lost} any more, and the job goes on")
+
+    def _check_verdict(self, old: State, new: State, is_tick: bool) -> None:
+        """Checks that members change with an epoch only, and each for its own reason."""
+        if new.members != old.members and new.epoch <= old.epoch:
+            raise Violation(f"members changed without an epoch: {new.reason}")
+        if new.epoch == old.epoch:
+            return
+        for out in new.verdict:
+            if out.cause is Cause.LEFT:
+                is_known = out.worker in self.noticed and not self._is_missed(out.worker, old)
+            else:
+                is_known = out.worker in (old.done if out.cause is Cause.FINISHED else self.struck)
+            if not is_known:
+                raise Violation(f"worker {out.worker} {out.why}, but nothing was done to it")
+        if is_tick and not self.clock_may_rule:
+            raise Violation(f"the clock had to rule: {new.reason}")
+
+    def _check_plans(self, old: State, new: State) -> None:
+        """Checks that training goes on only when all members have made the plan."""
+        if old.phase in GATHERING and new.phase in (Phase.RUNNING, Phase.DRAINING):
+            for number in new.members:
+                if not self.world.workers[number].has_planned(new.epoch):
+                    raise Violation(f"training goes on, but worker {number} has not made the plan")
+
+    def _is_missed(self, worker: int, old: State) -> bool:
+        """Whether a leaving worker owns a slot, or is the shadow of one that a staying worker could shadow."""
+        staying = {*old.members}.difference(old.leaving)
+        for owner, slot in zip(old.owners, self.grid.slots(), strict=True):
+            holders = self.ownership.replicas(*slot)
+            if owner == worker or (
+                worker in holders and staying - {owner} and staying.isdisjoint({*holders} - {owner})
+            ):
+                return True
+        return False
 
     def _is_held(self, stage: int, state: State) -> bool:
         """Whether a member has a complete replica of a stage: of the last commit, or with the log that leads to it.

@@ -17,6 +17,7 @@ from tests.simulation.case import POINTS, Case, Fault
 from tests.simulation.run import run
 
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
+_AT_A_BOUNDARY = (*_AFTER_A_VERDICT, "commit", "stepped", "decided")
 _AT_THE_END = ("commit", "stepped", "decided", "LOG", "COMMIT", "REDUCE_GRAD")
 _REDUNDANCIES: tuple[Redundancy, ...] = ("none", "lazy", "eager", "reroute")
 PAIRED = (
@@ -81,6 +82,23 @@ def hand_overs(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
                 if place % stride == 0:
                     kill = Fault(worker, "moment", moment)
                     yield replace(quiet, seed=_TIMING[place // stride % 2], faults=(notice, kill))
+
+
+def leavings(count: int) -> Iterator[Case]:
+    """Yields random cases in which a worker leaves, and at its hand-over others die, leave, or stop the job."""
+    for number in range(count):
+        rng = Random(number)  # noqa: S311
+        stages = rng.choice((2, 3, 3, 4))
+        leaver, *others = rng.sample(range(stages), stages)
+        notice = Fault(leaver, "moment", rng.randint(4, 40), "notice", _GRACE_US)
+        struck = [others[0]] if rng.random() < 0.8 else [leaver, *others]
+        kind = rng.choice(("kill", "kill", "notice", "stop"))
+        faults = [
+            Fault(worker, rng.choice(_AT_A_BOUNDARY), rng.choice((1, 1, 2)), kind, _GRACE_US) for worker in struck
+        ]
+        if rng.random() < 0.3:
+            faults.append(Fault(leaver, "stepped", 1, "stop"))
+        yield Case(stages, 2, steps=4, seed=number, spread=rng.choice((3, 10)), faults=(notice, *faults))
 
 
 def grid_cases(steps: int = 2) -> Iterator[Case]:

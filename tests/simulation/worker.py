@@ -49,6 +49,10 @@ class Worker(Joining):
         """The epoch that it has entered."""
         return self.state.epoch
 
+    def has_planned(self, epoch: int) -> bool:
+        """Whether it has made the plan of an epoch."""
+        return self.state.plan is not None and self.state.plan.told.epoch == epoch
+
     # Messages
 
     def told(self, message: ToWorker) -> None:

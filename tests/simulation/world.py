@@ -35,6 +35,7 @@ _TICK = 500 * MS
 _LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
 _MOST_EVENTS = 400_000
 MOST_RESTARTS = 3
+_CODES = (-9, -11, 0, 1)  # of a process that dies
 _NODES = [f"node-{worker}" for worker in range(64)]
 
 
@@ -343,7 +344,7 @@ class World:
         self.judge.guilty(worker, fault)
         length = fault.length * 1000
         if fault.kind == "kill":
-            self.end(worker, -9)
+            self.end(worker, _CODES[self.case.seed % len(_CODES)])
         elif fault.kind == "zombie":
             self.push(self.delay(), self._lose_node, worker.number)
             self.heard_at[worker.number] = self.now + length
