@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from engine.models.layers import Tensors
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups, LoopbackBackend
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
-from engine.runtime.transport.transport import Channel, Joining, Traffic, Transport, Waiter
+from engine.runtime.transport.transport import Channel, Joining, Traffic, Transport
 
 Paused = Callable[[], AbstractContextManager[None]]
 _Ends = tuple[list[object], list[object]]  # (epoch, key) of what was sent, and of what was posted
@@ -105,8 +106,8 @@ class OrderedJoining:
 class OrderedLoopback(LoopbackBackend):
     """The groups of one worker in memory; all workers of a run have the same `orders`."""
 
-    def __init__(self, orders: PairOrders, groups: Groups, waiter: Waiter, worker: int, paused: Paused):
-        super().__init__(groups, waiter, worker, paused)
+    def __init__(self, orders: PairOrders, groups: Groups, cuts: LinkCuts, worker: int, paused: Paused):
+        super().__init__(groups, cuts, worker, paused)
         self._orders, self._number = orders, worker
 
     def joining(self, epoch: int, members: Sequence[int]) -> OrderedJoining:  # type: ignore[override]

@@ -26,6 +26,7 @@ from engine.runtime.process import forkserver
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.gloo_transport import GlooJoining, GlooTransport
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.transfer_key import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose
 from engine.runtime.transport.transport import Waiter
 from tests.runtime.peer_messages import Call, Result
@@ -109,14 +110,14 @@ def connect(group: str) -> Any:
 
 def backend_of(prefix: str, waiter: Waiter, worker: int) -> GlooBackend:
     """Returns the backend of a peer that is a worker; the groups of a prefix are theirs alone."""
-    return GlooBackend(waiter, worker, lambda epoch, group: connect(f"{prefix}/{group}"))
+    return GlooBackend(LinkCuts(waiter), worker, lambda epoch, group: connect(f"{prefix}/{group}"))
 
 
 def plane_of(prefix: str, worker: int, members: Sequence[int] = (0, 1), timeout_s: float = 10.0) -> GlooTransport:
     """Joins a group of peers that are workers, with a control of its own."""
     near, far = Link.pair()
     _far_ends.append(far)
-    return GlooJoining(Control(near), connect(prefix), worker, members, timeout_s=timeout_s).join()
+    return GlooJoining(LinkCuts(Control(near)), connect(prefix), worker, members, timeout_s=timeout_s).join()
 
 
 def an_order(number: int) -> ProgramKey:

@@ -19,6 +19,7 @@ from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.gloo_transport import GlooJoining, GlooTransport
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer, an_aside, an_order, connect, plane_of
 
@@ -211,7 +212,7 @@ def exchanges(prefix: str, worker: int) -> list[float]:
     """Three workers, ranked against their numbers: each sends to both others and takes from both."""
     workers = (7, 2, 5)
     plane = plane_of(prefix, worker, workers)
-    assert plane._wires.gloo.rank() == workers.index(worker)
+    assert plane.gloo.rank() == workers.index(worker)
     others = [each for each in workers if each != worker]
     for other in others:
         for key in (3, 1):
@@ -252,7 +253,7 @@ def closes_while_blocked(prefix: str) -> list[Any]:
     for number in range(ROUNDS):
         store = connect(f"{prefix}/{number}")
         with_store = connected_sockets()
-        plane = GlooJoining(new_control(), store, 0, (0, 1)).join()
+        plane = GlooJoining(LinkCuts(new_control()), store, 0, (0, 1)).join()
         opened.append(connected_sockets() - with_store)
         for key in range(3):
             plane.in_order.post(1, an_order(key), (spec(1000),))
@@ -305,7 +306,7 @@ def is_stopped_while_blocked(prefix: str) -> list[float]:
     for number in range(ROUNDS):
         near, far = Link.pair()
         far_ends.append(far)
-        plane = GlooJoining(Control(near), connect(f"{prefix}/{number}"), 0, (0, 1)).join()
+        plane = GlooJoining(LinkCuts(Control(near)), connect(f"{prefix}/{number}"), 0, (0, 1)).join()
         plane.in_order.post(1, an_order(0), (spec(10),))
         said_s: list[float] = []
         threading.Timer(0.02, _say_stop, (far, said_s)).start()

@@ -16,7 +16,7 @@ from engine.core.errors import TransferFailedError
 from engine.runtime.faults.links import cut_link
 from engine.runtime.faults.registry import WorkerFaultContext
 from engine.runtime.transport.gloo_transport import GlooJoining
-from engine.runtime.transport.link_cuts import CuttableBackend, LinkCuts
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transport import Joining, Transport
 from tests.runtime.peers import an_aside, an_order
@@ -60,17 +60,8 @@ class Pair:
 
     def joining(self, epoch: int, worker: int) -> Joining:
         """Returns the attempt of a worker to join the group of an epoch."""
-        pair = self
-
-        class Gloo:
-            def joining(self, epoch: int, members: object) -> Joining:
-                store = Meeting(f"{epoch}", pair.store)
-                return GlooJoining(pair.cuts[worker], store, worker, (0, 1), epoch)  # type: ignore[arg-type]
-
-            def open_collectives(self, name: str, workers: object) -> None:
-                raise NotImplementedError
-
-        return CuttableBackend(Gloo(), self.cuts[worker]).joining(epoch, (0, 1))
+        store = Meeting(f"{epoch}", self.store)
+        return GlooJoining(self.cuts[worker], store, worker, (0, 1), epoch)  # type: ignore[arg-type]
 
     def joined(self, epoch: int = 0) -> tuple[Transport, Transport]:
         """Returns both ends of a group."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.core.errors import InvariantError, TransferFailedError
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups, LoopbackBackend, LoopbackTransport
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transport import Traffic
@@ -36,7 +37,7 @@ class Looks:
 
 def pair(epoch: int = 0) -> tuple[LoopbackTransport, LoopbackTransport]:
     groups, ends = Groups(), dict[int, LoopbackTransport]()
-    backends = [LoopbackBackend(groups, Looks(), worker, contextlib.nullcontext) for worker in (4, 7)]
+    backends = [LoopbackBackend(groups, LinkCuts(Looks()), worker, contextlib.nullcontext) for worker in (4, 7)]
 
     def join(number: int) -> None:
         ends[number] = backends[number].joining(epoch, (4, 7)).join()
@@ -117,7 +118,7 @@ def test_a_wait_for_a_worker_ends_with_it() -> None:
 
 
 def test_an_abandoned_attempt_to_join_fails() -> None:
-    backend = LoopbackBackend(Groups(), Looks(), 0, contextlib.nullcontext)
+    backend = LoopbackBackend(Groups(), LinkCuts(Looks()), 0, contextlib.nullcontext)
     joining = backend.joining(0, (0, 1))
     threading.Timer(0.01, joining.abandon).start()
     with pytest.raises(TransferFailedError, match="joining the others"):

@@ -18,6 +18,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.gloo_transport import GlooJoining
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.rendezvous import Rendezvous
 from tests.runtime.peer_messages import an_epoch
 
@@ -118,7 +119,7 @@ def test_a_wait_ends_at_its_time(workers: Workers) -> None:
 
 def joining_of(workers: Workers, worker: int) -> GlooJoining:
     control = workers.controls[worker]
-    return GlooBackend(control, worker, partial(Rendezvous, control)).joining(0, (0, 1, 2))
+    return GlooBackend(LinkCuts(control), worker, partial(Rendezvous, control)).joining(0, (0, 1, 2))
 
 
 def test_a_group_forms_and_its_keys_are_short(workers: Workers) -> None:

@@ -18,6 +18,7 @@ from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.gloo_transport import GlooJoining
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.rendezvous import Rendezvous
 
 _SETTLE_S = 0.02  # so that no worker is still busy with the beginning of training
@@ -42,7 +43,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     told = control.take(Round)
     control.recorder = recorder = Recorder(events_fd, told.worker)
     store = Rendezvous(control, 0, "round")
-    plane = GlooJoining(control, store, told.worker, told.ranks).join()  # others would notice its end
+    plane = GlooJoining(LinkCuts(control), store, told.worker, told.ranks).join()  # others would notice its end
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(ReadyMessage())

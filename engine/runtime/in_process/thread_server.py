@@ -21,8 +21,8 @@ from engine.runtime.in_process.thread_control import ThreadControl, Turn
 from engine.runtime.ipc.control import Killed
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups, LoopbackBackend
-from engine.runtime.transport.transport import Waiter
 
 _WORKER = "engine.runtime.worker.worker"  # imported late, as the fork server does: it imports torch
 
@@ -65,8 +65,8 @@ class ThreadChild(Child):
         finally:
             self._leave()
 
-    def _backend_of(self, welcome: WelcomeMessage, waiter: Waiter) -> LoopbackBackend:
-        self._backend = LoopbackBackend(self._groups, waiter, welcome.worker, self._turn.paused)
+    def _backend_of(self, welcome: WelcomeMessage) -> LoopbackBackend:
+        self._backend = LoopbackBackend(self._groups, LinkCuts(self._control), welcome.worker, self._turn.paused)
         return self._backend
 
     def _leave(self) -> None:

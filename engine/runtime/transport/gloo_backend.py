@@ -10,10 +10,11 @@ from torch import distributed
 from torch.distributed import Store
 
 from engine.runtime.transport.gloo_transport import GlooJoining
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.suspicion import suspecting
-from engine.runtime.transport.transport import Waiter
+from engine.runtime.transport.transport import CutLink
 
 _TIMEOUT = timedelta(seconds=1800)
 _COLLECTIVES = "guarded"  # the name by which torch calls for a group of collectives
@@ -23,9 +24,10 @@ class GlooBackend:
     """The groups of `worker`; `meet` returns the rendezvous of a group by its epoch and own name."""
 
     def __init__(
-        self, waiter: Waiter, worker: int, meet: Callable[[int, str], Rendezvous], guard: PairGuard = UNGUARDED
+        self, cuts: LinkCuts, worker: int, meet: Callable[[int, str], Rendezvous], guard: PairGuard = UNGUARDED
     ):
-        self._waiter = waiter
+        self.cut: CutLink = cuts.cut
+        self._cuts = cuts
         self._meet = meet
         self._worker = worker
         self._guard = guard
@@ -34,7 +36,7 @@ class GlooBackend:
         """Returns the attempt to join the group of an epoch."""
         name = f"epoch-{epoch}"
         store = self._meet(epoch, name)
-        return GlooJoining(self._waiter, store, self._worker, members, epoch, guard=self._guard, name=name)
+        return GlooJoining(self._cuts, store, self._worker, members, epoch, guard=self._guard, name=name)
 
     def open_collectives(self, name: str, workers: Sequence[int]) -> None:
         """Makes `workers` torch's process group of this process; raises TransferFailedError if it is not formed."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Generic
 
 from engine.core.errors import EnvironmentLacksError, TransferFailedError, ensure
 from engine.models.layers import Tensors
+from engine.runtime.transport.group_end import EndChannel, GroupEnd
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.tensor_spec import Border, difference
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
-from engine.runtime.transport.transport import AnyKey, Traffic, Waiter
+from engine.runtime.transport.transport import AnyKey, CutLink
 
 _Address = tuple[int, ProgramKey | AsideKey]  # the other end, and the key
 
@@ -37,18 +38,20 @@ class Groups:
 class LoopbackBackend:
     """The groups of `worker`; `paused` gives up its thread's turn for the time of a block."""
 
-    def __init__(self, groups: Groups, waiter: Waiter, worker: int, paused: Callable[[], AbstractContextManager[None]]):
-        self._groups, self._waiter, self._worker, self._paused = groups, waiter, worker, paused
+    def __init__(self, groups: Groups, cuts: LinkCuts, worker: int, paused: Callable[[], AbstractContextManager[None]]):
+        self.cut: CutLink = cuts.cut
+        self._cuts, self._groups, self._worker, self._paused = cuts, groups, worker, paused
         self._ends: list[LoopbackTransport] = []
         self._has_left = False
 
     def joining(self, epoch: int, members: Sequence[int]) -> LoopbackJoining:
         """Returns the attempt to join the group of an epoch."""
-        end = LoopbackTransport(self._waiter, self._worker, epoch, self._groups.ends(epoch, members), self._groups.lock)
+        ends = self._groups.ends(epoch, members)
+        end = LoopbackTransport(self._cuts, self._worker, members, epoch, ends, self._groups.lock)
         self._ends.append(end)
         if self._has_left:
             end.abandon()
-        return LoopbackJoining(end, len(members), self._paused)
+        return LoopbackJoining(end, self._paused)
 
     def open_collectives(self, name: str, workers: Sequence[int]) -> None:
         """Raises EnvironmentLacksError: torch has one process group for each process."""
@@ -64,18 +67,20 @@ class LoopbackBackend:
 class LoopbackJoining:
     """One attempt to join a group."""
 
-    def __init__(self, end: LoopbackTransport, num_members: int, paused: Callable[[], AbstractContextManager[None]]):
-        self._end, self._num_members, self._paused = end, num_members, paused
+    def __init__(self, end: LoopbackTransport, paused: Callable[[], AbstractContextManager[None]]):
+        self._end, self._paused = end, paused
 
     def join(self) -> LoopbackTransport:
         """Waits until all members have joined; raises TransferFailedError after `abandon`."""
         end = self._end
+        end.cuts.await_whole(end.num_sent, lambda: end.is_closed)
         with self._paused(), end.lock:
             end.ends[end.worker] = end
             end.lock.notify_all()
-            end.lock.wait_for(lambda: end.is_closed or len(end.ends) == self._num_members)
+            end.lock.wait_for(lambda: end.is_closed or len(end.ends) == len(end.num_sent))
         if end.is_closed:
             raise TransferFailedError("joining the others failed: it was abandoned")
+        end.cuts.enter(end)
         return end
 
     def abandon(self) -> None:
@@ -83,23 +88,23 @@ class LoopbackJoining:
         self._end.abandon()
 
 
-class LoopbackTransport:
-    """The end of one worker in a group."""
+class LoopbackTransport(GroupEnd):
+    """The end of one worker in a group; `ends` has those of all members that have joined, `lock` guards them all."""
 
     def __init__(
-        self, waiter: Waiter, worker: int, epoch: int, ends: dict[int, LoopbackTransport], lock: threading.Condition
+        self,
+        cuts: LinkCuts,
+        worker: int,
+        members: Sequence[int],
+        epoch: int,
+        ends: dict[int, LoopbackTransport],
+        lock: threading.Condition,
     ):
-        self.waiter, self.worker, self.epoch = waiter, worker, epoch
-        self.ends, self.lock = ends, lock
+        super().__init__(cuts, members, epoch)
+        self.worker, self.ends, self.lock = worker, ends, lock
         self.is_closed = False
-        self.bytes_sent = 0
-        self.failed: TransferFailedError | None = None
-        self.arrived: dict[_Address, Tensors] = {}
         self.posted: dict[_Address, deque[tuple[int, Border]]] = {}
         self.early: dict[_Address, deque[tuple[int, Tensors]]] = {}  # sent, and not posted yet
-        self.num_sent: dict[int, int] = {}
-        self.num_posted: dict[int, int] = {}
-        self.num_received: dict[int, int] = {}
         self.in_order: _LoopbackChannel[ProgramKey] = _LoopbackChannel(self)
         self.aside: _LoopbackChannel[AsideKey] = _LoopbackChannel(self)
 
@@ -112,31 +117,19 @@ class LoopbackTransport:
             wrong = difference(tuple(spec.as_gradient() for spec in border), tensors)
             ensure(not wrong, f"{key} from worker {source} to {self.worker} has {wrong}")
             ensure(epoch == sent_epoch, f"{key} from worker {source} is of epoch {sent_epoch}, wanted in {epoch}")
-            self.arrived[address] = tensors
-            self.num_received[source] = self.num_received.get(source, 0) + 1
-            self.waiter.wake()
+            self.arrives(source, key, tensors)
 
     def lose(self, source: int) -> None:
         """Fails if a message of worker `source`, which has left, is still wanted."""
         if any(posted for (other, _), posted in self.posted.items() if other == source):
-            self.failed = broken("from", source)
-            self.waiter.wake()
-
-    def traffic(self) -> Mapping[int, Traffic]:
-        """Returns the numbers of messages in both channels by other member."""
-        with self.lock:
-            return {
-                peer: Traffic(
-                    *(numbers.get(peer, 0) for numbers in (self.num_sent, self.num_posted, self.num_received))
-                )
-                for peer in self.ends
-            }
+            self.fails(broken("from", source))
 
     def release_sent(self) -> None:
         """Does nothing: a message is a copy."""
 
     def abandon(self) -> None:
         """Leaves the group; a wait of another member for a message of this one fails."""
+        self.cuts.leave(self)
         with self.lock:
             if not self.is_closed:
                 self.is_closed = True
@@ -150,10 +143,11 @@ class LoopbackTransport:
         self.abandon()
 
 
-class _LoopbackChannel(Generic[AnyKey]):
+class _LoopbackChannel(EndChannel[AnyKey]):
     """One of the two channels of an end."""
 
     def __init__(self, end: LoopbackTransport):
+        super().__init__(end)
         self._end = end
 
     def post(self, source: int, key: AnyKey, border: Border) -> None:
@@ -163,29 +157,10 @@ class _LoopbackChannel(Generic[AnyKey]):
             if not end.early.get(address) and (end.is_closed or end.ends[source].is_closed):
                 raise broken("from", source)
             end.posted.setdefault(address, deque()).append((end.epoch, border))
-            end.num_posted[source] = end.num_posted.get(source, 0) + 1
+            end.num_posted[source] += 1
             end.match(address)
 
-    def has_arrived(self, source: int, key: AnyKey) -> bool:
-        """Returns whether `take` would return at once."""
-        return (source, key) in self._end.arrived
-
-    def take_arrived(self, source: int, key: AnyKey) -> Tensors | None:
-        """Returns the tensors of a posted message, or None if it has not arrived."""
-        return self._end.arrived.pop((source, key), None)
-
-    def take(self, source: int, key: AnyKey) -> Tensors:
-        """Waits for a posted message and returns its tensors; raises TransferFailedError if its sender has left."""
-        end = self._end
-
-        def look() -> Tensors | None:
-            if end.failed is not None:
-                raise end.failed
-            return self.take_arrived(source, key)
-
-        return end.waiter.wait_until(look)
-
-    def send(self, target: int, key: AnyKey, tensors: Tensors) -> None:
+    def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         """Copies one message to its target."""
         end, copies = self._end, tuple(tensor.detach().contiguous().clone() for tensor in tensors)
         with end.lock:
@@ -193,7 +168,6 @@ class _LoopbackChannel(Generic[AnyKey]):
             if end.is_closed or other.is_closed:
                 raise broken("to", target)
             end.bytes_sent += sum(copy.nbytes for copy in copies)
-            end.num_sent[target] = end.num_sent.get(target, 0) + 1
             other.early.setdefault((end.worker, key), deque()).append((end.epoch, copies))
             other.match((end.worker, key))
 

@@ -18,6 +18,7 @@ from engine.models.layers import Tensors
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 
+CutLink = Callable[[int, str, int | None], bool]  # `LinkCuts.cut`: member, direction, nanoseconds
 Found = TypeVar("Found")
 AnyKey = TypeVar("AnyKey", bound=ProgramKey | AsideKey)
 _Key_contra = TypeVar("_Key_contra", contravariant=True)
@@ -115,6 +116,8 @@ class Joining(Protocol):
 
 class TransportBackend(Protocol):
     """How one worker joins its groups; made with the waiter of its main thread."""
+
+    cut: CutLink
 
     def joining(self, epoch: int, members: Sequence[int]) -> Joining:
         """Returns the attempt of this worker, one of `members`, to join the group that is formed in `epoch`."""

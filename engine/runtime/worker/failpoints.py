@@ -25,7 +25,7 @@ from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.transport.link_cuts import LinkCuts
+from engine.runtime.transport.transport import CutLink
 
 _PATIENCE_NS = 10_000_000_000  # to wait for a strike; without a strike the fault has not fired, and its case fails
 _OWN_PHASES = ("fence", "regroup")  # phases that the agent knows from messages of the workers alone
@@ -50,12 +50,12 @@ class Failpoints:
         control: Control,
         faults: Sequence[Fault] = (),
         replicas: Replicas | None = None,
-        cuts: LinkCuts | None = None,
+        cut: CutLink = lambda peer, direction, for_ns: False,
     ):
         self.control = control
         self.faults: list[Fault] = []
         self.replicas = replicas
-        self._cuts = cuts
+        self._cut = cut
         self._slowdown: _Slowdown | None = None
         self._due: Fault | None = None  # the fault that is to strike during the present action
         control.on_fault = self._handle
@@ -107,7 +107,7 @@ class Failpoints:
             control=self.control,
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
-            cut_link=self._cuts.cut if self._cuts is not None else lambda peer, direction, for_ns: False,
+            cut_link=self._cut,
         )
         registered()[message.do].strike(context)
 

@@ -45,11 +45,11 @@ from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
 from engine.runtime.transport.gloo_backend import GlooBackend
-from engine.runtime.transport.link_cuts import CuttableBackend, LinkCuts
+from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.pair_guard import PairGuard
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
-from engine.runtime.transport.transport import Transport, TransportBackend, Waiter
+from engine.runtime.transport.transport import Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.training import Training, exit_code
@@ -74,10 +74,10 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
 
-    def backend_of(welcome: messages.WelcomeMessage, waiter: Waiter) -> TransportBackend:
+    def backend_of(welcome: messages.WelcomeMessage) -> TransportBackend:
         is_guarded = network_fd is not None or bool(welcome.pair_key)
         ensure(is_guarded, "the transfers of a run lie in its network, or have its key")
-        return gloo_backend(control, welcome, network_fd, waiter)
+        return gloo_backend(control, welcome, network_fd)
 
     return work(control, (events_fd, steps_fd), board_fd, backend_of, takes_sigterm=True)
 
@@ -86,7 +86,7 @@ def work(
     control: Control,
     record_fds: tuple[int, int],
     board_fd: int,
-    backend_of: Callable[[messages.WelcomeMessage, Waiter], TransportBackend],
+    backend_of: Callable[[messages.WelcomeMessage], TransportBackend],
     *,
     takes_sigterm: bool = False,
 ) -> int:
@@ -128,13 +128,11 @@ def _run(
     protocol: WorkerProtocol,
     record_fds: tuple[int, int],
     board_fd: int,
-    backend_of: Callable[[messages.WelcomeMessage, Waiter], TransportBackend],
+    backend_of: Callable[[messages.WelcomeMessage], TransportBackend],
 ) -> int:
     welcome = control.take(messages.WelcomeMessage)
-    cuts = LinkCuts(control)
-    backend = CuttableBackend(backend_of(welcome, cuts), cuts)
     try:
-        member = join(control, welcome, record_fds, board_fd, backend, cuts=cuts)
+        member = join(control, welcome, record_fds, board_fd, backend_of(welcome))
     except TransferFailedError:
         control.check()  # the others may be missing because the run is being stopped
         raise
@@ -147,16 +145,14 @@ def _run(
     return code
 
 
-def gloo_backend(
-    control: Control, welcome: messages.WelcomeMessage, network_fd: int | None = None, waiter: Waiter | None = None
-) -> GlooBackend:
-    """Returns the backend of a worker that has been welcomed; it waits in `waiter`, by default in `control`."""
+def gloo_backend(control: Control, welcome: messages.WelcomeMessage, network_fd: int | None = None) -> GlooBackend:
+    """Returns the backend of a worker that has been welcomed."""
 
     def tell(peer: int | None, words: str) -> None:
         control.send(UnprovenMessage(peer, words))
 
     guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
-    return GlooBackend(waiter or control, welcome.worker, partial(Rendezvous, control), guard)
+    return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard)
 
 
 def join(
@@ -166,7 +162,6 @@ def join(
     board_fd: int,
     backend: TransportBackend,
     data_of: Callable[[Job], Data] = open_data,
-    cuts: LinkCuts | None = None,
 ) -> GroupMember:
     """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages."""
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
@@ -189,7 +184,7 @@ def join(
     plane = backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
-    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, cuts)
+    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut)
     shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
     context = WorkerContext(
         job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards

@@ -1,0 +1,84 @@
+"""The end of one worker in a group, as each backend has it: what has arrived, what has failed, numbers, cuts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Generic
+
+from engine.core.errors import TransferFailedError
+from engine.models.layers import Tensors
+from engine.runtime.transport.link_cuts import LinkCuts
+from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
+from engine.runtime.transport.transport import AnyKey, Traffic
+
+
+class GroupEnd:
+    """The part of a transport that does not depend on the backend; `members` has this worker too."""
+
+    def __init__(self, cuts: LinkCuts, members: Iterable[int], epoch: int):
+        self.cuts = cuts
+        self.epoch = epoch
+        self.bytes_sent = 0
+        self.failed: TransferFailedError | None = None
+        self.arrived: dict[tuple[int, ProgramKey | AsideKey], Tensors] = {}
+        self.num_sent = dict.fromkeys(members, 0)
+        self.num_posted = self.num_sent.copy()
+        self._num_received = self.num_sent.copy()
+        self._counting = threading.Lock()  # messages arrive in several threads
+
+    def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
+        """Takes in a message whose receive was posted; any thread may call it."""
+        with self._counting:
+            self.arrived[source, key] = tensors
+            self._num_received[source] += 1
+        self.cuts.waiter.wake()
+
+    def fails(self, error: TransferFailedError) -> None:
+        """Ends every wait for a message by an error; any thread may call it."""
+        self.failed = error
+        self.cuts.waiter.wake()
+
+    def traffic(self) -> Mapping[int, Traffic]:
+        """Returns the numbers of messages in both channels by member, as this worker sees them; kept ones are sent."""
+        return {
+            peer: Traffic(sent, self.num_posted[peer], self.cuts.back.get(peer, self._num_received[peer]))
+            for peer, sent in self.num_sent.items()
+        }
+
+
+class EndChannel(Generic[AnyKey]):
+    """The part of a channel that does not depend on the backend."""
+
+    def __init__(self, end: GroupEnd):
+        self._of = end
+
+    def has_arrived(self, source: int, key: AnyKey) -> bool:
+        """Returns whether `take` would return at once."""
+        return (source, key) in self._of.arrived and source not in self._of.cuts.back
+
+    def take_arrived(self, source: int, key: AnyKey) -> Tensors | None:
+        """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
+        return None if source in self._of.cuts.back else self._of.arrived.pop((source, key), None)
+
+    def take(self, source: int, key: AnyKey) -> Tensors:
+        """Waits for a posted message and returns its tensors; raises Stopped, or TransferFailedError if it broke."""
+        end = self._of
+
+        def look() -> Tensors | None:
+            if end.failed is not None and source not in end.cuts.back:
+                raise end.failed
+            return self.take_arrived(source, key)
+
+        return end.cuts.waiter.wait_until(look)
+
+    def send(self, target: int, key: AnyKey, tensors: Tensors) -> None:
+        """Starts one message, or keeps it behind a cut; it must not change before the moment that `Channel` names."""
+        end = self._of
+        end.num_sent[target] += 1
+        if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._begin, target, key, tensors)):
+            self._begin(target, key, tensors)
+
+    def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
+        raise NotImplementedError
