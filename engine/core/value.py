@@ -29,13 +29,6 @@ class Kind(StrEnum):
     VOTED = "voted"  # the vote of one replica, which holds its LOGGED; the index is the worker
 
 
-# Values of these kinds travel in the order of the program: their order between two workers is known before the step
-# (`engine/core/program/issue_order.py`), so a backend without tags can carry them. Those of other kinds go aside and
-# are found by their key: a stream may come late or never, and only its own header tells the size of a state.
-IN_ORDER: Final = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.ADDED, Kind.REDUCED, Kind.LOGGED})
-ASIDE: Final = frozenset({Kind.STREAMED, Kind.STATE})
-
-
 class Value(NamedTuple):
     """A value of one step; `index` is a microbatch, a worker if the kind is `VOTED`, or -1 on a whole stage."""
 

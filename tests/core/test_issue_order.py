@@ -14,10 +14,9 @@ from engine.core.op_row import Where
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried, makes, needs
-from engine.core.program.issue_order import Issue, RoutedValue, issue_order
 from engine.core.recovery.planner import PlanInput, make_plan
 from engine.core.schedules.registry import SCHEDULES
-from engine.core.value import ASIDE, IN_ORDER, WIRE, Kind
+from engine.core.value import WIRE, Kind
 from tests.core.drawing import program_of
 from tests.core.recovery_cases import (
     ANY_ORDER,
@@ -29,6 +28,7 @@ from tests.core.recovery_cases import (
     random_job,
     seeded,
 )
+from tests.doubles.issue_order import ASIDE, IN_ORDER, Issue, RoutedValue, issue_order
 from tests.doubles.ordered_machine import OrderedMachine
 from tests.doubles.ordered_wire import MismatchError, Operation, OrderedWire
 

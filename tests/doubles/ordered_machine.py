@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from engine.core.action import OP_TABLE, Action, Op, Program
 from engine.core.ownership import Ownership
-from engine.core.program.issue_order import Issue, RoutedValue, issue_order
 from engine.core.value import WIRE, Kind, Value
 from tests.core.provenance import Body, Log, Machine
+from tests.doubles.issue_order import Issue, RoutedValue, issue_order
 from tests.doubles.ordered_wire import Operation, OrderedWire
 
 # All that a wire without tags knows of a message: activations and gradients are of equal size, and so are sums.

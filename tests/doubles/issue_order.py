@@ -11,7 +11,7 @@ receive directly follows its send:
     worker 1                1RECV_F0     1F0 ...
 
 No worker waits in a circle, and no two messages cross. A RECV then only waits for a message that was issued before.
-`engine/core/value.py` says which kinds of values go in order. The others go aside: they are found by their key.
+Kinds of values that are not in `IN_ORDER` go aside: they are found by their key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from engine.core.action import COMPUTE_OPS, Action, Op, Program
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Ownership
 from engine.core.program.dependencies import makes, needs, rendezvous
-from engine.core.value import IN_ORDER, WIRE, Held, Kind, Value
+from engine.core.value import WIRE, Held, Kind, Value
+
+# Values of these kinds travel in the order of the program: their order between two workers is known before the step,
+# so a backend without tags can carry them. Those of other kinds go aside and are found by their key: a stream may come
+# late or never, and only its own header tells the size of a state.
+IN_ORDER = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.ADDED, Kind.REDUCED, Kind.LOGGED})
+ASIDE = frozenset({Kind.STREAMED, Kind.STATE})
 
 
 class RoutedValue(NamedTuple):
