@@ -29,30 +29,14 @@ class OwnParts:
             take(self, member, message)
 
 
-def _on_cut(own: OwnParts, member: WorkerHandle, cut: messages.CutMessage) -> None:
-    own.run_state.cut(cut)
-
-
-def _on_pure(own: OwnParts, member: WorkerHandle, pure: messages.PureMessage) -> None:
-    own.run_state.purity.add(member.worker, pure.rows)
-
-
 def _on_ready(own: OwnParts, member: WorkerHandle, ready: messages.ReadyMessage) -> None:
     member.state = "ready"
-
-
-def _on_vote(own: OwnParts, member: WorkerHandle, vote: messages.VoteMessage) -> None:
-    own.run_state.vote(member.worker, vote)
 
 
 def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage) -> None:
     own.run_state.audit(member.worker, audit)
     rows = tuple(row[:3] for row in audit.rows)  # the marks only explain a difference between replicas
     own.recorder.write(AuditRecord(of=member.worker, step=audit.step, pipeline=audit.pipeline, rows=rows))
-
-
-def _on_validation(own: OwnParts, member: WorkerHandle, outcome: messages.ValidationMessage) -> None:
-    own.run_state.validated(outcome)
 
 
 def _on_finished(own: OwnParts, member: WorkerHandle, finished: messages.FinishedMessage) -> None:
@@ -68,33 +52,19 @@ def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessa
     own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
 
 
-def _on_inventory(own: OwnParts, member: WorkerHandle, inventory: messages.InventoryMessage) -> None:
-    own.injector.reached("inventory", inventory.epoch)
-
-
-def _on_strike(own: OwnParts, member: WorkerHandle, strike: messages.StrikeMessage) -> None:
-    own.injector.strike(strike.fault)
-
-
-def _on_suffered(own: OwnParts, member: WorkerHandle, suffered: messages.SufferedMessage) -> None:
-    own.injector.sees(member.worker, "suffered", suffered.how, suffered.fault)
-
-
-def _on_mark(own: OwnParts, member: WorkerHandle, mark: messages.MarkMessage) -> None:
-    own.injector.reached(mark.phase, mark.epoch)
-
-
 _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] = {
-    messages.CutMessage: _on_cut,
-    messages.PureMessage: _on_pure,
+    messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
+    messages.PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
     messages.ReadyMessage: _on_ready,
-    messages.VoteMessage: _on_vote,
+    messages.VoteMessage: lambda own, member, vote: own.run_state.vote(member.worker, vote),
     messages.AuditMessage: _on_audit,
-    messages.ValidationMessage: _on_validation,
+    messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
     messages.FinishedMessage: _on_finished,
     messages.RaisedMessage: _on_raised,
-    messages.InventoryMessage: _on_inventory,
-    messages.StrikeMessage: _on_strike,
-    messages.SufferedMessage: _on_suffered,
-    messages.MarkMessage: _on_mark,
+    messages.InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
+    messages.StrikeMessage: lambda own, member, strike: own.injector.strike(strike.fault),
+    messages.SufferedMessage: lambda own, member, told: own.injector.sees(
+        member.worker, "suffered", told.how, told.fault
+    ),
+    messages.MarkMessage: lambda own, member, mark: own.injector.reached(mark.phase, mark.epoch),
 }
