@@ -21,7 +21,7 @@ from tests.doubles.kv_double import StoreDouble
 from tests.doubles.kv_double_client import ClientDouble
 
 
-def _join_double(stack: Any, etcd: Any, run_id: str, logs: Path, first: Any, recorder: Any) -> Node:
+def _join_double(stack: Any, etcd: Any, run_id: str, logs: Path, first: Any, *rest: Any) -> Node:
     return Node(ClientDouble(StoreDouble(), "/"), first, now_ns())
 
 
