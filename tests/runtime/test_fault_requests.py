@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ class Listener:
     """Stands for the injector."""
 
     def __init__(self) -> None:
-        self.known: frozenset[str] = frozenset()
+        self.injection = SimpleNamespace(known=frozenset())
         self.added: list[Fault] = []
 
     def add(self, faults: tuple[Fault, ...]) -> None:

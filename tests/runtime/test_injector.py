@@ -210,7 +210,7 @@ def test_merged_is_where_the_heir_has_done_again_what_was_done(crew: Crew) -> No
 def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
     injector = crew.injector()
     injector.add([kill()])
-    assert injector.known == {"first"}
+    assert injector.injection.known == {"first"}
     for worker in range(3):
         (order,) = crew.told(worker)
         assert isinstance(order, ArmMessage) and [each["id"] for each in order.faults] == ["first"]

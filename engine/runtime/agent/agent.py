@@ -167,12 +167,6 @@ class Agent:
             for worker in self.node.state.members:
                 self.members[worker].state = "running"
 
-    def _kill(self, kill: outputs.Kill) -> None:
-        self.ends.take(ends.kill, kill.worker)
-
-    def _note(self, note: outputs.Note) -> None:
-        self.run_state.note(note.text)
-
     def _restart(self, restart: outputs.Restart) -> None:
         self.is_restarting = True
         self._stop()
@@ -273,11 +267,11 @@ class Agent:
         self.decide(Notice(now_ns(), None, grace_ns))
 
 
-_CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], None]] = {
+_CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], object]] = {
     outputs.Tell: Agent._tell,
     outputs.Write: Agent._write,
-    outputs.Kill: Agent._kill,
-    outputs.Note: Agent._note,
+    outputs.Kill: lambda agent, kill: agent.ends.take(ends.kill, kill.worker),
+    outputs.Note: lambda agent, note: agent.run_state.note(note.text),
     outputs.Reached: lambda agent, reached: agent.injector.reached(reached.phase, reached.epoch),
     outputs.Arm: lambda agent, arm: agent.injector.arm(),
     outputs.Restart: Agent._restart,

@@ -69,7 +69,7 @@ class FaultRequests:
             try:
                 if not self._injectable:
                     raise ValueError(CLOSED)
-                faults = read_request(_text(path), self._job, self._workers, injector.known)
+                faults = read_request(_text(path), self._job, self._workers, injector.injection.known)
             except FileNotFoundError:
                 continue  # it was withdrawn
             except Exception as error:  # of any kind: a file of a user must not end the launcher

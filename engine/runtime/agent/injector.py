@@ -41,11 +41,6 @@ class Injector:
         self._board = board
         self._state = state
 
-    @property
-    def known(self) -> frozenset[str]:
-        """The ids of all faults so far."""
-        return self.injection.known
-
     def places(self) -> dict[int, Place]:
         """Returns the last action that each worker has begun."""
         read = {} if self._board is None else {worker: self._board.read(worker) for worker in self._members}

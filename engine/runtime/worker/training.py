@@ -52,13 +52,13 @@ class Training:
 
     def _table(self) -> dict[type[outputs.Output], Callable[[Any], inputs.Input | None]]:
         return {
-            outputs.Say: self._say,
+            outputs.Say: lambda say: self.context.control.send(say.message),
             outputs.MarkPhase: self._mark,
             outputs.CountHeld: self._count,
             outputs.LeaveGroup: self._leave_group,
-            outputs.CloseGroup: self._close_group,
+            outputs.CloseGroup: lambda close: self._plane.close(),
             outputs.FormGroup: self._form_group,
-            outputs.MakePlan: self._make_plan,
+            outputs.MakePlan: lambda make: inputs.PlanMade(plan_epoch(self._grid, make.told)),
             outputs.LoadPlan: self._load_plan,
             outputs.PlanNextStep: self._plan_next_step,
             outputs.TakeNextStep: self._take_next_step,
@@ -69,7 +69,7 @@ class Training:
             outputs.Adopt: self._adopt,
             outputs.Drop: self._drop,
             outputs.Audit: self._audit,
-            outputs.ReleaseSends: self._release_sends,
+            outputs.ReleaseSends: lambda release: self._plane.release_sent(),
             outputs.Validate: self._validate,
             outputs.ReportDone: self._report_done,
         }
@@ -100,9 +100,6 @@ class Training:
             return _failed(failure)
         return answer
 
-    def _say(self, output: outputs.Say) -> None:
-        self.context.control.send(output.message)
-
     def _mark(self, output: outputs.MarkPhase) -> None:
         control, phase = self.context.control, output.phase
         if phase == "fence":
@@ -121,9 +118,6 @@ class Training:
             self._forming.give_up()
         self._plane.abandon()
 
-    def _close_group(self, output: outputs.CloseGroup) -> None:
-        self._plane.close()
-
     def _form_group(self, output: outputs.FormGroup) -> None:
         context = self.context
         self._forming = GroupFormation(context.control, context.backend, context.recorder, output.epoch)
@@ -139,9 +133,6 @@ class Training:
         return inputs.GroupFormed(epoch)
 
     # Plans and programs
-
-    def _make_plan(self, output: outputs.MakePlan) -> inputs.Input:
-        return inputs.PlanMade(plan_epoch(self._grid, output.told))
 
     def _load_plan(self, output: outputs.LoadPlan) -> None:
         self._made_ready = self._planner.worker_program(output.plan)
@@ -190,9 +181,6 @@ class Training:
         replicas = self.context.replicas
         for slot in replicas.stages.keys() - set(output.kept):
             replicas.drop(slot)
-
-    def _release_sends(self, output: outputs.ReleaseSends) -> None:
-        self._plane.release_sent()
 
     def _validate(self, output: outputs.Validate) -> inputs.Input:
         with self.context.shards.all_whole() if self.context.shards else contextlib.nullcontext():
