@@ -188,12 +188,13 @@ class Training:
         return inputs.PassEnded(None, None) if result is None else inputs.PassEnded(result.loss, result.metric)
 
     def _audit(self, output: outputs.Audit) -> None:
-        """Sends the agent the hash of every layer of the whole replicas."""
-        whole = self.context.replicas.whole()
-        for pipeline, index in (slot for slot in output.slots if slot in whole):
+        """Sends the agent the hash of every layer of the whole replicas, and of sharded ones, which meet for it."""
+        replicas = self.context.replicas
+        complete = replicas.stages if self.context.shards is not None else replicas.whole()
+        for pipeline, index in (slot for slot in output.slots if slot in complete):
             if self.context.shards is not None:
                 self.context.shards.meet(index)
-            stage = self.context.replicas.stages[pipeline, index]
+            stage = replicas.stages[pipeline, index]
             rows = []
             for layer, module in stage.layers.items():
                 state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
