@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,6 +122,10 @@ def test_what_was_said_before_an_epoch_is_dropped_and_what_came_after_is_kept(pa
     agent.send(commit(1))
     agent.send(an_epoch(2))
     agent.send(commit(2))
+    until_s = time.monotonic() + 10
+    while commit(2) not in control.inbox.waiting:  # else the first one would be heard before the epoch comes
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
     assert [control.hear(), control.hear()] == [an_epoch(2), commit(2)]
 
 
