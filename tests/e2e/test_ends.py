@@ -28,6 +28,7 @@ STEPS = 6
 LAST = committed(STEPS - 1)
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": STEPS, "validate_every": 3}
 TWICE: dict[str, Any] = {"stages": 2, "pipelines": 2}
+ALONE: dict[str, Any] = {"validate_every": 0}  # no worker waits for the others to finish
 SILENCE = "2s"  # longer than a busy machine keeps a healthy worker from running
 SOON_S = 40.0  # silence, a recovery, the grace to leave, and delays of a busy machine
 
@@ -93,14 +94,17 @@ def has_finished(worker: int) -> Moment:
 
 @pytest.mark.parametrize(
     ("moment", "fields"),
-    [(LAST, {}), (has_finished(1), {}), (has_finished(1), {"redundancy": "none"}), (LAST, TWICE)],
+    [(LAST, {}), (has_finished(1), ALONE), (has_finished(1), {**ALONE, "redundancy": "none"}), (LAST, TWICE)],
     ids=["last commit", "done", "done, nothing twice", "two pipelines"],
 )
 def test_a_worker_that_stops_after_the_last_commit_keeps_nobody(
     run: Run, twin: Callable[..., Any], moment: Moment, fields: dict[str, Any]
 ) -> None:
     also = [Strike(LAST, 2)] if fields == TWICE else []
-    ended = run(*also, Strike(moment, 1, signal.SIGSTOP), **fields)
+    step = Action(2, Op.STEP)
+    late = Fault("late", At(STEPS - 1, step), (slot_owner(step),), "stop", {"for_ns": 500_000_000})
+    faults = [late] if moment is not LAST else []  # else all may have left before the strike at the first one comes
+    ended = run(*also, Strike(moment, 1, signal.SIGSTOP), options={"faults": faults}, **fields)
     finished(ended)
     assert ended.ending.missing == ()
     assert ended.result == twin(**fields)
