@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _LINE = struct.Struct("<qq16s")
-_PLACE = struct.Struct("<iii?bqq")
+_PLACE = struct.Struct("<iii?qqb")
 _PLACE_AT = 64  # in a line
 _CHECK = struct.Struct("<I")
 _LINE_BYTES = 128
@@ -67,9 +67,9 @@ class ProgressBoard:
         step, num_computed, action = _LINE.unpack_from(self._memory, line * _LINE_BYTES)
         return Progress(step, num_computed, action.rstrip(b"\0").decode(errors="replace"))
 
-    def place(self, line: int, place: BoardPlace) -> None:
-        """Overwrites the position in a line."""
-        data = _PLACE.pack(*place[:4], place.loading, place.since_ns, place.slowest_ns)
+    def place(self, line: int, place: tuple[int, int, int, bool, int, int, int]) -> None:
+        """Overwrites the position in a line, with the fields of a `BoardPlace`."""
+        data = _PLACE.pack(*place)
         begin = line * _LINE_BYTES + _PLACE_AT
         self._memory[begin : begin + _PLACE.size + _CHECK.size] = data + _CHECK.pack(zlib.crc32(data))
 
@@ -79,8 +79,7 @@ class ProgressBoard:
         for _ in range(_MOST_TRIES):
             data, check = self._memory[begin : begin + _PLACE.size], begin + _PLACE.size
             if zlib.crc32(data) == _CHECK.unpack_from(self._memory, check)[0]:
-                epoch, step, number, inside, loading, since_ns, slowest_ns = _PLACE.unpack(data)
-                return BoardPlace(epoch, step, number, inside, since_ns, slowest_ns, loading)
+                return BoardPlace._make(_PLACE.unpack(data))
         return None
 
     def close(self) -> None:
