@@ -19,9 +19,10 @@ from engine.core.membership.state import Options, begin
 from engine.core.messages import HeartbeatMessage, ReadyMessage
 from engine.core.store.kv import KV, Lease
 from engine.runtime.agent import node as node_module
-from engine.runtime.agent.node import LEASE_TTL_S, Node
+from engine.runtime.agent.node import Node
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.process.fork_client import Child
+from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS
 from engine.runtime.store.etcd_calls import DEADLINE_S
 from tests.runtime.kv_backends import Backend
 
@@ -64,7 +65,7 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lease_outlasts_an_outage_that_a_call_outlasts() -> None:
-    assert LEASE_TTL_S > DEADLINE_S + node_module._RENEW_EVERY_NS / S
+    assert LEASE_TTL_S > DEADLINE_S + RENEW_EVERY_NS / S
 
 
 def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backend) -> None:

@@ -32,11 +32,9 @@ from engine.runtime.agent.coordinator import Coordinator
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.store.election import Election
+from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS, Election
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret, private_settings
 
-LEASE_TTL_S = 15
-_RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 _POLL_S = 0.002
 
 
@@ -112,7 +110,7 @@ class _Process:
         self._coordinator = Coordinator(self._kv, self._election, first, at_ns)
 
     def _renew(self) -> None:
-        if now_ns() - self._renewed_ns >= _RENEW_EVERY_NS:
+        if now_ns() - self._renewed_ns >= RENEW_EVERY_NS:
             self._renewed_ns = now_ns()
             if not self._election.renew():
                 raise CoordinatorUnavailableError("the lease of the coordinator has expired")

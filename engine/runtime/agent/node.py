@@ -25,10 +25,8 @@ from engine.core.store.kv import KV, Delete, Txn
 from engine.runtime.agent.coordinator import STOOD_STILL, Coordinator
 from engine.runtime.agent.standby import StandbyCoordinator
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.store.election import Election
+from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS, Election
 
-LEASE_TTL_S = 15
-_RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 _REPORT_EVERY_NS = 1_000_000_000
 
 
@@ -92,7 +90,7 @@ class Node:
 
     def renew(self, now_ns: int) -> None:
         """Renews the leases of this host when they are due; raises CoordinatorUnavailableError if one has expired."""
-        if self._is_out or now_ns - self._renewed_ns < _RENEW_EVERY_NS:
+        if self._is_out or now_ns - self._renewed_ns < RENEW_EVERY_NS:
             return
         self._renewed_ns = now_ns
         with self._in_or_out():

@@ -10,6 +10,9 @@ from __future__ import annotations
 from engine.core.errors import LeaseLostError, required
 from engine.core.store.kv import KV, Condition, Lease, Put, Txn, absent, equal
 
+LEASE_TTL_S = 15  # of a host and of a role
+RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
+
 
 class Election:
     """One candidate for a key; `value` is unique among the candidates."""
