@@ -183,7 +183,11 @@ def test_a_server_that_stands_still_is_replaced(
     before = server.pid
     os.kill(before, signal.SIGSTOP)
     monkeypatch.setattr("engine.runtime.process.fork_client._ANSWER_S", 0.2)
+    monkeypatch.setattr("engine.runtime.process.fork_client._WAIT_S", 0.05)
+    waits: list[int] = []
+    monkeypatch.setattr(server, "while_waiting", lambda: waits.append(server.pid))
     children.append(start_worker(server, tmp_path / "second"))
+    assert waits.count(before) >= 2  # the leases of the host are renewed there
     assert server.pid != before
     assert not Path(f"/proc/{before}").exists()
     for child, link in children:
