@@ -114,6 +114,14 @@ def test_a_kill_is_told_in_phases_that_add_up_to_the_pause() -> None:
     assert (found.lost_steps, found.rung) == (0, "shadow")
 
 
+def test_a_recovery_takes_time_even_in_a_step_that_is_shorter_than_a_slow_one_before() -> None:
+    """With one usual step, which a busy machine had made long, training had stalled for 0: any limit was held."""
+    slow = [agent("commit", 100, step=0), did(1, 1, "1F2", 160), agent("commit", 196, step=1)]
+    handed_on = [did(1, 2, "2F0", 231), agent("commit", 290, step=2)]
+    (found,) = recoveries([*BEGIN, *slow, did(1, 2, "1F2", 209), FAULT, *RECOVERED, *handed_on])
+    assert found.stall == Stall(21 * MS, 21 * MS)  # no action ended from 209 to 230, and a step of 96 is in the rest
+
+
 def test_what_a_zombie_does_after_its_verdict_is_not_looked_at() -> None:
     zombie = [did(2, 3, action, 218 + index) for index, action in enumerate(["2B1", "2F2", "2B2"])]
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, FAULT, *RECOVERED, *zombie, *REPLAYED, COMMIT])
@@ -332,7 +340,7 @@ def test_the_next_recovery_counts_from_the_owners_of_the_last() -> None:
     assert (last.step, last.lost_steps) == (4, 0)
     assert last.stall is not None
     assert last.stall.most_ns == (400 - 330) * MS  # under these owners no step is usual yet
-    assert (last.stall.bound, str(last.stall)) == ("at least", "at least 62 ms, at most 70 ms")  # idle since 280
+    assert (last.stall.bound, str(last.stall)) == ("at least", "at least 12 ms, at most 70 ms")  # idle since the commit
 
 
 def test_a_recovery_that_never_ended_says_how_far_it_came() -> None:

@@ -76,10 +76,9 @@ def test_a_case_passes_and_leaves_a_whole_folder(launch: Launch, scenario: Write
     assert (done.code, said["exit_code"], said["verdict"]) == (0, 0, "passed"), done.stderr
     assert set(checks_of(done).values()) == {"passed"}
     assert checks_of(done).keys() == {"faults", *(EXPECT.keys() - {"recovery"}), "recovery.max", "precision"}
-    # The stall of so short a run may be 0: its usual step is one step, which a busy machine may have made long.
     (recovery,) = said["runs"][0]["recoveries"]
     assert said["stall_ms"]["max"] == recovery["stall_ms"]
-    assert recovery["pause_ms"] > 0
+    assert min(recovery["stall_ms"], recovery["pause_ms"]) > 0
     lines = done.stderr.splitlines()
     assert "mine: passed" in lines
     assert any(re.match("passed  trajectory +identical in 6 of 6 steps", line) for line in lines)

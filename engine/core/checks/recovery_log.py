@@ -187,8 +187,11 @@ class RecoveryLog:
         done_ns = [end_ns for *_, end_ns in self._entries() if end_ns <= quiet_until_ns]
         failed = self.history.first(FailedRecord)
         latest_ns = max(quiet_until_ns, failed.at_ns if failed else 0)
-        idle_ns = quiet_until_ns - max(done_ns, default=begin_ns)
-        return self.lengths.stall(None if commit is None else commit.at_ns, latest_ns, idle_ns)
+        # Without records of actions, survivors may have gone on until they were fenced.
+        last_ns = max(done_ns, default=points.get("fence", begin_ns))
+        idle_ns = quiet_until_ns - max(last_ns, self.lengths.since_ns or 0)
+        resume_ns = None if commit is None else commit.at_ns
+        return self.lengths.stall(resume_ns, latest_ns, idle_ns)
 
     def _entries(self) -> Iterator[tuple[int, int, Action, int]]:
         """Yields (step, worker, action, end) of the last few steps."""

@@ -5,8 +5,9 @@ Rules:
   run, which warms up, and the first step after a recovery, which restores shadows, are not usual.
 - If no slot has changed its owner, the steps after the recovery are usual as well: they count if none before does. So a
   worker that leaves after its hand-over has a stall, although only one step lies between the two.
-- The time is a range, not a figure, if there is no usual step or if no commit has followed. It is at least the time
-  without any finished action, because the rest of the gap holds one step; it is at most the whole gap.
+- The time is a range, not a figure, if there is no usual step or if no commit has followed; the whole gap is the most.
+- It is never less than the time without any finished action, because the rest of the gap holds one step. So it is more
+  than 0 even if the whole gap is shorter than a usual step, which a busy machine may have made long.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class StepLengths:
         """Returns the stall in the open step, before its commit is noted.
 
         `resume_ns` is that commit, if there is one; `latest_ns` is the last known time before it, and `idle_ns` a time
-        in which no worker finished an action.
+        in it in which no worker finished an action.
         """
         until_ns = latest_ns if resume_ns is None else resume_ns
         gap_ns = None if self.since_ns is None else until_ns - self.since_ns
         if gap_ns is None or not self.usual:
             return Stall(max(0, idle_ns), None if resume_ns is None else gap_ns)
-        known_ns = max(0, gap_ns - int(median(self.usual)))
-        return Stall(max(known_ns, idle_ns), None) if resume_ns is None else Stall(known_ns, known_ns)
+        known_ns = max(0, idle_ns, gap_ns - int(median(self.usual)))
+        return Stall(known_ns, None if resume_ns is None else known_ns)
 
 
 def with_later_steps(stall: Stall, commits_ns: Sequence[int]) -> Stall:
@@ -82,7 +83,7 @@ def with_later_steps(stall: Stall, commits_ns: Sequence[int]) -> Stall:
     usual_ns = [later - earlier for earlier, later in pairwise(commits_ns[1 : USUAL + 2])]
     if stall.most_ns is None or not usual_ns:
         return stall
-    known_ns = max(0, stall.most_ns - int(median(usual_ns)))
+    known_ns = max(stall.least_ns, stall.most_ns - int(median(usual_ns)))
     return Stall(known_ns, known_ns)
 
 
