@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
+from engine.core.config.bit_fields import bit_facts, cheapest
 from engine.core.config.job import Job
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.run_history import RunHistory
@@ -20,26 +21,11 @@ from engine.core.history.verdict_records import ComparisonRecord
 
 # The data that bamboo ships; the user's files and factories may change between two runs.
 BUILT_IN_DATA = frozenset({"auto", "text", "digits", "synthetic"})
-# The facts of a host that select the compute kernels, and so the bits.
-_FACTS = ("python", "torch", "machine", "cpu", "isa")
 
 
 def twin_of(job: Job) -> Job:
     """Returns the job of the twin: the options that do not change bits have their cheapest values."""
-    return replace(
-        job,
-        redundancy="none",
-        redundancy_level=1,
-        log_every=0,
-        fsdp=0,
-        check_pure=False,  # the run itself was checked
-        validate_every=0,
-        events_max=Job().events_max,
-        hang_after=Job().hang_after,
-        silent_after=Job().silent_after,
-        name="",
-        results="",
-    )
+    return cheapest(job)
 
 
 def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | None:
@@ -49,7 +35,7 @@ def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | No
     """
     if ":" in job.model or job.data not in BUILT_IN_DATA:
         return None
-    known = {"job": asdict(twin_of(job)), "facts": {name: facts[name] for name in _FACTS}, "sources": sources}
+    known = {"job": asdict(twin_of(job)), "facts": bit_facts(facts), "sources": sources}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 

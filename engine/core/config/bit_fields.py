@@ -1,0 +1,81 @@
+"""The fields of a job that decide the bits of training, and those that do not.
+
+Rule: a field decides bits unless it stands in `NEUTRAL`, and so does a new field. The cut of the model, the worker that
+computes a slot, and the ways in which state is kept or moved change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, Final, NamedTuple
+
+from engine.core.config.job import Job
+
+
+class _OfRun:
+    """Stands for the value that the run has."""
+
+
+_AS_RUN: Final = _OfRun()
+# The neutral fields, each with its cheapest value: that of the fault-free twin.
+NEUTRAL: Mapping[str, Any] = {
+    "stages": _AS_RUN,
+    "stages_per_worker": _AS_RUN,
+    "placement": _AS_RUN,
+    "schedule": _AS_RUN,
+    "partition": _AS_RUN,
+    "activation_checkpoint": _AS_RUN,
+    "audit": _AS_RUN,
+    "validation_microbatches": _AS_RUN,
+    "redundancy": "none",
+    "redundancy_level": 1,
+    "log_every": 0,
+    "fsdp": 0,
+    "check_pure": False,  # the run itself was checked
+    "validate_every": 0,
+    "events_max": Job().events_max,
+    "hang_after": Job().hang_after,
+    "silent_after": Job().silent_after,
+    "name": "",
+    "results": "",
+}
+# The facts of a host that select the compute kernels, and so the bits.
+BIT_FACTS = ("python", "torch", "machine", "cpu", "isa")
+
+
+class BitDifference(NamedTuple):
+    """A field or a fact that decides bits, with its value before and now."""
+
+    name: str
+    before: object
+    now: object
+
+
+def cheapest(job: Job) -> Job:
+    """Returns the job with the same bits whose neutral fields have their cheapest values."""
+    return replace(job, **{name: value for name, value in NEUTRAL.items() if not isinstance(value, _OfRun)})
+
+
+def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
+    """Returns the facts of a host that decide bits."""
+    return {name: facts[name] for name in BIT_FACTS}
+
+
+def bit_differences(
+    before: Mapping[str, object], facts: Mapping[str, object], job: Job, now: Mapping[str, object]
+) -> list[BitDifference]:
+    """Returns what decides bits and differs between a kept job on a host with `facts`, and `job` on this host.
+
+    The number of steps decides bits only where the learning rate depends on it.
+    """
+    ours = asdict(job.masked)
+    names = [name for name in ours if name not in NEUTRAL and not (name == "steps" and job.lr_schedule == "constant")]
+    of_job = [BitDifference(name, before.get(name), ours[name]) for name in names]
+    of_host = [BitDifference(name, facts.get(name), now.get(name)) for name in BIT_FACTS]
+    return [each for each in (*of_job, *of_host) if _plain(each.before) != _plain(each.now)]
+
+
+def _plain(value: object) -> object:
+    """Returns a value as JSON would give it back."""
+    return list(value) if isinstance(value, tuple) else value
