@@ -55,6 +55,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
     "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
+    "engine.runtime.checkpoint": _GROUND | {"engine.runtime.stage"},
     "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS
@@ -85,7 +86,7 @@ COMMANDS = (
     "bamboo_cli.stock",
     "bamboo_cli.terminal",
 )  # they may import any room of the engine but where torch is
-NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.worker", "engine.bench.peers"}
+NOT_FOR_COMMANDS = _ARRAYS | {"engine.runtime.checkpoint", "engine.runtime.worker", "engine.bench.peers"}
 
 # floor -> floors that it may import, beside itself: the union of its rooms
 FLOORS: dict[str, frozenset[str]] = {

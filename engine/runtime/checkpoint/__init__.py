@@ -1,0 +1,1 @@
+"""Checkpoints at a worker: state to files, and back."""

@@ -1,0 +1,110 @@
+"""Files of layers: every bit and stride comes back; damaged bytes and strides are refused; safetensors reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from engine.core.errors import StorageError
+from engine.runtime.checkpoint.layer_file import as_file, from_bytes
+from tests.runtime.test_state_hash import DTYPES
+
+BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+
+
+def written(tensors: dict[str, Tensor]) -> tuple[bytes, tuple[tuple[str, tuple[int, ...]], ...]]:
+    file = as_file(tensors.items())
+    data = b"".join(file.chunks())
+    assert len(data) == file.size
+    return data, file.strides
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
+
+
+STATE = {
+    **{f"optimizer/{dtype}": torch.arange(5).to(dtype) for dtype in DTYPES},
+    "weight/transposed": BASE[0].t(),
+    "weight/sliced": torch.arange(40.0).reshape(4, 10)[:, 1:6:2],
+    "weight/one": torch.arange(3.0).as_strided((1, 3), (7, 1)),
+    "weight/channels_last": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "buffer/0/expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+    "buffer/0/number": torch.tensor(float("nan")),
+    "buffer/0/empty": torch.empty(0, 4),
+    "buffer/0/empty.of.ints": torch.empty(3, 0, dtype=torch.int64),
+    "weight/parameter": nn.Parameter(BASE.clone()),
+}
+
+
+def test_every_bit_and_every_stride_comes_back() -> None:
+    data, strides = written(STATE)
+    found = from_bytes(data, strides)
+    assert found.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        assert same(found[name], tensor), name
+        assert found[name].stride() == tensor.stride(), name
+        assert not found[name].requires_grad
+    assert {name for name, _ in strides} == {
+        *("weight/transposed", "weight/sliced", "weight/one", "weight/channels_last", "buffer/0/expanded")
+    }
+
+
+def test_safetensors_reads_it_and_would_write_tensors_in_the_same_order() -> None:
+    data, _ = written(STATE)
+    found = load(data)
+    assert all(same(found[name], tensor) for name, tensor in STATE.items())
+    assert all(each.data_ptr() % each.itemsize == 0 for each in found.values() if each.numel())
+    assert (8 + int.from_bytes(data[:8], "little")) % 8 == 0
+
+
+def test_a_file_without_tensors_is_a_file() -> None:
+    data, strides = written({})
+    assert from_bytes(data, strides) == {}
+
+
+def test_the_bytes_do_not_depend_on_the_order_of_the_names() -> None:
+    assert written(STATE) == written(dict(reversed(STATE.items())))
+
+
+def test_a_contiguous_tensor_is_not_copied() -> None:
+    tensor = torch.zeros(6)
+    chunks = list(as_file([("weight/a", tensor)]).chunks())
+    tensor += 1.0
+    assert bytes(chunks[1]) == tensor.numpy().tobytes()
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 20, -1])
+def test_bytes_that_are_cut_off_are_refused(at: int) -> None:
+    data, strides = written({"weight/a": BASE})
+    with pytest.raises(StorageError, match="no file of a layer"):
+        from_bytes(data[:at], strides)
+
+
+@pytest.mark.parametrize("stride", [(1,), (-4, 1), (1, 2, 3), (2**70, 1), (2**62, 2**62), ("a", 1)])
+def test_strides_that_do_not_fit_are_refused(stride: tuple[int, ...]) -> None:
+    data, _ = written({"weight/a": BASE[0]})
+    with pytest.raises(StorageError, match="no file of a layer"):
+        from_bytes(data, (("weight/a", stride),))
+
+
+def test_strides_of_an_unknown_tensor_are_refused() -> None:
+    data, _ = written({"weight/a": BASE})
+    with pytest.raises(StorageError, match="no file of a layer"):
+        from_bytes(data, (("weight/b", (12, 4, 1)),))
+
+
+def test_a_header_that_reaches_beyond_its_file_is_refused() -> None:
+    text = json.dumps({"weight/a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}).encode()
+    with pytest.raises(StorageError, match="no file of a layer"):
+        from_bytes(len(text).to_bytes(8, "little") + text + bytes(35), ())
+
+
+def test_a_dtype_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(StorageError, match=r"buffer/0/a: its dtype is torch\.complex128"):
+        as_file([("buffer/0/a", torch.zeros(2, dtype=torch.complex128))])
