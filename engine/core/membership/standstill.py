@@ -18,7 +18,7 @@ from engine.core.membership.broken_edges import Edge
 LEAST_QUIET_NS = 250_000_000  # of a worker that reports
 _DARK_NS = 2_000_000_000
 _DARK_STEPS = 20
-_NUM_STEPS = 5  # of which the median is the usual one
+_NUM_STEPS = 10  # of which the median is the usual one, although failures made some of them long
 
 
 class Counts(NamedTuple):
