@@ -25,7 +25,7 @@ action: one thing that a worker does, (stage, op, microbatch), written ``2F0``.
 forward: the computation of a stage's outputs from its inputs.
 backward: the computation of a stage's gradients, whole or split into those of inputs and of weights.
 residual: the tensors that a forward keeps for its backward.
-checkpoint: a residual of the inputs alone, from which the forward is computed again.
+activation-checkpoint: a residual of the inputs alone, from which the forward is computed again.
 stash: the residuals that a worker keeps at one time.
 gradient: the derivative of the loss by a tensor.
 accumulator: the sum of a slot's gradients over the microbatches of a step.
@@ -50,6 +50,8 @@ Survival:
 owner: the worker that trains a slot.
 ownership: the owner and the shadows of every slot.
 replica: a whole copy of a slot's weights and optimizer state, at its owner or at a shadow.
+checkpoint: the state of a job at a step boundary, in files from which training can go on.
+manifest: the file that names the parts of a checkpoint, and is written last.
 shadow: a worker that keeps a replica of a slot without owning it.
 redundancy: the rule that decides which replicas exist and how much work is done ahead for them.
 heal: to make the replica of a new shadow whole, by a copy of state or of accumulators.

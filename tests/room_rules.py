@@ -30,6 +30,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.worker": _GROUND | {"engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
+    "engine.core.checkpoints": _GROUND,
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS | {"engine.core.history", "engine.core.membership"},
     "engine.core.agent": _GROUND,
@@ -37,6 +38,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.recovery", "engine.core.membership", "engine.core.history", "engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.history"},
+    "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.files"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},

@@ -194,7 +194,7 @@ def _read(made: Any, found: Any) -> Any:
 
 
 def _called(made: type) -> str:
-    return f"a message {kind_of(made)!r}"
+    return f"a message {kind_of(made)!r}" if issubclass(made, Message) else f"a {made.__name__.lower()}"
 
 
 def _wrong(wanted: str, value: Any) -> TypeError:

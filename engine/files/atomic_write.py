@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from engine.core.errors import StorageError
@@ -90,6 +90,33 @@ def open_to_append(path: Path, *, is_read: bool = False) -> int:
 def open_to_read(path: Path) -> int:
     """Returns a descriptor that reads a regular file; raises OSError for a link, a pipe and a device."""
     return _opened(path, os.O_RDONLY)
+
+
+def open_new(name: str, folder: int) -> int:
+    """Returns a descriptor that writes bamboo's own new file in an open folder; raises OSError if the name is taken."""
+    return os.open(name, _NEW, _PRIVATE, dir_fd=folder)
+
+
+def open_in(name: str, folder: int) -> int:
+    """Returns a descriptor that reads a regular file in an open folder; raises OSError for a link and a device."""
+    return _opened(name, os.O_RDONLY, folder)
+
+
+def open_inner(name: str, folder: int) -> AbstractContextManager[int]:
+    """Yields a descriptor of a folder in an open folder; raises OSError for a link."""
+    return _opened_folder(name, folder, os.O_NOFOLLOW)
+
+
+def sync_folder(folder: int) -> None:
+    """Waits until the entries of an open folder are on disk, where the file system can do that; raises OSError."""
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a file system without it
+            raise
+    finally:
+        os.close(fd)
 
 
 def make_folder(folder: Path, below: Path, hint: str = "") -> None:

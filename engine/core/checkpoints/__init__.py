@@ -1,0 +1,1 @@
+"""Decides which commits are kept as checkpoints, who writes them, and what a whole checkpoint is."""

@@ -1,0 +1,78 @@
+"""Decides which commits are kept as checkpoints, which worker writes each stage, and which checkpoints may go.
+
+Rules: a stage is written once, by a shadow if it has one, so that its owner pays nothing; stages are shared evenly over
+the workers. With sharded stages each owner writes its own shard. Every replica of the ownership of a commit is whole,
+because each one has voted for it. The newest good checkpoint never goes, nor does one that is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.core.duration import parse_duration
+from engine.core.ownership import Ownership
+
+Kept = TypeVar("Kept")
+KEEPING_FORM = "a number of steps such as 100, a duration such as 10m, 'end', or 0 for none"
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which commits are kept: each `every_steps`, each `every_ns`, the last one; a 0 stands for none of its kind."""
+
+    every_steps: int = 0
+    every_ns: int = 0
+    last: bool = True
+
+    @property
+    def needs_time(self) -> bool:
+        """Whether `is_kept` depends on the time."""
+        return self.every_ns > 0
+
+    def is_kept(self, step: int, is_last: bool, since_ns: int = 0) -> bool:
+        """Returns whether the commit of `step` is kept, `since_ns` after the one that was kept before or the start."""
+        if is_last:
+            return self.last
+        by_step = self.every_steps > 0 and (step + 1) % self.every_steps == 0
+        return by_step or (self.every_ns > 0 and since_ns >= self.every_ns)
+
+
+def keeping_of(text: str) -> Keeping | None:
+    """Returns the rule that `text` spells, in the form of `KEEPING_FORM`; None if it has not that form."""
+    text = text.strip()
+    if text == "end":
+        return Keeping()
+    if text.isascii() and text.isdigit():
+        return Keeping(every_steps=int(text), last=int(text) > 0)
+    every_ns = parse_duration(text)
+    return Keeping(every_ns=every_ns) if every_ns else None
+
+
+def writers(ownership: Ownership, fsdp: bool = False) -> Mapping[int, tuple[int, ...]]:
+    """Returns the workers that write each stage, in the order of the shards; there is one without `fsdp`."""
+    grid = ownership.grid
+    if fsdp:
+        return {stage: ownership.owners_of(stage) for stage in range(grid.stages)}
+    load = dict.fromkeys(ownership.workers(), 0)
+    chosen: dict[int, tuple[int, ...]] = {}
+    for stage in range(grid.stages):
+        owners = ownership.owners_of(stage)
+        shadows = {each for pipeline in range(grid.pipelines) for each in ownership.shadows_of(pipeline, stage)}
+        candidates = sorted(shadows - set(owners)) or sorted(shadows) or owners
+        writer = min(candidates, key=lambda worker: load[worker])
+        load[writer] += 1
+        chosen[stage] = (writer,)
+    return chosen
+
+
+def may_go(kept: Sequence[Kept], keep: int, good: Collection[Kept], in_use: Collection[Kept] = ()) -> tuple[Kept, ...]:
+    """Returns the checkpoints that are older than the `keep` newest good ones; none if there are not so many.
+
+    `kept` are all checkpoints, from the oldest to the newest; `good` are those among them that are known to be whole.
+    """
+    stay = [each for each in kept if each in good][-max(1, keep) :]
+    if len(stay) < max(1, keep):
+        return ()
+    return tuple(each for each in kept[: kept.index(stay[0])] if each not in in_use)

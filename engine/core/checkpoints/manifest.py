@@ -1,0 +1,211 @@
+"""The manifest of a checkpoint: the one file that says which parts belong to it, and which bits they must give.
+
+Rules: the name of a manifest holds the SHA-256 of its bytes, so a torn or changed one has not its own name. Its text is
+canonical JSON: another text with the same meaning is refused. The files that it names are single path components of a
+fixed form, in the folder of its step. Each layer has all its shards, each once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, NoReturn
+
+from engine.core.errors import InvariantError, StorageError
+from engine.core.message_codec import reader_of
+
+FORMAT = 1
+_STEP = re.compile(r"step-([0-9]{8,12})")
+_MANIFEST = re.compile(r"manifest-[0-9a-f]{16}\.json")
+_PART = re.compile(r"layer-([0-9]{4,8})(?:\.shard-([0-9]{1,6})-of-([0-9]{1,6}))?\.[0-9a-f]{16}\.safetensors")
+_SHA256 = re.compile("[0-9a-f]{64}")
+Strides = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class DamagedCheckpointError(StorageError):
+    """A file of a checkpoint is not the one that was written; the message begins with the name of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of a checkpoint: a layer, or one shard of it, with the size in bytes and the SHA-256 (hex).
+
+    `strides` are those of the tensors that are not contiguous, by the name of the tensor, in elements.
+    """
+
+    layer: int
+    shard: int
+    shards: int
+    file: str
+    size: int
+    sha256: str
+    strides: Strides = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHash:
+    """The hashes (hex) of one layer after the step, as in the trajectory: weights and optimizer state, buffers."""
+
+    layer: int
+    state: str
+    buffers: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A whole checkpoint: the state of a job after the commit of `step`, which `parts` hold.
+
+    `job` is without secret values, `facts` are those of the host. `data_files` are (name, size in bytes, SHA-256).
+    `init` is the hash of the weights that the user gave, empty without them; `run` is the name of the run's folder.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    job: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    layers: tuple[LayerHash, ...]
+    parts: tuple[Part, ...]
+    data_files: tuple[tuple[str, int, str], ...] = ()
+    init: str = ""
+    run: str = ""
+    format: int = FORMAT
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder with its files."""
+        return step_folder(self.step)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its parts together."""
+        return sum(part.size for part in self.parts)
+
+
+_, _READ = reader_of(Manifest)
+
+
+def step_folder(step: int) -> str:
+    """Returns the name of the folder with the files of the checkpoints of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: str) -> int | None:
+    """Returns the step whose checkpoints stand in the folder of this name; None for any other name."""
+    match = _STEP.fullmatch(folder)
+    return int(match[1]) if match and step_folder(int(match[1])) == folder else None
+
+
+def part_file(layer: int, shard: int, shards: int, nonce: str) -> str:
+    """Returns the name of a part; the nonce is 16 random digits (hex), so that no two writers choose one name."""
+    of_shard = f".shard-{shard}-of-{shards}" if shards > 1 else ""
+    return f"layer-{layer:04d}{of_shard}.{nonce}.safetensors"
+
+
+def is_part(file: str) -> bool:
+    """Returns whether a file in the folder of a step has the name of a part."""
+    return _PART.fullmatch(file) is not None
+
+
+def is_manifest(file: str) -> bool:
+    """Returns whether a file in the folder of a step has the name of a manifest."""
+    return _MANIFEST.fullmatch(file) is not None
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Returns the bytes of a manifest, always the same for the same values.
+
+    Raises:
+        InvariantError: it is not whole: a layer or a shard is missing, or a value has not the form.
+    """
+    for problem in _problems(manifest):
+        raise InvariantError(f"no manifest: {problem}")
+    return _encoded(manifest)
+
+
+def manifest_file(data: bytes) -> str:
+    """Returns the name of the manifest with these bytes."""
+    return f"manifest-{hashlib.sha256(data).hexdigest()[:16]}.json"
+
+
+def manifest_of(name: str, data: bytes) -> Manifest:
+    """Returns the manifest that `data` is, which was read from ``FOLDER/FILE``, its name.
+
+    Raises:
+        DamagedCheckpointError: it is no whole manifest, or belongs to another name.
+    """
+    folder, _, file = name.rpartition("/")
+
+    def refuse(why: str) -> NoReturn:
+        raise DamagedCheckpointError(f"{name}: {why}")
+
+    if manifest_file(data) != file:
+        refuse(f"its SHA-256 begins with {manifest_file(data)[9:25]}, not with the digits in its name")
+    try:
+        plain = json.loads(data)
+    except (ValueError, RecursionError):
+        refuse("expected one object of JSON")
+    if type(plain) is not dict or plain.get("format") != FORMAT:
+        found = plain.get("format") if type(plain) is dict else plain
+        refuse(f"the field 'format': expected {FORMAT}, found {found!r:.80}; another bamboo wrote it")
+    try:
+        manifest: Manifest = _READ(plain)
+    except InvariantError as error:
+        refuse(str(error))
+    for problem in _problems(manifest):
+        refuse(problem)
+    if _encoded(manifest) != data:
+        refuse("expected the canonical text of its values")
+    if folder.rpartition("/")[2] != manifest.folder:
+        refuse(f"it is a manifest of step {manifest.step}, which belongs into {manifest.folder}")
+    return manifest
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    return (json.dumps(asdict(manifest), sort_keys=True, separators=(",", ":")) + "\n").encode()
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Yields for each wrong field its name, and the reason."""
+    for name in ("step", "epoch"):
+        if getattr(manifest, name) < 0:
+            yield f"the field {name!r}: expected at least 0, found {getattr(manifest, name)}"
+    if not math.isfinite(manifest.loss):
+        yield f"the field 'loss': expected a finite number, found {manifest.loss!r}"
+    if _STEP.fullmatch(manifest.folder) is None:
+        yield f"the field 'step': {manifest.step} is too large"
+    if not manifest.layers or [each.layer for each in manifest.layers] != list(range(len(manifest.layers))):
+        yield "the field 'layers': expected each layer once, in order"
+    hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]
+    if manifest.init:
+        hashes.append(manifest.init)
+    hashes += [sha256 for _, _, sha256 in manifest.data_files]
+    yield from (f"expected a SHA-256 (hex), found {text!r:.80}" for text in hashes if not _SHA256.fullmatch(text))
+    yield from _problems_of_parts(manifest)
+
+
+def _problems_of_parts(manifest: Manifest) -> Iterator[str]:
+    for part in manifest.parts:
+        match = _PART.fullmatch(part.file)
+        if match is None:
+            yield f"the field 'file' of a part: expected the name of a part, found {part.file!r:.200}"
+        elif part.file != part_file(part.layer, part.shard, part.shards, part.file.split(".")[-2]):
+            yield f"{part.file}: not the name of shard {part.shard} of {part.shards} of layer {part.layer}"
+        if not _SHA256.fullmatch(part.sha256) or part.size < 0:
+            yield f"{part.file}: expected a size in bytes and a SHA-256 (hex)"
+        if any(stride < 0 for _, strides in part.strides for stride in strides):
+            yield f"{part.file}: expected strides of at least 0"
+    shards = {
+        layer: [(part.shard, part.shards) for part in parts]
+        for layer, parts in groupby(manifest.parts, lambda part: part.layer)
+    }
+    if list(shards) != [each.layer for each in manifest.layers]:
+        yield "the field 'parts': expected the parts of each layer, in the order of layers"
+    for layer, found in shards.items():
+        if found != [(shard, len(found)) for shard in range(len(found))]:
+            yield f"the field 'parts': expected each shard of layer {layer} once, in order, found {found}"

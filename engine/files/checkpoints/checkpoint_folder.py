@@ -1,0 +1,235 @@
+"""The checkpoints in one place: written parts first and manifest last, read with every hash, removed manifest first.
+
+Rules: a reader that finds a manifest finds all of its parts. Bytes are hashed and then parsed, and never read again in
+between. A checkpoint whose files are not what the manifest says is refused with the name of the file, and the next
+older one is tried. Several runs may write into one place: each counts and removes its own checkpoints only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.core.checkpoints.keeping import may_go
+from engine.core.checkpoints.manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    Part,
+    Strides,
+    is_manifest,
+    is_part,
+    manifest_bytes,
+    manifest_file,
+    manifest_of,
+    part_file,
+    step_folder,
+    step_of,
+)
+from engine.core.errors import StorageError
+from engine.files.checkpoints.disk import OwnDisk
+from engine.files.checkpoints.folder_storage import FolderStorage
+from engine.files.checkpoints.storage import Bytes, Storage
+
+_MOST_MANIFEST_BYTES = 64 << 20
+
+
+class CheckpointName(NamedTuple):
+    """The name of a checkpoint: its step, and the file of its manifest in the folder of the step."""
+
+    step: int
+    file: str
+
+    def __str__(self) -> str:
+        return f"{step_folder(self.step)}/{self.file}"
+
+
+class RefusedCheckpoint(NamedTuple):
+    """A checkpoint that is not to be used, with the reason, which begins with the name of a file."""
+
+    name: CheckpointName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewestGood:
+    """The newest checkpoint of which every byte is right, if there is one, and the newer ones that were refused."""
+
+    name: CheckpointName | None
+    manifest: Manifest | None
+    refused: tuple[RefusedCheckpoint, ...]
+
+
+class CheckpointFolder:
+    """The checkpoints in a storage. Every method raises StorageError where the storage cannot be written or read."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+
+    @property
+    def place(self) -> str:
+        """The folder or the URL."""
+        return self._storage.place
+
+    def write_part(
+        self, step: int, layer: int, chunks: Iterable[Bytes], *, shard: int = 0, shards: int = 1, strides: Strides = ()
+    ) -> Part:
+        """Writes one part of a checkpoint to come, and returns it; it is on disk then."""
+        file = part_file(layer, shard, shards, os.urandom(8).hex())
+        written = self._storage.create(f"{step_folder(step)}/{file}", chunks)
+        return Part(layer, shard, shards, file, written.size, written.sha256, strides)
+
+    def publish(self, manifest: Manifest) -> CheckpointName:
+        """Writes the manifest, whose parts are all written: from now on the checkpoint is there."""
+        data = manifest_bytes(manifest)
+        name = CheckpointName(manifest.step, manifest_file(data))
+        self._storage.publish(str(name), data)
+        return name
+
+    def names(self) -> tuple[CheckpointName, ...]:
+        """Returns the names of all checkpoints, good or not, by step."""
+        found = (name.rpartition("/") for name in self._storage.names())
+        steps = ((step_of(folder), file) for folder, _, file in found if is_manifest(file))
+        return tuple(sorted(CheckpointName(step, file) for step, file in steps if step is not None))
+
+    def manifest(self, name: CheckpointName) -> Manifest:
+        """Returns the manifest of a checkpoint; raises DamagedCheckpointError if it is not what was written."""
+        return manifest_of(str(name), self._storage.read(str(name), _MOST_MANIFEST_BYTES))
+
+    def part(self, manifest: Manifest, part: Part) -> bytes:
+        """Returns the bytes of a part; raises DamagedCheckpointError if they are not those that were written.
+
+        A caller parses these bytes, and does not read the file again.
+        """
+        name = f"{manifest.folder}/{part.file}"
+        data = self._storage.read(name, part.size)
+        if len(data) != part.size:
+            raise DamagedCheckpointError(f"{name}: expected {part.size} bytes, found {len(data)}")
+        if (found := hashlib.sha256(data).hexdigest()) != part.sha256:
+            raise DamagedCheckpointError(f"{name}: expected the SHA-256 {part.sha256[:16]}..., found {found[:16]}...")
+        return data
+
+    def verify(self, name: CheckpointName) -> Manifest:
+        """Returns the manifest of a checkpoint if every byte is right; else raises DamagedCheckpointError."""
+        manifest = self.manifest(name)
+        for part in manifest.parts:
+            self.part(manifest, part)
+        return manifest
+
+    def newest_good(
+        self, run: str = "", step: int | None = None, refuses: Callable[[Manifest], str] = lambda manifest: ""
+    ) -> NewestGood:
+        """Returns the newest good checkpoint: of one run, or of the newest run that has one; at `step`, or at any.
+
+        `refuses` returns the reason why a whole checkpoint is of no use, or an empty text.
+        """
+        found, refused = self._read_all(run)
+        for manifest, name in sorted(found, key=lambda each: (each[0].run, each[0].step), reverse=True):
+            if step in (None, name.step):
+                reason = refuses(manifest)
+                try:
+                    if not reason:
+                        self.verify(name)
+                        newer = (each for each in refused if each.name.step >= name.step)
+                        return NewestGood(name, manifest, tuple(newer))
+                except StorageError as error:
+                    reason = str(error)
+                refused.append(RefusedCheckpoint(name, reason))
+        return NewestGood(None, None, tuple(refused))
+
+    def prune(
+        self, keep: int, run: str = "", in_use: Collection[CheckpointName] = (), *, is_verified: bool = False
+    ) -> tuple[CheckpointName, ...]:
+        """Removes the checkpoints that are older than the `keep` newest ones of their run, and returns their names.
+
+        With `run` it looks at this run only. The caller knows that the newest one is good, because it has just written
+        it; or it wants each one read (`is_verified`), and those that are not good count for nothing.
+        """
+        by_run: dict[str, list[CheckpointName]] = {}
+        for manifest, name in self._read_all(run)[0]:
+            by_run.setdefault(manifest.run, []).append(name)
+        gone: list[CheckpointName] = []
+        for names in by_run.values():
+            good = [name for name in names if not is_verified or self._is_good(name)]
+            gone += may_go(names, keep, good, in_use)
+        for name in gone:
+            self.remove(name)
+        return tuple(gone)
+
+    def remove(self, name: CheckpointName) -> None:
+        """Removes a checkpoint: first its manifest, then its parts, then the folder if it is empty."""
+        parts: tuple[Part, ...] = ()
+        with suppress(DamagedCheckpointError):
+            parts = self.manifest(name).parts
+        folder = step_folder(name.step)
+        self._storage.remove(str(name))
+        self._storage.sync_folder(folder)
+        self._remove_all(folder, (part.file for part in parts))
+
+    def remove_orphans(self) -> tuple[str, ...]:
+        """Removes the parts that no manifest names, and returns their names; no other process may be writing here."""
+        by_folder: dict[str, list[str]] = {}
+        for name in self._storage.names():
+            folder, _, file = name.rpartition("/")
+            by_folder.setdefault(folder, []).append(file)
+        gone: list[str] = []
+        for folder, files in by_folder.items():
+            with suppress(StorageError):  # a folder with a manifest that cannot be read stays as it is
+                named = set(self._named_in(folder, files))
+                orphans = [file for file in files if is_part(file) and file not in named]
+                self._remove_all(folder, orphans)
+                gone += (f"{folder}/{file}" for file in orphans)
+        return tuple(gone)
+
+    def _is_good(self, name: CheckpointName) -> bool:
+        try:
+            self.verify(name)
+        except StorageError:
+            return False
+        return True
+
+    def _named_in(self, folder: str, files: Iterable[str]) -> Iterator[str]:
+        step = step_of(folder)
+        for file in files:
+            if step is not None and is_manifest(file):
+                yield from (part.file for part in self.manifest(CheckpointName(step, file)).parts)
+
+    def _remove_all(self, folder: str, files: Iterable[str]) -> None:
+        for file in files:
+            self._storage.remove(f"{folder}/{file}")
+        with suppress(StorageError):  # files of others are in it
+            self._storage.remove(folder)
+
+    def _read_all(self, run: str) -> tuple[list[tuple[Manifest, CheckpointName]], list[RefusedCheckpoint]]:
+        """Returns the readable manifests of a run, of all without one, and the refused ones of any run."""
+        found: list[tuple[Manifest, CheckpointName]] = []
+        refused: list[RefusedCheckpoint] = []
+        for name in self.names():
+            try:
+                manifest = self.manifest(name)
+            except StorageError as error:
+                refused.append(RefusedCheckpoint(name, str(error)))
+            else:
+                if run in ("", manifest.run):
+                    found.append((manifest, name))
+        return found, refused
+
+
+def checkpoints_at(place: str | Path, below: Path | None = None) -> CheckpointFolder:
+    """Returns the checkpoints in a folder, which the first file makes, or at a URL; none of them is read.
+
+    No part of the path of a folder may be a link after `below`; without it, only the user's own links lead there.
+
+    Raises:
+        UserError: the URL is none that can be used.
+    """
+    if isinstance(place, str) and "://" in place and not place.startswith("file://"):
+        from engine.files.checkpoints.object_storage import ObjectStorage  # which loads fsspec
+
+        return CheckpointFolder(ObjectStorage(place))
+    folder = Path(str(place).removeprefix("file://"))
+    return CheckpointFolder(FolderStorage(OwnDisk(folder, below), str(folder)))

@@ -1,0 +1,209 @@
+"""The calls to the system through which checkpoints in a folder are written and read: one method for each.
+
+Rules: names are those of files in the folder, or in a folder in it, as ``FOLDER/FILE``. No link is followed below the
+folder of checkpoints, and none of another user on the way to it. Only a folder and files of this user count: bits that
+another user can change prove nothing. Every method raises OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from engine.files.atomic_write import open_below, open_in, open_inner, open_new, sync_folder
+from engine.files.checkpoints.storage import Bytes
+
+_MOST_PARTS = 4096  # of a path, with those of its links: a circle of links has no end
+
+
+class Disk(Protocol):
+    """The calls to the system; a test replaces it by a disk whose power fails."""
+
+    def make_folder(self, name: str) -> bool:
+        """Makes a folder that only this user can open, empty for the outermost; returns False if it is there."""
+
+    def create(self, name: str) -> int:
+        """Returns a descriptor of a new file that only this user can read."""
+
+    def write(self, fd: int, data: Bytes) -> int:
+        """Writes bytes behind those that were written, and returns their number, which may be smaller."""
+
+    def sync(self, fd: int) -> None:
+        """Waits until the bytes of a file are on disk."""
+
+    def close(self, fd: int) -> None:
+        """Ends the use of a descriptor."""
+
+    def rename(self, name: str, new: str) -> None:
+        """Gives a file another name in the same folder, in one step."""
+
+    def sync_folder(self, name: str) -> None:
+        """Waits until the entries of a folder are on disk."""
+
+    def read(self, name: str, most: int) -> bytes:
+        """Returns the bytes of a regular file, all from one descriptor; refuses one with more than `most`."""
+
+    def remove(self, name: str) -> None:
+        """Removes a file, a link, or an empty folder."""
+
+    def names(self) -> list[str]:
+        """Returns the names of all entries, of folders too; links and folders of links are entries without a content.
+
+        A folder that does not exist has none.
+        """
+
+
+class OwnDisk:
+    """The disk of this machine below the folder `root`; no part of the path after `below` may be a link."""
+
+    def __init__(self, root: Path, below: Path | None = None):
+        self._root = root
+        self._below = below or root
+
+    def make_folder(self, name: str) -> bool:
+        """Makes a folder, as `Disk` says."""
+        refuse_foreign_links(self._root)
+        if not name:
+            return self._make_root()
+        with self._opened("") as folder:
+            try:
+                os.mkdir(name, 0o700, dir_fd=folder)
+            except FileExistsError:
+                return False
+        return True
+
+    def create(self, name: str) -> int:
+        """Opens a new file, as `Disk` says."""
+        folder, file = _split(name)
+        with self._opened(folder) as fd:
+            return open_new(file, fd)
+
+    def write(self, fd: int, data: Bytes) -> int:
+        """Writes, as `Disk` says."""
+        return os.write(fd, data)
+
+    def sync(self, fd: int) -> None:
+        """Syncs a file, as `Disk` says."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Closes, as `Disk` says."""
+        os.close(fd)
+
+    def rename(self, name: str, new: str) -> None:
+        """Renames, as `Disk` says."""
+        (folder, old), (_, new) = _split(name), _split(new)
+        with self._opened(folder) as fd:
+            os.rename(old, new, src_dir_fd=fd, dst_dir_fd=fd)
+
+    def sync_folder(self, name: str) -> None:
+        """Syncs a folder, as `Disk` says."""
+        with self._opened(name) as fd:
+            sync_folder(fd)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Reads, as `Disk` says."""
+        folder, file = _split(name)
+        with self._opened(folder) as folder_fd, open(open_in(file, folder_fd), "rb", buffering=0) as opened:
+            size = _refuse_others(opened.fileno(), stat.S_IWGRP | stat.S_IWOTH).st_size
+            if size > most:
+                raise OSError(errno.EFBIG, f"it has {size} bytes, and should have at most {most}")
+            data = bytearray()
+            while more := opened.read(most + 1 - len(data)):
+                data += more
+            return bytes(data)
+
+    def remove(self, name: str) -> None:
+        """Removes, as `Disk` says."""
+        folder, file = _split(name)
+        with self._opened(folder) as fd:
+            is_folder = stat.S_ISDIR(os.stat(file, dir_fd=fd, follow_symlinks=False).st_mode)
+            (os.rmdir if is_folder else os.unlink)(file, dir_fd=fd)
+
+    def names(self) -> list[str]:
+        """Lists, as `Disk` says."""
+        found: list[str] = []
+        with suppress(FileNotFoundError), self._opened("") as root:
+            for name in sorted(_listed(root)):
+                found.append(name)
+                with suppress(NotADirectoryError, FileNotFoundError):
+                    if stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
+                        with self._opened(name) as folder:
+                            found += (f"{name}/{inner}" for inner in sorted(_listed(folder)))
+        return found
+
+    def _make_root(self) -> bool:
+        """Makes the folder and those on the way to it, each on disk; returns False if it is there."""
+        missing = [each for each in (self._root, *self._root.parents) if not os.path.lexists(each)]
+        self._below.mkdir(parents=True, exist_ok=True)
+        with open_below(self._root, self._below, is_made=True):
+            pass
+        for each in missing:
+            with open_below(each.parent, each.parent) as fd:
+                sync_folder(fd)
+        return bool(missing)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        refuse_foreign_links(self._root)
+        with open_below(self._root, self._below) as root:
+            _refuse_others(root, stat.S_IWOTH)
+            if not name:
+                yield root
+                return
+            with open_inner(name, root) as inner:
+                _refuse_others(inner, stat.S_IWOTH)
+                yield inner
+
+
+def refuse_foreign_links(path: Path) -> None:
+    """Raises OSError if a link on the way to a path is another user's, who could lead it elsewhere at any time."""
+    walked, left = Path("/"), list(reversed((Path.cwd() / path).parts[1:]))
+    for _ in range(_MOST_PARTS):
+        if not left:
+            return
+        part = left.pop()
+        if part == "..":
+            walked = walked.parent
+            continue
+        try:
+            facts = (walked / part).lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISLNK(facts.st_mode):
+            walked = walked / part
+        elif facts.st_uid not in (os.geteuid(), 0):
+            raise OSError(errno.EPERM, f"{str(walked / part)!r} is a link of another user")
+        else:
+            target = Path(os.readlink(walked / part))
+            walked = Path("/") if target.is_absolute() else walked
+            left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _refuse_others(fd: int, modes: int) -> os.stat_result:
+    """Returns the facts of a file or folder; raises OSError if it is another user's, or has one of these modes."""
+    facts = os.fstat(fd)
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise OSError(errno.EPERM, "it belongs to another user, who could change it (copy it first)")
+    if facts.st_mode & modes and not facts.st_mode & stat.S_ISVTX:
+        raise OSError(errno.EPERM, "other users may change it (chmod go-w)")
+    return facts
+
+
+def _split(name: str) -> tuple[str, str]:
+    folder, _, file = name.rpartition("/")
+    return folder, file
+
+
+def _listed(folder: int) -> list[str]:
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)

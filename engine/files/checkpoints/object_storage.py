@@ -1,0 +1,98 @@
+"""Checkpoints in an object store, by fsspec: ``s3://``, ``gs://`` and every other URL whose package is installed.
+
+Rules: an object is there when its upload has ended, and whole; there is no rename, and none is needed. The credentials
+of a store come from its own files and variables, never from the URL, which messages and run.json show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from engine.core.errors import MASK, Problem, StorageError, UserError
+from engine.files.checkpoints.storage import Bytes, Written
+
+
+class ObjectStorage:
+    """The objects below a URL, as `Storage` says.
+
+    Raises:
+        UserError: fsspec does not know the URL, lacks the package for it, or the URL has credentials in it.
+    """
+
+    def __init__(self, url: str):
+        import fsspec
+
+        scheme, _, rest = url.partition("://")
+        if "@" in rest.partition("/")[0]:
+            hint = "the store's own files and variables have them"
+            raise UserError([Problem("checkpoints", "a URL without credentials", f"'{scheme}://{MASK}'", hint)])
+        try:
+            files, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError, OSError) as error:
+            raise UserError([Problem("checkpoints", "a folder or a URL", repr(url), str(error))]) from error
+        self.place = url
+        self._files: Any = files
+        self._root = root.rstrip("/")
+
+    def create(self, name: str, chunks: Iterable[Bytes]) -> Written:
+        """Writes a new object, as `Storage` says."""
+        digest, size = hashlib.sha256(), 0
+        with self._errors("write", name):
+            try:
+                self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+                with self._files.open(self._path(name), "wb") as opened:
+                    for chunk in chunks:
+                        digest.update(chunk)
+                        opened.write(chunk)
+                        size += memoryview(chunk).nbytes
+            except BaseException:
+                with suppress(Exception):  # half of an object, which no manifest will name
+                    self._files.rm_file(self._path(name))
+                raise
+        return Written(size, digest.hexdigest())
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Writes an object in one request, as `Storage` says."""
+        with self._errors("write", name):
+            self._files.pipe_file(self._path(name), data)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Reads one object, as `Storage` says."""
+        with self._errors("read", name):
+            data = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
+            if len(data) > most:
+                raise OSError(f"it has more than {most} bytes")
+            return data
+
+    def names(self) -> tuple[str, ...]:
+        """Lists all objects, as `Storage` says."""
+        with self._errors("list", ""):
+            self._files.invalidate_cache()
+            with suppress(FileNotFoundError):
+                found = (path[len(self._root) :].lstrip("/") for path in self._files.find(self._root))
+                return tuple(sorted(name for name in found if name.count("/") == 1))
+        return ()
+
+    def remove(self, name: str) -> None:
+        """Removes an object; a folder is only a beginning of names, as `Storage` says."""
+        with self._errors("remove", name), suppress(FileNotFoundError):
+            if "/" in name:
+                self._files.rm_file(self._path(name))
+
+    def sync_folder(self, folder: str) -> None:
+        """Does nothing: a request that was answered is done, as `Storage` says."""
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _errors(self, verb: str, name: str) -> Iterator[None]:
+        """Turns every error of a store into a StorageError: each package has its own kinds."""
+        try:
+            yield
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise StorageError(f"cannot {verb} {f'{self.place}/{name}'!r}: {reason}") from error

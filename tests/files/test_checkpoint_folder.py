@@ -1,0 +1,169 @@
+"""Checkpoints in a folder and in an object store: written, listed, verified, removed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from engine.core.checkpoints.manifest import DamagedCheckpointError
+from engine.core.errors import StorageError, UserError
+from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.files.checkpoints.object_storage import ObjectStorage
+from tests.files.made_checkpoints import bytes_of, made_manifest, save
+
+Place = Callable[[], CheckpointFolder]
+PLACES = ("folder", "memory", "file")
+
+
+@pytest.fixture(params=PLACES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointFolder:
+    """A place for checkpoints: a folder, or objects in memory or in files."""
+    if request.param == "folder":
+        return checkpoints_at(tmp_path / "checkpoints", tmp_path)
+    root = f"memory://{uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/objects"
+    return CheckpointFolder(ObjectStorage(root))
+
+
+def test_a_checkpoint_is_read_as_it_was_written(folder: CheckpointFolder) -> None:
+    assert folder.names() == ()
+    name = save(folder, 7)
+    assert folder.names() == (name,)
+    manifest = folder.verify(name)
+    assert (manifest.step, manifest.loss, manifest.job["lr"]) == (7, 1 / 8, 0.002)
+    assert [folder.part(manifest, part) for part in manifest.parts] == [bytes_of(7, 0), bytes_of(7, 1)]
+
+
+def test_parts_without_a_manifest_are_no_checkpoint(folder: CheckpointFolder) -> None:
+    folder.write_part(7, 0, [b"12", b"", memoryview(b"34")])
+    assert folder.names() == ()
+    assert folder.newest_good().manifest is None
+
+
+def test_the_newest_good_one_is_found_and_newer_ones_are_named(folder: CheckpointFolder) -> None:
+    save(folder, 5)
+    newest = save(folder, 7)
+    assert folder.newest_good().name == newest
+    assert folder.newest_good(step=5).name == folder.names()[0]
+    found = folder.newest_good(refuses=lambda manifest: "another model" if manifest.step == 7 else "")
+    assert found.name == folder.names()[0]
+    assert [(each.name, each.reason) for each in found.refused] == [(newest, "another model")]
+
+
+def test_pruning_leaves_the_newest_and_those_in_use(folder: CheckpointFolder) -> None:
+    names = [save(folder, step) for step in range(5)]
+    assert folder.prune(2, in_use=[names[1]]) == (names[0], names[2])
+    assert folder.names() == (names[1], names[3], names[4])
+    assert [folder.verify(name).step for name in folder.names()] == [1, 3, 4]
+    assert folder.prune(0) == (names[1], names[3])
+    assert folder.prune(0) == ()
+
+
+def test_runs_in_one_place_count_their_own(folder: CheckpointFolder) -> None:
+    older = [save(folder, step, run="20261120-a") for step in (10, 20, 30)]
+    newer = [save(folder, step, run="20261121-b") for step in (10, 20)]
+    assert folder.newest_good().name == newer[-1]
+    assert folder.newest_good(run="20261120-a").name == older[-1]
+    assert folder.prune(1, run="20261121-b") == (newer[0],)
+    assert folder.verify(older[0]).run == "20261120-a"
+
+
+def test_orphans_go_and_named_parts_stay(folder: CheckpointFolder) -> None:
+    name = save(folder, 7)
+    orphans = [folder.write_part(step, 0, [b"x"]).file for step in (7, 8)]
+    assert [each.partition("/")[2] for each in folder.remove_orphans()] == orphans
+    assert folder.verify(name)
+    assert folder.remove_orphans() == ()
+
+
+def test_a_manifest_that_is_not_whole_is_not_written(folder: CheckpointFolder) -> None:
+    parts = [folder.write_part(7, layer, [b"x"]) for layer in range(2)]
+    whole = made_manifest(7, parts)
+    with pytest.raises(Exception, match="expected the parts of each layer"):
+        folder.publish(replace(whole, parts=whole.parts[:1]))
+    assert folder.names() == ()
+
+
+def test_only_the_user_can_read_the_files(tmp_path: Path) -> None:
+    save(checkpoints_at(tmp_path / "checkpoints", tmp_path), 7)
+    for each in (tmp_path / "checkpoints").rglob("*"):
+        assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600)
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    name = save(checkpoints_at(f"file://{tmp_path}/deep/down"), 7)
+    assert checkpoints_at(tmp_path / "deep" / "down").names() == (name,)
+
+
+def test_a_url_with_credentials_is_refused() -> None:
+    with pytest.raises(UserError, match=r"without credentials, found 's3://\*\*\*'"):
+        checkpoints_at("s3://me:mine@bucket/run")
+    with pytest.raises(UserError, match="expected a folder or a URL, found 'nowhere://x'"):
+        checkpoints_at("nowhere://x")
+
+
+def test_a_folder_that_a_link_leads_to_is_refused_inside_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="is a link, and bamboo follows none here"):
+        save(checkpoints_at(tmp_path / "run" / "checkpoints", tmp_path / "run"), 7)
+    name = save(checkpoints_at(tmp_path / "run" / "checkpoints"), 7)  # the user named it, and the link is the user's
+    assert (tmp_path / "elsewhere" / str(name)).is_file()
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes an entry another user's, or this process another user."""
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        os.lchown(path, 4321, 4321)
+
+
+def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    give_away(tmp_path / "link", monkeypatch)
+    with pytest.raises(StorageError, match="is a link of another user"):
+        save(checkpoints_at(tmp_path / "link" / "checkpoints"), 7)
+
+
+@pytest.mark.parametrize("what", [".", "step-00000007", "manifest"])
+def test_a_folder_or_file_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    folder = checkpoints_at(tmp_path)
+    name = save(folder, 7)
+    give_away(tmp_path / str(name) if what == "manifest" else tmp_path / what, monkeypatch)
+    with pytest.raises(StorageError, match="it belongs to another user"):
+        folder.verify(name)
+
+
+def test_files_that_others_may_change_are_refused(tmp_path: Path) -> None:
+    folder = checkpoints_at(tmp_path / "checkpoints")
+    name = save(folder, 7)
+    path = tmp_path / "checkpoints" / str(name)
+    path.chmod(0o620)
+    with pytest.raises(StorageError, match="other users may change it"):
+        folder.verify(name)
+    path.chmod(0o600)
+    path.parent.chmod(0o702)
+    with pytest.raises(StorageError, match="other users may change it"):
+        folder.names()
+
+
+def test_a_part_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    folder = checkpoints_at(tmp_path / "checkpoints")
+
+    def chunks() -> object:
+        yield b"1234"
+        raise DamagedCheckpointError("the copy went wrong")
+
+    with pytest.raises(DamagedCheckpointError):
+        folder.write_part(7, 0, chunks())  # type: ignore[arg-type]
+    assert list((tmp_path / "checkpoints" / "step-00000007").iterdir()) == []
