@@ -57,7 +57,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
     "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
-    "engine.runtime.checkpoint": _GROUND | {"engine.runtime.stage"},
+    "engine.runtime.checkpoint": _GROUND | {"engine.core.checkpoints", "engine.runtime.stage"},
     "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS

@@ -16,10 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.core.checkpoints.manifest import Strides
 from engine.core.errors import StorageError
 from engine.runtime.stage.buffers import overwrite
-
-Strides = tuple[tuple[str, tuple[int, ...]], ...]  # name and strides of each tensor that is not contiguous
 
 _NAMES = {
     torch.float64: "F64",
