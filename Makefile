@@ -51,7 +51,7 @@ soak: $(TEST_STAMP)
 soak-ends: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.end_soak --runs 500 --seed $(SEED)
 
-# SIGKILL of the coordinator at each of 23 moments, with a second one that waits: a minute and a half on two cores.
+# SIGKILL or SIGSTOP of the coordinator at each of 29 moments, with a second one that waits: two minutes on two cores.
 soak-coordinator: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.coordinator_kills
 

@@ -1,7 +1,8 @@
 """``python -m tests.e2e.coordinator_kills``: SIGKILL of the coordinator at each of many moments, with a standby.
 
 The coordinator is killed before it has read an input, or when its decision is in the store and no output was carried
-out. Training must end with the outcome of a run without deaths, and no worker that lives may have another process.
+out. Some are stopped by a signal instead, and one leaves its role to its lease. Training must end with the outcome of a
+run without deaths, and no worker that lives may have another process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.wire import StepMessage
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message
+from engine.core.store.kv import Txn
 from engine.runtime.agent.session import run_session
 from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator
 from engine.runtime.process.fork_client import ForkServer
@@ -33,6 +35,7 @@ from tests.e2e.striker import Strike, Striker, committed
 JOB = {"model": "timed", "model_args": {"forward_ms": 2, "backward_ms": 3}, "microbatches": 4, "validate_every": 3}
 DEATH = (Strike(committed(1), 2, signal.SIGKILL),)
 NOTICE = (Strike(committed(1), 2, signal.SIGTERM),)
+EARLY = (Strike(lambda event: event["event"] == "started" and event["of"] == 1, 1),)  # all are started again
 LATER = {"model_args": {"forward_ms": 20, "backward_ms": 20}, "validate_every": 0, "steps": 8}
 
 Asked = tuple[StandbyCoordinator, Sequence[Message], Sequence[CoordinatorOutput]]
@@ -47,6 +50,8 @@ class Moment:
     is_told: bool = True  # it dies before the input comes; else when the state is written
     strikes: tuple[Strike, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
+    number: signal.Signals = signal.SIGKILL
+    is_freed: bool = True  # the agent deletes the key of the role; else the lease of the key has to expire
 
 
 def hears(kind: type[Message], phase: Phase | None = None) -> Callable[[Asked], bool]:
@@ -78,6 +83,9 @@ def untold(fits: Callable[[Asked], bool], count: int = 1, *strikes: Strike, **fi
 
 
 MOMENTS: dict[str, Moment] = {
+    "a death before training is not told": untold(is_input("Ended", Phase.RESTARTING), 1, *EARLY),
+    "all workers are to begin again": Moment(is_input("Restarted", Phase.RESTARTING), strikes=EARLY),
+    "a commit after a new beginning": untold(tells(messages.CommitMessage), 2, *EARLY),
     "the model is cut": Moment(hears(messages.CutMessage)),
     "a border is not told": untold(tells(messages.BorderMessage), 2),
     "a worker has joined": Moment(hears(messages.ReadyMessage), 2),
@@ -101,7 +109,17 @@ MOMENTS: dict[str, Moment] = {
     "the hand-over is not told": untold(tells(messages.EpochMessage, 2), 1, *NOTICE, **LATER),
     "the last worker is done": Moment(hears(messages.FinishedMessage), 4),
     "the end is not told": untold(releases),
+    "it stands still": Moment(hears(messages.VoteMessage), 15, number=signal.SIGSTOP),
+    "it stands still in a recovery": Moment(hears(messages.InventoryMessage), 2, strikes=DEATH, number=signal.SIGSTOP),
+    "its lease has to expire": Moment(hears(messages.VoteMessage), 15, is_freed=False),
 }
+
+
+class KeptRole:
+    """A store that does not delete the key of the role."""
+
+    def transact(self, txn: Txn) -> None:
+        """Does nothing."""
 
 
 class Killer:
@@ -122,8 +140,11 @@ class Killer:
         """Asks as the standby does, or lets the coordinator die."""
         if self.moment.is_told:
             if self._is_now((standby, parts, ())):
-                standby.active.child.signal(signal.SIGKILL)
-                standby.active.child.wait(10.0)
+                standby.active.child.signal(self.moment.number)
+                if self.moment.number is signal.SIGKILL:
+                    standby.active.child.wait(10.0)
+                if not self.moment.is_freed:
+                    standby._kv = KeptRole()  # type: ignore[assignment]
             return self._ask(standby, *parts)
         before = standby.state
         found = self._ask(standby, *parts)
@@ -149,11 +170,11 @@ def kill_at(name: str, folder: Path, server: ForkServer) -> Iterator[str]:
         ending = run_session(job, events, folder, server=server, standby=True)
     if killer.left or striker.left:
         yield f"not struck: {killer.left}, {striker.left}"
-    yield from deviations(ending, events_of(events), moment, outcome(job, folder / "twin", server))
+    yield from deviations(ending, events_of(events), moment, job, outcome(job, folder / "twin", server))
 
 
-def deviations(ending: Any, events: list[dict[str, Any]], moment: Moment, expected: object) -> Iterator[str]:
-    """Yields the deviations of an ended run."""
+def deviations(ending: Any, events: list[dict[str, Any]], moment: Moment, job: Job, expected: object) -> Iterator[str]:
+    """Yields the deviations of an ended run of a job."""
     if ending.error is not None or ending.outcome != "finished":
         yield f"{ending.outcome}: {ending.error}"
     if outcome_of(ending.view.run_state) != expected:
@@ -161,7 +182,10 @@ def deviations(ending: Any, events: list[dict[str, Any]], moment: Moment, expect
     ended = [event["code"] for event in events if event["event"] == "coordinator_ended"]
     if ended != [-signal.SIGKILL]:
         yield f"coordinators ended with {ended}"
-    if moment.strikes != NOTICE:
+    started = [event["of"] for event in events if event["event"] == "started"]
+    if moment.strikes == EARLY and started != [*range(job.stages)] * 2:
+        yield f"started were {started}"
+    if moment.strikes not in (NOTICE, EARLY):
         yield from lives(events, {2} if moment.strikes else ())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.runtime.agent import standby
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.coordinator_kills import MOMENTS, kill_at
 from tests.e2e.launcher import Launcher
@@ -16,6 +17,7 @@ from tests.e2e.launcher import Launcher
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 CHOSEN = (
+    "all workers are to begin again",
     "a border is not told",
     "the first epoch is not told",
     "a later commit is not told",
@@ -30,6 +32,14 @@ CHOSEN = (
 def test_training_goes_on_when_the_coordinator_is_killed(name: str, tmp_path: Path, server: ForkServer) -> None:
     assert len(MOMENTS) >= 20
     assert list(kill_at(name, tmp_path, server)) == []
+
+
+def test_a_coordinator_that_gives_no_answer_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
+) -> None:
+    """In a recovery, by SIGSTOP: it lives and is silent, so only the time tells, which is shortened here."""
+    monkeypatch.setattr(standby, "_ANSWER_S", 1.0)
+    assert list(kill_at("it stands still in a recovery", tmp_path, server)) == []
 
 
 def test_the_command_starts_a_standby(tmp_path: Path) -> None:

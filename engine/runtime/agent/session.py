@@ -193,6 +193,8 @@ def join_store(
         standby = StandbyCoordinator(start, store, run_id, kv, first, recorder)
         stack.callback(standby.close)
     node = Node(kv, first, now_ns(), standby)
+    if standby is not None:
+        standby.while_waiting = lambda: node.renew(now_ns())
     if private is None:
         stack.callback(_leave, node, recorder)
     return node

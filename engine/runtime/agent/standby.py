@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -42,9 +43,12 @@ from engine.core.store.kv import KV, Delete, Txn, equal
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import Child
+from engine.runtime.store.election import LEASE_TTL_S
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
 _ANSWER_S = 10.0  # a coordinator without an answer is ended; longer than the deadline of a call to the store
+_ROLE_S = LEASE_TTL_S + _ANSWER_S  # the same, of one that takes the role: a key that was not deleted has to expire
+_LOOK_EVERY_S = 1.0
 _MAX_ATTEMPTS = 4
 _END_S = 5.0  # from SIGKILL to the end of its process
 Start = Callable[[str], tuple[Child, Link]]
@@ -68,10 +72,14 @@ class _Process(NamedTuple):
     link: Link
     name: str
 
-    def receive(self) -> Message:
-        """Returns the next message; raises CoordinatorGoneError."""
-        ready, _, _ = select.select([self.link], [], [], _ANSWER_S)
-        message = self.link.receive() if ready else None
+    def receive(self, patience_s: float, while_waiting: Callable[[], None]) -> Message:
+        """Returns the next message; calls `while_waiting` each second. Raises CoordinatorGoneError."""
+        until_s = time.monotonic() + patience_s
+        while not select.select([self.link], [], [], min(_LOOK_EVERY_S, patience_s))[0]:
+            if time.monotonic() >= until_s:
+                raise CoordinatorGoneError
+            while_waiting()
+        message = self.link.receive()
         if message is None:
             raise CoordinatorGoneError
         return message
@@ -93,6 +101,7 @@ class StandbyCoordinator:
         self._known: list[CoordinatorInput] = []  # what another coordinator must be told
         self._number = 0
         self._is_stopping = False
+        self.while_waiting: Callable[[], None] = lambda: None  # called each second in which no answer comes
         self.active = self._started()
         self.waiting: _Process | None = self._started()
         self._ask(TakeOverMessage(True))
@@ -103,7 +112,8 @@ class StandbyCoordinator:
         Raises CoordinatorUnavailableError if none is left, and the errors of the machine.
         """
         found: list[CoordinatorOutput] = []
-        self._is_stopping |= isinstance(given, inputs.Stopping)
+        if isinstance(given, inputs.Stopping | Restarted):
+            self._is_stopping = isinstance(given, inputs.Stopping)
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 if attempt:
@@ -137,7 +147,8 @@ class StandbyCoordinator:
         for part in parts:
             if not self.active.link.send(part):
                 raise CoordinatorGoneError
-        rest, found = self._received(), list[CoordinatorOutput]()
+        patience_s = _ROLE_S if isinstance(parts[0], TakeOverMessage) else _ANSWER_S
+        rest, found = self._received(patience_s), list[CoordinatorOutput]()
         for message in rest:
             if isinstance(message, DecidedMessage):
                 if message.error:
@@ -150,9 +161,9 @@ class StandbyCoordinator:
             found.append(read_step(message, rest))  # type: ignore[arg-type]
         return tuple(found)
 
-    def _received(self) -> Iterator[Message]:
+    def _received(self, patience_s: float) -> Iterator[Message]:
         while True:
-            yield self.active.receive()
+            yield self.active.receive(patience_s, self.while_waiting)
 
     def _take_over(self) -> list[CoordinatorOutput]:
         """Proves the end of the coordinator, gives its role to the one that waits, and tells that one what is known."""
