@@ -16,14 +16,12 @@ from engine.core.membership.effects import (
     Evict,
     Fence,
     Finish,
-    GatherInventories,
     Halt,
-    Look,
-    OrderHandOver,
     OrderRestart,
     PublishEpoch,
     PublishPlanInput,
     StartTraining,
+    pending_effects,
 )
 from engine.core.membership.events import (
     EVENTS,
@@ -41,9 +39,9 @@ from engine.core.membership.events import (
     TakenOver,
     Tick,
 )
-from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.protocol import TABLE, step
 from engine.core.membership.state import GATHERING, Phase, Sighting, State, resume, to_json
+from engine.core.membership.verdicts import leavers
 from engine.core.messages import PlanMessage
 from tests.core.membership_cases import (
     JOINED,
@@ -67,11 +65,10 @@ IMPOSSIBLE = {
 }
 
 
-def halt(state: State) -> Halt:
-    """Returns how a job has halted."""
-    (found,) = pending_effects(state)
-    assert isinstance(found, Halt)
-    return found
+def halt(state: State) -> State:
+    """Returns a job that has halted."""
+    assert pending_effects(state) == (Halt(state.epoch),)
+    return state
 
 
 def test_every_pair_is_listed() -> None:
@@ -108,10 +105,9 @@ def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event]) -
 
 def test_the_last_to_join_starts_the_first_epoch() -> None:
     assert heard(forming(), *JOINED[:2]) == ()
-    assert heard(forming(), *JOINED) == (
-        PublishEpoch(1, (0, 1, 2), (), "every worker has joined"),
-        StartTraining(1),
-    )
+    assert heard(forming(), *JOINED) == (PublishEpoch(1), StartTraining(1))
+    state = told(forming(), *JOINED)
+    assert (state.members, state.verdict, state.reason) == ((0, 1, 2), (), "every worker has joined")
 
 
 def test_a_job_without_a_fault() -> None:
@@ -121,7 +117,7 @@ def test_a_job_without_a_fault() -> None:
     assert (state.phase, effects) == (Phase.DRAINING, (AnnounceCommit(1, 1, "end"),))
     state = told(state, Done(7, 0, 1), Done(7, 1, 1))
     assert state.phase is Phase.DRAINING
-    assert heard(state, Done(8, 2, 1)) == (Finish(1, 1),)
+    assert heard(state, Done(8, 2, 1)) == (Finish(1),)
 
 
 def test_a_death_is_gathered_planned_and_resumed() -> None:
@@ -129,13 +125,14 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     state, effects = step(state, ExitSeen(30, 1, -9))
     why = "was ended by SIGKILL, inside action 7 of step 1"
     out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
-    assert effects == (PublishEpoch(2, (0, 2), (out,), f"worker 1 {why}"), GatherInventories(2))
+    assert effects == (PublishEpoch(2),)
+    assert (state.members, state.verdict, state.reason) == ((0, 2), (out,), f"worker 1 {why}")
     assert heard(state, InventoryReceived(31, 2, 2, "two")) == ()
     state = told(state, InventoryReceived(31, 2, 2, "two"))
     state, effects = step(state, InventoryReceived(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
     document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories)
-    assert effects == (PublishPlanInput(2, document, (out,)),)
+    assert effects == (PublishPlanInput(2, document),)
     state = told(state, PlanAcknowledged(33, 0, 2, "same"))
     state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
     assert (state.phase, effects) == (Phase.RUNNING, (StartTraining(2), AnnounceCommit(2, 0, "step")))
@@ -146,7 +143,7 @@ def test_a_death_while_gathering_begins_again() -> None:
     state = told(state, ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, "held"), InventoryReceived(31, 2, 2, "held"))
     state, effects = step(told(state, PlanAcknowledged(32, 0, 2, "plan")), ExitSeen(33, 0, -9))
     assert (state.phase, state.epoch, state.owners) == (Phase.FAILING_OVER, 3, (2, 2, 2))
-    assert [type(effect) for effect in effects] == [PublishEpoch, GatherInventories]
+    assert [type(effect) for effect in effects] == [PublishEpoch]
     assert recovered(state).phase is Phase.RUNNING
 
 
@@ -186,7 +183,7 @@ def test_whatever_is_lost_after_the_last_commit_the_job_has_finished(gathering: 
     state = told(state, ExitSeen(30, 1, -9)) if gathering else state._replace(shadows=((), (), ()))
     state, effects = step(state, ExitSeen(31, 2, -9))
     lost = "the state of stage 2 is lost in epoch {}; last committed step 0; worker 2 was ended by SIGKILL"
-    assert effects == (Finish(state.epoch, 0, lost.format(state.epoch)),)
+    assert effects == (Finish(state.epoch, lost.format(state.epoch)),)
     assert (state.phase, state.exit_code, state.lost_stages) == (Phase.FINISHED, 0, (2,))
 
 
@@ -208,13 +205,10 @@ def test_with_nobody_left_the_job_has_finished_too() -> None:
 def test_a_lost_stage_ends_the_job() -> None:
     state = told(committed(running()), ExitSeen(30, 1, -9), ExitSeen(31, 2, -9))
     assert state.phase is Phase.FAILING_OVER, "worker 0 has not said yet what it holds"
-    assert halt(told(state, InventoryReceived(32, 0, 3, "", (0, 1)))) == Halt(
-        3,
-        0,
-        ExitCode.STATE_LOST,
-        (2,),
-        "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was ended by SIGKILL",
-    )
+    end = halt(told(state, InventoryReceived(32, 0, 3, "", (0, 1))))
+    assert (end.epoch, end.committed, end.exit_code, end.lost_stages) == (3, 0, ExitCode.STATE_LOST, (2,))
+    why = "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was ended by SIGKILL"
+    assert end.reason == why
 
 
 def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
@@ -279,7 +273,7 @@ def test_a_plan_before_the_inventories_counts_for_nothing() -> None:
 
 def test_a_suspicion_is_looked_into() -> None:
     state, effects = step(running(), Suspicion(5, 2, 1, peer=1))
-    assert effects == (Look(1, (1, 2)),)
+    assert effects == () and state.look == (Edge(2, 1),)
     assert step(state, Suspicion(6, 2, 1, peer=1)) == (state, ()), "it is known"
     state = told(state, Suspicion(6, 0, 1, peer=2))
     assert state.looked_ns == 5, "the look does not begin again"
@@ -332,7 +326,7 @@ def test_a_pair_that_fails_again_and_again_loses_one() -> None:
     given_up = suspected(state)
     why = "is given up: a transfer failed at workers 1 and 2, 3 times in a row"
     assert given_up.verdict == (excluded(2, Cause.GIVEN_UP, why),)
-    assert [order for order in pending_effects(given_up) if isinstance(order, Evict)] == [Evict(4, 2, why)]
+    assert [order for order in pending_effects(given_up) if isinstance(order, Evict)] == [Evict(4, 2)]
     forgiven = suspected(committed(state, now_ns=state.ticked_ns))
     assert forgiven.members == (0, 1, 2), "a commit proves that they can talk"
 
@@ -389,18 +383,18 @@ def test_whoever_owes_an_answer_at_the_deadline_is_out(state: State, why: str) -
 def test_a_worker_that_is_out_is_evicted_until_its_exit_is_seen() -> None:
     state = told(running()._replace(ticked_ns=6 * S), *(Heartbeat(6 * S, each, 1, 0, 1, False) for each in (0, 1)))
     state = told(state, Tick(6 * S))
-    why = "has been silent for 6.0 s"
-    assert Evict(2, 2, why) in pending_effects(state)
-    assert Evict(2, 2, why) not in pending_effects(told(state, ExitSeen(6 * S, 2, -9)))
+    assert state.out[2].why == "has been silent for 6.0 s"
+    assert Evict(2, 2) in pending_effects(state)
+    assert Evict(2, 2) not in pending_effects(told(state, ExitSeen(6 * S, 2, -9)))
 
 
 def test_nobody_listens_to_whoever_is_out_or_speaks_of_an_old_epoch() -> None:
     state = told(running(), ExitSeen(5, 1, -9))
     for word in (JOINED[1], Heartbeat(6, 1, 9, 9, 9, True), InventoryReceived(6, 1, 2, ""), Done(6, 1, 1)):
-        assert step(state, word) == (state, (Fence(2, 1, "was ended by SIGKILL"),))
-    assert step(state, Done(6, 0, 1)) == (state, (Fence(2, 0, "speaks of epoch 1"),))
+        assert step(state, word) == (state, (Fence(2, 1),))
+    assert step(state, Done(6, 0, 1)) == (state, (Fence(2, 0),))
     assert step(state, StepCommitted(6, 1, 0)) == (state, ())
-    assert step(state, Heartbeat(6, 7, 1, 0, 0, True))[1] == (Fence(2, 7, "does not belong to this job"),)
+    assert step(state, Heartbeat(6, 7, 1, 0, 0, True))[1] == (Fence(2, 7),)
 
 
 def test_a_coordinator_that_was_replaced_ignores_what_it_does_not_know() -> None:
@@ -422,23 +416,19 @@ def test_a_node_takes_all_its_workers_with_it() -> None:
 
 def test_a_hand_over_is_made_before_the_break() -> None:
     state, effects = step(running(), Notice(5, 2, 120 * S))
-    assert effects == (OrderHandOver(1, 0, (2,)),)
+    assert effects == () and leavers(state) == (2,)
     state, effects = step(state, StepCommitted(6, 1, 0))
-    assert effects == (
-        AnnounceCommit(1, 0, "epoch"),
-        PublishEpoch(2, (0, 1, 2), (), "worker 2 handed over after step 0", planned=True),
-        GatherInventories(2),
-    )
+    assert effects == (AnnounceCommit(1, 0, "epoch"), PublishEpoch(2))
+    assert (state.members, state.verdict, state.planned) == ((0, 1, 2), (), True)
+    assert state.reason == "worker 2 handed over after step 0"
     state = recovered(state)
     state = committed(state)
     assert (state.phase, state.members) == (Phase.RUNNING, (0, 1, 2)), "it is the only shadow of stages 0 and 2"
     state, effects = step(state, StepCommitted(7, 2, 2, shadows=((1,), (0,), (0,))))
     left = excluded(2, Cause.LEFT, "has left after step 2")
-    assert effects == (
-        AnnounceCommit(2, 2, "epoch"),
-        PublishEpoch(3, (0, 1), (left,), "worker 2 has left after step 2", planned=True),
-        GatherInventories(3),
-    )
+    assert effects == (AnnounceCommit(2, 2, "epoch"), PublishEpoch(3))
+    assert (state.members, state.verdict, state.planned) == ((0, 1), (left,), True)
+    assert state.reason == "worker 2 has left after step 2"
     assert recovered(state).phase is Phase.RUNNING
 
 
@@ -455,7 +445,7 @@ def test_without_a_shadow_there_is_no_hand_over() -> None:
 
 def test_a_notice_during_a_recovery_is_taken_up_after_it() -> None:
     state = told(running()._replace(shadows=((2,), (0,), (1, 0))), ExitSeen(5, 1, -9), Notice(6, 2, S))
-    assert OrderHandOver(2, 0, (2,)) in pending_effects(recovered(state))
+    assert leavers(recovered(state)) == (2,)
 
 
 @pytest.mark.parametrize(
@@ -500,10 +490,8 @@ def test_a_death_before_training_restarts_the_workers_a_few_times(redundant: boo
     state = restartable(forming(redundant))
     for number in (1, 2):
         state, effects = step(told(state, *JOINED[:1]), ExitSeen(5, 1, -9))
-        assert (state.phase, effects) == (
-            Phase.RESTARTING,
-            (OrderRestart(0, number, "worker 1 was ended by SIGKILL"),),
-        )
+        assert (state.phase, effects) == (Phase.RESTARTING, (OrderRestart(0),))
+        assert (state.restarts, state.reason) == (number, "worker 1 was ended by SIGKILL")
         assert heard(state, ExitSeen(6, 0, -9)) == (), "the others are ended"
         state = told(state, Restarted(7))
         assert (state.phase, state.nodes, state.exited, state.epoch) == (Phase.FORMING, {}, (), 0)
@@ -516,7 +504,7 @@ def test_a_death_before_the_first_commit_restarts_the_workers_if_there_is_no_hei
     state = restartable(running(redundant=False))
     again = told(state, ExitSeen(5, 1, -9), Restarted(7))
     assert (again.phase, again.members, again.owners) == (Phase.FORMING, (0, 1, 2), (0, 1, 2))
-    assert heard(again, *JOINED)[0] == PublishEpoch(2, (0, 1, 2), (), "every worker has joined")
+    assert heard(again, *JOINED)[0] == PublishEpoch(2)
     assert told(committed(state), ExitSeen(5, 1, -9)).phase is Phase.HALTED
     assert told(restartable(running()), ExitSeen(5, 1, -9)).phase is Phase.FAILING_OVER
 
@@ -545,7 +533,7 @@ def test_another_coordinator_asks_all_members_again(phase: Phase) -> None:
         state.out,
     )
     assert effects == pending_effects(new)
-    assert {PublishEpoch, GatherInventories} <= {type(effect) for effect in effects}
+    assert PublishEpoch(new.epoch) in effects
     assert recovered(new).phase is (Phase.DRAINING if phase is Phase.DRAINING else Phase.RUNNING)
 
 

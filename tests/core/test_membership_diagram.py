@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.membership.diagram import picture
 from engine.core.membership.protocol import TABLE
 from engine.core.membership.transitions import Rule
+from tests.core.membership_diagram import picture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "membership.md"
 OPENING, CLOSING = "<!-- membership -->", "<!-- /membership -->"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.coordinator.preparation import PreparedEpoch, held_at_boundary, prepare_epoch
-from engine.core.membership.effects import OrderHandOver, PublishPlanInput
+from engine.core.membership.effects import AnnounceCommit, PublishPlanInput
 from engine.core.membership.events import Notice, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
@@ -72,7 +72,7 @@ def test_who_may_stay_hands_over_one_step_later() -> None:
     state = told(running(), Notice(5, 2, 120 * S))
     state, effects = step(state, StepCommitted(6, 1, 0, waits=True))
     assert (state.phase, state.epoch, state.committed, leavers(state)) == (Phase.RUNNING, 1, 0, (2,))
-    assert OrderHandOver(1, 1, (2,)) in effects
+    assert effects == (AnnounceCommit(1, 0, "step"),)
     assert committed(state).phase is Phase.RECONFIGURING
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
+from engine.core.membership import effects as membership_orders
 from engine.core.membership import events, protocol, transitions, verdicts
-from engine.core.membership import pending_effects as membership_orders
 from engine.core.membership import state as membership_state
 from engine.core.membership.state import Phase, State
 from engine.core.membership.transitions import Rule
@@ -211,7 +211,7 @@ def answers_of_a_lower_epoch_count(patch: Patch) -> None:
             event = replace(event, epoch=state.epoch)
         return real(state, event)
 
-    patch.setattr("engine.core.coordinator.decisions.step", step)
+    patch.setattr("engine.core.coordinator.orders.step", step)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -245,7 +245,7 @@ def test_every_change_of_phase_is_one_of_the_table(monkeypatch: Patch) -> None:
             written.append(membership_state.to_json(new))
         return new, found
 
-    monkeypatch.setattr("engine.core.coordinator.decisions.step", noting)
+    monkeypatch.setattr("engine.core.coordinator.orders.step", noting)
     early = (
         replace(SMALL, faults=(Fault(1, point, 1, kind),))
         for point in ("welcome", "ready")

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.core import messages
-from engine.core.coordinator.decisions import decide
 from engine.core.coordinator.equal_ends import survives
 from engine.core.coordinator.inputs import Heard
-from engine.core.coordinator.orders import Decided, tell_all
+from engine.core.coordinator.orders import Decided, decide, tell_all
 from engine.core.coordinator.outputs import CoordinatorOutput, Fail, Note, Write
 from engine.core.coordinator.preparation import answered, at_commit
 from engine.core.coordinator.state import CoordinatorState

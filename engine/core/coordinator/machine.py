@@ -22,10 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.core import messages
-from engine.core.coordinator.decisions import decide
 from engine.core.coordinator.hearing import RULES
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Passed, Stopping
-from engine.core.coordinator.orders import Decided, commit_record
+from engine.core.coordinator.orders import Decided, commit_record, decide
 from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin

@@ -1,4 +1,4 @@
-"""Orders: the outputs for each effect of the membership protocol.
+"""Orders: the membership protocol decides on events as one, and its effects become outputs.
 
 Rule: an effect states a result and may come again. The second time it has no output.
 """
@@ -25,12 +25,15 @@ from engine.core.coordinator.outputs import (
     Tell,
     Write,
 )
+from engine.core.coordinator.preparation import looked
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import ensure, required
 from engine.core.exclusion import Verdict, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership import effects
+from engine.core.membership.events import Event
+from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Phase
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import with_shadows
@@ -43,7 +46,28 @@ _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 _with_shadows = lru_cache(maxsize=256)(with_shadows)
 
 
-def carry_out(state: CoordinatorState, due: Iterable[effects.Effect]) -> Decided:
+def decide(state: CoordinatorState, *events: Event) -> Decided:
+    """Returns the state and the outputs after events that are decided as one; a run that is ending ignores them.
+
+    Then lets the workers prepare the epoch of the coming commit.
+    """
+    if state.is_stopping:
+        return state, ()
+    membership, due = state.membership, list[effects.Effect]()
+    for event in events:
+        membership, found = step(membership, event)
+        due += found
+    new, outputs = _carry_out(state._replace(membership=membership), due)
+    if new.ballot is None or not membership.leaving or membership.decided() == state.membership.decided():
+        return new, outputs
+    preparation, order = looked(new.preparation, membership, new.ballot.ownership, events[-1].now_ns)
+    if order is None:
+        return new, outputs
+    new = new._replace(preparation=preparation)
+    return new, (*outputs, tell_all(new, order))
+
+
+def _carry_out(state: CoordinatorState, due: Iterable[effects.Effect]) -> Decided:
     """Returns the state and the outputs after some effects; a run that ends only kills."""
     outputs: list[CoordinatorOutput] = []
     for effect in due:
@@ -81,7 +105,7 @@ def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Dec
     known = state.membership
     epoch = messages.EpochMessage(
         epoch=effect.epoch,
-        members=effect.members,
+        members=known.members,
         gather=known.phase in GATHERING,
         regroup=known.phase is Phase.FAILING_OVER,
         commit=state.told,  # for a worker whose wait for it ends with the epoch
@@ -90,16 +114,16 @@ def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Dec
     )
     record = EpochRecord(
         epoch=effect.epoch,
-        members=effect.members,
-        verdict=effect.verdict,
-        reason=effect.reason,
-        planned=effect.planned,
+        members=known.members,
+        verdict=known.verdict,
+        reason=known.reason,
+        planned=known.planned,
         owners=known.owners,
         shadows=known.shadows,
     )
     new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
     outputs = (tell_all(new, epoch), Write(record), Reached("agree", effect.epoch))
-    if effect.verdict and (stop := repeated(new)):
+    if known.verdict and (stop := repeated(new)):
         return new._replace(is_stopping=True), (*outputs, stop)
     return new, (*outputs, *put_out(new, state.owners))
 
@@ -134,7 +158,7 @@ def _start_training(state: CoordinatorState, effect: effects.StartTraining) -> D
     epoch = required(state.epoch, "training starts in an epoch")
     told = (tell_all(new, go),) if epoch.go is None else ()
     record = GoRecord(epoch=effect.epoch, end=go.end)
-    return new, (Arm(effect.epoch), *told, Write(record), Reached("replay", effect.epoch))
+    return new, (Arm(), *told, Write(record), Reached("replay", effect.epoch))
 
 
 def _go(state: CoordinatorState) -> messages.GoMessage:
@@ -173,7 +197,7 @@ def _healing(state: CoordinatorState) -> CoordinatorState:
 
 
 def _evict(state: CoordinatorState, effect: effects.Evict) -> Decided:
-    return state, (Kill(effect.worker, effect.reason),)
+    return state, (Kill(effect.worker),)
 
 
 def _fence(state: CoordinatorState, effect: effects.Fence) -> Decided:
@@ -184,16 +208,16 @@ def _halt(state: CoordinatorState, effect: effects.Halt) -> Decided:
     if not state.started:  # no training is lost, so only the verdict counts
         verdict: Verdict = tuple(state.membership.out.values())
         return stopped(state, _not_recovered(verdict))
-    return stopped(state, repeated(state) or Stop(effect.reason, effect.exit_code))
+    return stopped(state, repeated(state) or Stop(state.membership.reason, state.membership.exit_code))
 
 
 def _restart(state: CoordinatorState, effect: effects.OrderRestart) -> Decided:
-    if effect.number <= state.restarts:
+    reason, number, most = state.membership.reason, state.membership.restarts, state.membership.options.max_restarts
+    if number <= state.restarts:
         return state, ()
-    most = state.membership.options.max_restarts
-    text = f"{effect.reason} before the first commit; all workers are started again ({effect.number} of at most {most})"
-    record = RestartRecord(number=effect.number, reason=effect.reason)
-    new = state._replace(restarts=effect.number, is_stopping=True)  # nothing that the present workers say counts
+    text = f"{reason} before the first commit; all workers are started again ({number} of at most {most})"
+    record = RestartRecord(number=number, reason=reason)
+    new = state._replace(restarts=number, is_stopping=True)  # nothing that the present workers say counts
     return new, (Write(record), Note(text), Restart())
 
 
@@ -209,21 +233,13 @@ def _finish(state: CoordinatorState, effect: effects.Finish) -> Decided:
     return state._replace(is_released=True), (*bye, *why, Release(effect.cut_short))
 
 
-def _nothing(state: CoordinatorState, effect: effects.Effect) -> Decided:
-    """An epoch asks for inventories already, and every process is watched."""
-    return state, ()
-
-
 _CARRY_OUT: dict[type[effects.Effect], Callable[[CoordinatorState, Any], Decided]] = {
     effects.PublishEpoch: _publish_epoch,
-    effects.GatherInventories: _nothing,
     effects.PublishPlanInput: _send_plan,
     effects.StartTraining: _start_training,
     effects.AnnounceCommit: _send_commit,
-    effects.OrderHandOver: _nothing,
     effects.Evict: _evict,
     effects.Fence: _fence,
-    effects.Look: _nothing,
     effects.Halt: _halt,
     effects.OrderRestart: _restart,
     effects.Finish: _finish,

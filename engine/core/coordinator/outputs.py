@@ -30,7 +30,6 @@ class Kill(NamedTuple):
     """Ends the process of a worker that is out."""
 
     worker: int
-    why: str
 
 
 class Note(NamedTuple):
@@ -48,8 +47,6 @@ class Reached(NamedTuple):
 
 class Arm(NamedTuple):
     """The plan of an epoch is about to run: the faults that wait for its catch-up point are armed."""
-
-    epoch: int
 
 
 class Restart(NamedTuple):

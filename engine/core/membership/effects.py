@@ -1,8 +1,8 @@
-"""Effects of the membership protocol: its orders to workers and agents.
+"""Effects of the membership protocol: its orders to workers and agents, a pure function of the state.
 
-Rules: an effect has the number of its epoch; a receiver that has seen a higher epoch drops it. Effects are idempotent:
-they state the desired result. A worker receives the effects of one event in order. A worker that is asked again answers
-again, because its first answer may have been lost.
+Rules: an effect has the number of its epoch, and states a result, which it finds in the state. Transitions only change
+the state. An order that is new is sent at once; all orders are repeated if the job makes no progress. An order that was
+lost, sent twice, or decided by a coordinator that has ended therefore needs no rule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.core.exclusion import Verdict
+from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.messages import PlanMessage
 
 
@@ -23,20 +23,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class PublishEpoch(Effect):
-    """Tells every worker the members, the workers that are out with this epoch, and the reason for it.
-
-    A `planned` epoch begins at a step boundary because notice was given: no worker has failed. The plan has the owners.
-    """
-
-    members: tuple[int, ...]
-    verdict: Verdict
-    reason: str
-    planned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GatherInventories(Effect):
-    """Asks every member to freeze and to report its inventory."""
+    """Tells every worker the members of the epoch; while they gather, each freezes and answers with its inventory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +31,6 @@ class PublishPlanInput(Effect):
     """Sends every member the document of the plan; each answers with the digest of its plan."""
 
     document: PlanMessage
-    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,57 +47,75 @@ class AnnounceCommit(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class OrderHandOver(Effect):
-    """Announces that `leavers` will hand over at the commit of `step`, so that the next epoch can be prepared."""
-
-    step: int
-    leavers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Look(Effect):
-    """Asks the agents to check at once for ended workers; `suspects` are the two ends of a failed transfer."""
-
-    suspects: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Evict(Effect):
     """The agent of `worker` kills it."""
 
     worker: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fence(Effect):
-    """Tells `worker` that its messages are ignored, the reason, and the current epoch."""
+    """Tells `worker`, whose messages are ignored, the current epoch."""
 
     worker: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class OrderRestart(Effect):
-    """No step is committed: all workers are ended, and then started again, for the `number`-th time."""
-
-    number: int
-    reason: str
+    """No step is committed: all workers are ended, and then started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halt(Effect):
     """The job ends before its last step is committed."""
 
-    committed: int
-    exit_code: int
-    lost_stages: tuple[int, ...]
-    reason: str
-
 
 @dataclass(frozen=True, slots=True)
 class Finish(Effect):
     """Every step is committed and all workers may exit; `cut_short` is the reason if later work is incomplete."""
 
-    committed: int
     cut_short: str = ""
+
+
+def pending_effects(state: State) -> tuple[Effect, ...]:
+    """Returns all effects that are due in this state, in the order of sending."""
+    epoch, phase = state.epoch, state.phase
+    if phase is Phase.HALTED:
+        return (Halt(epoch),)
+    if phase is Phase.FINISHED:
+        is_whole = state.members and len(state.done) == len(state.members)
+        return (Finish(epoch, "" if is_whole else state.reason),)
+    if phase is Phase.RESTARTING:
+        return (OrderRestart(epoch),)
+    found: list[Effect] = []
+    if phase is Phase.RECONFIGURING:
+        found.append(AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
+    if epoch and phase is not Phase.FORMING:  # after a restart
+        found.append(PublishEpoch(epoch))
+    found += (Evict(epoch, worker) for worker in state.out if worker not in state.exited)
+    if phase in GATHERING:
+        found += _gathering(state)
+    elif phase is not Phase.FORMING:
+        found.append(StartTraining(epoch))
+        if state.committed >= 0:
+            found.append(AnnounceCommit(epoch, state.committed, "end" if phase is Phase.DRAINING else "step"))
+    return tuple(found)
+
+
+def _gathering(state: State) -> list[Effect]:
+    if len(state.inventories) < len(state.members):
+        return []
+    return [PublishPlanInput(state.epoch, plan_document(state))]
+
+
+def plan_document(state: State) -> PlanMessage:
+    """Returns the input of the plan of this epoch, once all inventories have come."""
+    return PlanMessage(
+        state.epoch,
+        state.committed,
+        state.members,
+        state.leaving_at_start,
+        state.owners,
+        state.shadows,
+        inventories=tuple(sorted(state.inventories.items())),
+    )

@@ -9,7 +9,7 @@ out an effect; a coordinator that has been replaced fails at this write and does
 from __future__ import annotations
 
 from engine.core.errors import Impossible, InvariantError
-from engine.core.membership.effects import Effect, Fence
+from engine.core.membership.effects import Effect, Fence, pending_effects
 from engine.core.membership.events import (
     Answer,
     Done,
@@ -28,7 +28,6 @@ from engine.core.membership.events import (
     TakenOver,
     Tick,
 )
-from engine.core.membership.pending_effects import pending_effects
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.transitions import (
     Rule,
@@ -113,8 +112,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 
     Raises InvariantError if the event is impossible in this phase.
     """
-    if isinstance(event, Spoken) and (why := _unheard(state, event)):
-        return state, (Fence(state.epoch, event.worker, why),)
+    if isinstance(event, Spoken) and _is_unheard(state, event):
+        return state, (Fence(state.epoch, event.worker),)
     if isinstance(event, (Answer, StepCommitted)) and event.epoch != state.epoch:
         return state, ()  # late if the epoch is lower; if it is higher, this coordinator has been replaced
     rule = TABLE[state.phase, type(event)]
@@ -131,13 +130,9 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     return new, tuple(order for order in pending_effects(new) if order not in before)
 
 
-def _unheard(state: State, event: Spoken) -> str:
-    """Returns the reason to ignore a worker's message, or an empty string."""
-    if event.worker not in state.members:
-        return state.out[event.worker].why if event.worker in state.out else "does not belong to this job"
-    if isinstance(event, Answer) and event.epoch < state.epoch:
-        return f"speaks of epoch {event.epoch}"
-    return ""
+def _is_unheard(state: State, event: Spoken) -> bool:
+    """Returns whether a message is ignored: its worker is no member, or it speaks of an earlier epoch."""
+    return event.worker not in state.members or (isinstance(event, Answer) and event.epoch < state.epoch)
 
 
 def _is_quiet(state: State, now_ns: int) -> bool:

@@ -19,16 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core.agent import ends
+from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Passed, Stopping
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, WorkerFailedError
 from engine.core.faults.fault import Fault
-from engine.core.history.process_records import (
-    ExitRecord,
-    FailedRecord,
-    InterruptRecord,
-)
+from engine.core.history import process_records as records
 from engine.core.history.run_records import GoRecord
 from engine.core.membership.events import Notice
 from engine.core.membership.state import Phase
@@ -39,7 +36,6 @@ from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_state import RunState, error_of
-from engine.runtime.agent.worker_ends import WorkerEnds
 from engine.runtime.agent.worker_handles import WorkerHandle, sights_of, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -75,7 +71,7 @@ class Agent:
         self.run_state = RunState(job)
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
-        self.ends = WorkerEnds(members, recorder, self.run_state.note, self._tell_stop, self._end_step)
+        self.host = HostAgent(frozenset(members))
         self.grace_ns = round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self._own_parts = OwnParts(self.run_state, recorder, self.injector)
@@ -123,10 +119,10 @@ class Agent:
         """Handles the end of a worker's process."""
         self.sees_end(member)
         member.exit_code = code
-        self.ends.take(ends.see_end, member.worker)
+        self.end_workers(ends.see_end, member.worker)
         out, expected = self.node.state.out.get(member.worker), self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
-        self.recorder.write(ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
+        self.recorder.write(records.ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
         if not expected or (out is not None and out.is_loss):
             member.state = "dead"
         elif out is not None or member.state == "finished" or self._has_finished:
@@ -185,7 +181,30 @@ class Agent:
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
         grace_ns = _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS
-        self.ends.take(ends.let_end, grace_ns)
+        self.end_workers(ends.let_end, grace_ns)
+
+    def end_workers(self, rule: Callable[..., HostEnd], *given: int) -> None:
+        """Lets a rule of `engine/core/agent/ends.py` decide on an input, now, and carries out its outputs."""
+        self.host, found = rule(self.host, now_ns(), *given)
+        for output in found:
+            _CARRY_OUT[type(output)](self, output)
+
+    def _kill(self, kill: ends.KillWorker) -> None:
+        if kill.why:
+            self.recorder.write(records.KilledRecord(of=kill.worker, why=kill.why))
+        self.members[kill.worker].child.signal(signal.SIGKILL)
+
+    def _leave_behind(self, leave: ends.LeaveBehind) -> None:
+        member = self.members[leave.worker]
+        member.is_left_behind = True
+        self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
+        self.run_state.note(
+            f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind"
+        )
+
+    def _tell_stop(self, stop: ends.StopWorkers) -> None:
+        self.node.handle(Stopping(now_ns()))
+        self.broadcast(StopMessage())
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -198,13 +217,13 @@ class Agent:
     @property
     def due_s(self) -> float:
         """The time of the next deadline or late work of a fault."""
-        return min(self.ends.host.due_ns, self.injector.injection.due_ns) / 1e9
+        return min(self.host.due_ns, self.injector.injection.due_ns) / 1e9
 
     def look_at_deadlines(self) -> None:
         """Does the late work of faults that is due, and handles a deadline that has passed."""
         self.injector.look_at_clock()
-        if now_ns() >= self.ends.host.due_ns:
-            self.ends.take(ends.read_clock)
+        if now_ns() >= self.host.due_ns:
+            self.end_workers(ends.read_clock)
 
     def look_at_clock(self) -> None:
         """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
@@ -237,40 +256,33 @@ class Agent:
             if isinstance(cause, CoordinatorUnavailableError):
                 cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
             self.cause = cause
-            self.recorder.write(FailedRecord(error=str(cause), notice=cause.notice))
+            self.recorder.write(records.FailedRecord(error=str(cause), notice=cause.notice))
         self._stop()
 
     def _stop(self) -> None:
         # Before training, workers may be blocked in forming a group; killing them early loses no work.
         is_training = self.run_state.going_at_ns and not self.is_restarting
-        self.ends.take(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
+        self.end_workers(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
         self.interrupted = self.interrupted or number
-        self.recorder.write(InterruptRecord(signal=number.name))
+        self.recorder.write(records.InterruptRecord(signal=number.name))
         is_training = self.run_state.going_at_ns > 0
         grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
-        self.ends.take(ends.interrupt, grace_ns, is_training)
+        self.end_workers(ends.interrupt, grace_ns, is_training)
         self.tick(self)
 
     @property
     def is_stopping(self) -> bool:
         """Whether the run ends now."""
-        return self.ends.host.is_stopping
-
-    def _tell_stop(self) -> None:
-        self.node.handle(Stopping(now_ns()))
-        self.broadcast(StopMessage())
-
-    def _end_step(self, grace_ns: int) -> None:
-        self.decide(Notice(now_ns(), None, grace_ns))
+        return self.host.is_stopping
 
 
-_CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], object]] = {
+_CARRY_OUT: dict[type[outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
     outputs.Tell: Agent._tell,
     outputs.Write: Agent._write,
-    outputs.Kill: lambda agent, kill: agent.ends.take(ends.kill, kill.worker),
+    outputs.Kill: lambda agent, kill: agent.end_workers(ends.kill, kill.worker),
     outputs.Note: lambda agent, note: agent.run_state.note(note.text),
     outputs.Reached: lambda agent, reached: agent.injector.reached(reached.phase, reached.epoch),
     outputs.Arm: lambda agent, arm: agent.injector.arm(),
@@ -278,4 +290,8 @@ _CARRY_OUT: dict[type[outputs.CoordinatorOutput], Callable[[Agent, Any], object]
     outputs.Stop: Agent._ends,
     outputs.Fail: Agent._fails,
     outputs.Release: Agent._release,
+    ends.StopWorkers: Agent._tell_stop,
+    ends.EndStep: lambda agent, order: agent.decide(Notice(now_ns(), None, order.grace_ns)),
+    ends.KillWorker: Agent._kill,
+    ends.LeaveBehind: Agent._leave_behind,
 }

@@ -27,7 +27,7 @@ from engine.core.coordinator.machine import is_to_be_kept, step
 from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.state import ROLE, STATE, CoordinatorState, documents, resume
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.membership.pending_effects import plan_document
+from engine.core.membership.effects import plan_document
 from engine.core.store.kv import KV, Change, KeyValue, Put, Txn, absent, equal
 from engine.runtime.store.election import Election
 
