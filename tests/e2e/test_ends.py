@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
@@ -18,6 +20,7 @@ from engine.core.faults.fault import At, Fault, slot_owner
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.process_state import is_alive
 from tests.e2e.launcher import Launcher
 from tests.e2e.recorded import events_of
 from tests.e2e.striker import SERVER, Moment, Strike, Striker, committed
@@ -148,7 +151,7 @@ def _immortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Child]]:
         child.close()
 
 
-@pytest.mark.parametrize("moment", [LAST, has_finished(1), committed(1)], ids=["last commit", "done", "training"])
+@pytest.mark.parametrize("moment", [LAST, has_finished(1)], ids=["last commit", "done"])
 def test_a_process_that_not_even_sigkill_ends_is_left_behind(run: Run, immortal: list[Child], moment: Moment) -> None:
     ended = run(Strike(moment, 1, signal.SIGSTOP))
     assert (ended.ending.outcome, ended.ending.exit_code) == ("finished", 0), ended.ending.error
@@ -157,6 +160,56 @@ def test_a_process_that_not_even_sigkill_ends_is_left_behind(run: Run, immortal:
     assert left["child"] == immortal[0].pid
     said = f"worker 1 (pid {left['child']}) does not end by SIGKILL and is left behind"
     assert said in ended.ending.view.run_state.notes
+
+
+class Grip:
+    """Keeps worker 1 from ending by SIGKILL after a commit: a thread traces it and holds it in its last stop."""
+
+    SEIZE, STOP_AT_EXIT = 0x4206, 0x40  # ptrace(2): PTRACE_SEIZE, PTRACE_O_TRACEEXIT
+
+    def __init__(self) -> None:
+        self.pid = self.error = 0
+        self.has_it, self.lets_go = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._hold)
+
+    def moment(self, event: dict[str, Any]) -> bool:
+        """Returns whether it is the moment of the strike; the worker is traced by then."""
+        if event["event"] == "started" and event["of"] == 1:
+            self.pid = event["child"]
+        is_now = committed(1)(event)
+        if is_now:
+            self.thread.start()
+            self.has_it.wait()
+        return is_now
+
+    def _hold(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        no_address, options = ctypes.c_void_p(None), ctypes.c_void_p(self.STOP_AT_EXIT)
+        if libc.ptrace(ctypes.c_long(self.SEIZE), ctypes.c_long(self.pid), no_address, options):
+            self.error = ctypes.get_errno()
+        self.has_it.set()
+        self.lets_go.wait()  # a thread that ends traces no more
+
+
+def test_a_process_that_outlives_sigkill_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, run: Run, twin: Callable[..., Any]
+) -> None:
+    """No signal is kept from it here: the kernel holds it, as it holds one that waits for a lost disk."""
+    monkeypatch.setattr("engine.runtime.process.fork_client._GONE_S", 0.2)
+    monkeypatch.setattr(ends, "GONE_NS", 200_000_000)
+    grip = Grip()
+    try:
+        ended = run(Strike(grip.moment, 1))
+        if grip.error:
+            pytest.skip(f"no process may be traced here: {os.strerror(grip.error)}")
+        assert (ended.ending.outcome, ended.ending.exit_code) == ("finished", 0), ended.ending.error
+        assert ended.seconds < SOON_S
+        assert ended.result == twin()
+        assert [each["child"] for each in ended.events("left_behind")] == [grip.pid]
+        assert is_alive(grip.pid)
+    finally:
+        grip.lets_go.set()
+        grip.thread.join()
 
 
 def test_training_outlives_the_fork_server(run: Run, twin: Callable[..., Any], server: ForkServer) -> None:

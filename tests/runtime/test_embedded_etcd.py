@@ -34,6 +34,20 @@ time.sleep(60)
 """
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from engine.runtime.store.embedded_etcd import EmbeddedEtcd
+mkdir = Path.mkdir
+def mkdir_and_end(path, *arguments, **options):
+    mkdir(path, *arguments, **options)
+    if path.name == "etcd":
+        os.kill(os.getpid(), signal.SIGKILL)
+Path.mkdir = mkdir_and_end
+EmbeddedEtcd(Path(sys.argv[1])).start()
+"""
+
+
 def process_of(server: EmbeddedEtcd) -> psutil.Process:
     """Returns the process of a server."""
     assert server._process is not None
@@ -67,6 +81,16 @@ def test_it_serves_and_leaves_nothing_but_its_log(tmp_path: Path) -> None:
     assert not process.is_running()
     assert list(tmp_path.iterdir()) == [server.log]
     assert "ready to serve client requests" in server.log.read_text()
+
+
+def test_a_launcher_that_is_killed_once_the_folder_is_there_leaves_none_behind(tmp_path: Path) -> None:
+    """The process that deletes the folder is started before the folder is made."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    until_s = time.monotonic() + GONE_WITHIN_S
+    while (tmp_path / "etcd").exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert [each.name for each in tmp_path.iterdir()] == ["etcd.log"]
 
 
 def test_it_dies_when_its_parent_is_killed_and_its_data_are_deleted(tmp_path: Path) -> None:
