@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from engine.core import messages
 from engine.core.config.job import Job
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard
+from engine.core.coordinator.inputs import CoordinatorInput, Ended
 from engine.core.coordinator.machine import step
 from engine.core.coordinator.outputs import CoordinatorOutput, Tell, Write
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.record import StampedRecord
+from engine.core.membership.events import Heard
 from engine.core.message_codec import Message, ToWorker
 from tests.core.membership_cases import forming
 

@@ -6,28 +6,68 @@ from dataclasses import replace
 
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import (
-    Done,
     Event,
     ExitSeen,
-    Heartbeat,
-    InventoryReceived,
-    Joined,
+    Heard,
     LeaseExpired,
     Notice,
-    PlanAcknowledged,
     Restarted,
     StepCommitted,
-    Suspicion,
     TakenOver,
     Tick,
 )
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.protocol import step
+from engine.core.membership.standstill import Report
 from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.message_codec import Message
+from engine.core.messages import (
+    FinishedMessage,
+    HeartbeatMessage,
+    InventoryMessage,
+    PlannedMessage,
+    ReadyMessage,
+    SuspicionMessage,
+)
 
 S = 1_000_000_000
 RING = ((2,), (0,), (1,))  # the shadow of each stage is the owner of the stage before
-JOINED = tuple(Joined(worker, worker, f"node-{worker // 2}") for worker in range(3))
+
+
+def says_ready(now_ns: int, worker: int, node: str) -> Event:
+    """Returns the word of a worker that it has joined."""
+    return Heard(now_ns, worker, ReadyMessage(), node)
+
+
+def beats(
+    now_ns: int, worker: int, epoch: int, at_step: int, index: int, inside: bool, report: Report | None = None
+) -> Event:
+    """Returns a heartbeat of a worker, with its report if it waits without news."""
+    quiet_ns, counts = (0, ()) if report is None else (report.quiet_ns, report.counts)
+    return Heard(now_ns, worker, HeartbeatMessage(epoch, at_step, index, inside, quiet_ns, counts))
+
+
+def suspects(now_ns: int, worker: int, epoch: int, peer: int | None = None) -> Event:
+    """Returns the word of a worker that a transfer has failed."""
+    return Heard(now_ns, worker, SuspicionMessage(epoch, "it broke", peer))
+
+
+def holds(now_ns: int, worker: int, epoch: int, text: str, whole: tuple[int, ...] = ()) -> Event:
+    """Returns the inventory of a worker."""
+    return Heard(now_ns, worker, InventoryMessage(epoch, text, whole))
+
+
+def plans(now_ns: int, worker: int, epoch: int, digest: str, lost_stages: tuple[int, ...] = ()) -> Event:
+    """Returns the answer of a worker to a plan."""
+    return Heard(now_ns, worker, PlannedMessage(epoch, digest, lost_stages))
+
+
+def is_done(now_ns: int, worker: int, epoch: int) -> Event:
+    """Returns the word of a worker that has done all of the last step."""
+    return Heard(now_ns, worker, FinishedMessage(epoch, (), 0))
+
+
+JOINED = tuple(says_ready(worker, worker, f"node-{worker // 2}") for worker in range(3))
 
 
 def forming(redundant: bool = True, last_step: int = 9, max_repeats: int = 2) -> State:
@@ -55,9 +95,9 @@ def running(redundant: bool = True, last_step: int = 9, max_repeats: int = 2) ->
 
 def recovered(state: State, now_ns: int = 10) -> State:
     """Returns a job that gathers after everybody has answered."""
-    words = [InventoryReceived(now_ns, worker, state.epoch, f"held by {worker}") for worker in state.members]
-    plans = [PlanAcknowledged(now_ns, worker, state.epoch, "plan") for worker in state.members]
-    return told(state, *words, *plans)
+    answers = [holds(now_ns, worker, state.epoch, f"held by {worker}") for worker in state.members]
+    agreed = [plans(now_ns, worker, state.epoch, "plan") for worker in state.members]
+    return told(state, *answers, *agreed)
 
 
 def committed(state: State, shadows: tuple[tuple[int, ...], ...] = (), now_ns: int = 20) -> State:
@@ -81,27 +121,32 @@ def in_phase(phase: Phase) -> State:
         Phase.FAILING_OVER: told(running(), ExitSeen(5, 2, -9)),
         Phase.RECONFIGURING: committed(told(running(), Notice(5, 2, S))),
         Phase.DRAINING: draining,
-        Phase.FINISHED: told(draining, *(Done(30, worker, draining.epoch) for worker in draining.members)),
+        Phase.FINISHED: told(draining, *(is_done(30, worker, draining.epoch) for worker in draining.members)),
         Phase.HALTED: told(running(redundant=False), ExitSeen(5, 2, -9)),
     }[phase]
 
 
-def sample(kind: type[Event], state: State) -> Event:
+def kind_of(event: Event) -> type[Event] | type[Message]:
+    """Returns the column of an event in the table."""
+    return type(event.message) if isinstance(event, Heard) else type(event)
+
+
+def sample(kind: type[Event] | type[Message], state: State) -> Event:
     """Returns an event of a kind that fits the state: of its epoch, from a member where that is possible."""
     worker, epoch = (state.members or (0,))[0], state.epoch
     events: tuple[Event, ...] = (
-        Joined(40, worker, "node-0"),
-        Heartbeat(40, worker, epoch, 1, 1, True),
-        Suspicion(40, worker, epoch, None),
+        says_ready(40, worker, "node-0"),
+        beats(40, worker, epoch, 1, 1, True),
+        suspects(40, worker, epoch, None),
         ExitSeen(40, worker, -9),
         LeaseExpired(40, "node-0"),
-        InventoryReceived(40, worker, epoch, "nothing"),
-        PlanAcknowledged(40, worker, epoch, "plan"),
+        holds(40, worker, epoch, "nothing"),
+        plans(40, worker, epoch, "plan"),
         StepCommitted(40, epoch, state.committed + 1),
         Notice(40, worker, S),
-        Done(40, worker, epoch),
+        is_done(40, worker, epoch),
         Tick(40, {worker: Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)}),
         TakenOver(40),
         Restarted(40),
     )
-    return next(event for event in events if type(event) is kind)
+    return next(event for event in events if kind_of(event) is kind)

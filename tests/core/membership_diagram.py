@@ -14,7 +14,7 @@ def picture() -> str:
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (phase, event), rule in TABLE.items():
         for target in rule.leads_to if isinstance(rule, Rule) else ():
-            arrows.setdefault((phase, target), []).append(_words(event.__name__))
+            arrows.setdefault((phase, target), []).append(_words(event.__name__.removesuffix("Message")))
     lines = ["stateDiagram-v2", *(f'    state "{phase}" as {_name(phase)}' for phase in Phase if " " in phase)]
     lines.append(f"    [*] --> {_name(Phase.FORMING)}")
     for phase, target in product(Phase, Phase):

@@ -287,7 +287,7 @@ def test_a_worker_that_no_other_can_replace_is_told_to_stay_once() -> None:
 
 
 def test_an_input_that_only_a_bug_can_cause_is_an_error() -> None:
-    with pytest.raises(InvariantError, match="Done while forming"):
+    with pytest.raises(InvariantError, match="FinishedMessage while forming"):
         given(begun(), heard(0, messages.FinishedMessage(0, (), 0)))
 
 

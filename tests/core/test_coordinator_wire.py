@@ -9,14 +9,14 @@ from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.wire import StepMessage, parts_of, read_step
 from engine.core.history.process_records import CutShortRecord
-from engine.core.membership.events import LeaseExpired, Notice, Restarted
+from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.message_codec import Message, decode, encode
 from engine.core.messages import FailedMessage, InventoryMessage, PlanMessage
 from engine.core.process_messages import ByeMessage
 
 INPUTS: tuple[CoordinatorInput, ...] = (
-    inputs.Heard(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),
+    Heard(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),
     Notice(5, 2, 7),
     inputs.Ended(5, 2, -9),
     inputs.Ended(5, 2, 1, Place(3, "0F1", is_struck=True)),

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
-from engine.core.membership.events import Done, Heartbeat, Tick
+from engine.core.membership.events import Heard, Tick
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.failure_detector import last_seen, unresponsive
 from engine.core.membership.state import Options, Phase, State
-from tests.core.membership_cases import S, committed, forming, running, told
+from engine.core.messages import HeartbeatMessage
+from tests.core.membership_cases import S, beats, committed, forming, is_done, running, told
 
 
 def numbers(verdict: Verdict) -> set[int]:
@@ -19,13 +20,13 @@ def numbers(verdict: Verdict) -> set[int]:
     return {each.worker for each in verdict}
 
 
-def beating(state: State, until_s: int, *still: Heartbeat) -> State:
+def beating(state: State, until_s: int, *still: tuple[int, HeartbeatMessage]) -> State:
     """Returns a job after ticks and heartbeats every second: `still` repeat themselves, the others wait."""
-    stuck = {beat.worker: beat for beat in still}
+    stuck = dict(still)
     for now_ns in range(state.ticked_ns + S, until_s * S + 1, S):
         for worker in state.members:
-            beat = stuck.get(worker, Heartbeat(0, worker, state.epoch, 0, 3, inside=False))
-            state = told(state, Heartbeat(now_ns, worker, beat.epoch, beat.step, beat.index, beat.inside))
+            beat = stuck.get(worker, HeartbeatMessage(state.epoch, 0, 3, inside=False))
+            state = told(state, Heard(now_ns, worker, beat))
         state = told(state, Tick(now_ns))
     return state
 
@@ -36,7 +37,7 @@ def test_a_waiting_worker_is_never_suspected() -> None:
 
 
 def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
-    inside = Heartbeat(0, 1, 1, 0, 4, inside=True)
+    inside = (1, HeartbeatMessage(1, 0, 4, inside=True))
     assert beating(running(), 31, inside).epoch == 1
     state = beating(running(), 32, inside)
     why = "hangs for 31.0 s (limit 30.0 s), inside action 4 of step 0"
@@ -48,7 +49,7 @@ class Looks:
     """A running job of which worker 1 is inside action 4; all workers answer and are looked at four times a second."""
 
     def __init__(self, slowest_ns: int = S // 50):
-        self.state = told(running(), *(Heartbeat(3, worker, 1, 0, 3, inside=False) for worker in range(3)))
+        self.state = told(running(), *(beats(3, worker, 1, 0, 3, inside=False) for worker in range(3)))
         self.slowest_ns = slowest_ns
         self.now_ns = self.entered_ns = 3
         self.ran_ns = self.worked_ns = 0
@@ -60,7 +61,7 @@ class Looks:
             self.ran_ns += runs * S // 9
             self.worked_ns += (runs or works) * S // 9
             for worker in [0, 2, *[1] * answers]:
-                self.state = told(self.state, Heartbeat(self.now_ns, worker, 1, 0, 3, inside=False))
+                self.state = told(self.state, beats(self.now_ns, worker, 1, 0, 3, inside=False))
             inside_ns, times = self.now_ns - self.entered_ns, (self.ran_ns, self.worked_ns)
             place = {"inside": True, "inside_ns": inside_ns, "loading": Loading.NONE, "state": "S", **seen}
             sight = Sight(1, 0, 4, slowest_ns=self.slowest_ns, thread_ns=times[0], process_ns=times[1], **place)
@@ -123,10 +124,10 @@ def test_a_silent_worker_that_runs_is_waited_for_longer() -> None:
 
 def test_the_deadline_adapts_to_slow_actions_and_back() -> None:
     """A worker spends 20 s inside action 1 of step 0 and is quick in all others."""
-    quick = [Heartbeat(20 * S + index, 0, 1, 0, index, inside=True) for index in range(2, 40)]
-    state = told(running(), Heartbeat(2, 0, 1, 0, 1, inside=True), *quick)
+    quick = [beats(20 * S + index, 0, 1, 0, index, inside=True) for index in range(2, 40)]
+    state = told(running(), beats(2, 0, 1, 0, 1, inside=True), *quick)
     for step in (1, 2, 3):
-        state = told(state, Heartbeat((20 + step) * S, 0, 1, step, 0, inside=True))
+        state = told(state, beats((20 + step) * S, 0, 1, step, 0, inside=True))
         allowed_s = 199 if step == 1 else 30  # the slowest counts in its own step and the next
         awake = state._replace(sightings={0: state.sightings[0]._replace(heard_ns=(20 + step + allowed_s) * S)})
         assert unresponsive(awake, (20 + step + allowed_s) * S) == ()
@@ -134,13 +135,13 @@ def test_the_deadline_adapts_to_slow_actions_and_back() -> None:
 
 
 def test_time_spent_waiting_is_no_slow_action() -> None:
-    state = told(running(), Heartbeat(S, 0, 1, 0, 1, True), Heartbeat(2 * S, 0, 1, 0, 1, False))
-    state = told(state, Heartbeat(50 * S, 0, 1, 0, 2, True))
+    state = told(running(), beats(S, 0, 1, 0, 1, True), beats(2 * S, 0, 1, 0, 1, False))
+    state = told(state, beats(50 * S, 0, 1, 0, 2, True))
     assert state.sightings[0].slowest_ns == S
 
 
 def test_a_silent_worker_is_out() -> None:
-    state = told(running(), Heartbeat(S, 1, 1, 0, 4, inside=False))
+    state = told(running(), beats(S, 1, 1, 0, 4, inside=False))
     how = "has been silent for 6.0 s"
     assert unresponsive(state, 6 * S) == tuple(excluded(worker, Cause.SILENCE, how, None, worker) for worker in (0, 2))
     late = unresponsive(state, 7 * S)[1]
@@ -149,7 +150,7 @@ def test_a_silent_worker_is_out() -> None:
 
 
 def test_whoever_is_done_may_be_silent() -> None:
-    state = told(committed(running(last_step=0)), Done(30, 1, 1))
+    state = told(committed(running(last_step=0)), is_done(30, 1, 1))
     assert numbers(unresponsive(state, 60 * S)) == {0, 2}
 
 
@@ -159,10 +160,10 @@ def test_when_every_step_is_committed_nobody_waits_as_long_as_for_a_step() -> No
     state = running(redundant=False, last_step=0)._replace(options=patient)
     assert unresponsive(state, 59 * S) == ()
     assert numbers(unresponsive(committed(state), 6 * S)) == {0, 1, 2}
-    inside = told(state, *(Heartbeat(20, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)))
+    inside = told(state, *(beats(20, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)))
     for now_s in range(1, 41):
-        beats = [Heartbeat(now_s * S, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)]
-        inside = told(inside, *beats, Tick(now_s * S))
+        all_beat = [beats(now_s * S, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)]
+        inside = told(inside, *all_beat, Tick(now_s * S))
     assert unresponsive(inside, 40 * S) == ()
     assert numbers(unresponsive(committed(inside), 40 * S)) == {1}
 
@@ -175,13 +176,13 @@ def test_nobody_is_silent_for_ever_before_it_says_a_word() -> None:
 
 def test_whoever_is_done_moves_nothing() -> None:
     """A history found this: a worker that spun after it was done kept the others' standstill from being seen."""
-    state = told(committed(running(last_step=0)), Done(30, 1, 1))
-    assert told(state, Heartbeat(40, 1, 1, 1, 0, inside=True)).moved_ns == 30
-    assert told(state, Heartbeat(40, 0, 1, 1, 0, inside=True)).moved_ns == 40
+    state = told(committed(running(last_step=0)), is_done(30, 1, 1))
+    assert told(state, beats(40, 1, 1, 1, 0, inside=True)).moved_ns == 30
+    assert told(state, beats(40, 0, 1, 1, 0, inside=True)).moved_ns == 40
 
 
 def test_a_heartbeat_that_comes_late_is_a_sign_of_life_and_no_more() -> None:
-    state = told(running(), Heartbeat(S, 0, 1, 2, 5, inside=True), Heartbeat(2 * S, 0, 1, 2, 4, inside=False))
+    state = told(running(), beats(S, 0, 1, 2, 5, inside=True), beats(2 * S, 0, 1, 2, 4, inside=False))
     seen = state.sightings[0]
     assert (seen.heard_ns, seen.since_ns, seen.at) == (2 * S, S, (1, 2, 5, False))
     assert last_seen(state, 0) == Position(2, 5, waiting=False)

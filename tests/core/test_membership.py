@@ -24,44 +24,45 @@ from engine.core.membership.effects import (
     pending_effects,
 )
 from engine.core.membership.events import (
-    EVENTS,
-    Done,
     Event,
     ExitSeen,
-    Heartbeat,
-    InventoryReceived,
     LeaseExpired,
     Notice,
-    PlanAcknowledged,
     Restarted,
     StepCommitted,
-    Suspicion,
     TakenOver,
     Tick,
 )
 from engine.core.membership.protocol import TABLE, step
 from engine.core.membership.state import GATHERING, Phase, Sighting, State, resume, to_json
 from engine.core.membership.verdicts import leavers
-from engine.core.messages import PlanMessage
+from engine.core.message_codec import Message
+from engine.core.messages import FinishedMessage, InventoryMessage, PlanMessage, PlannedMessage
 from tests.core.membership_cases import (
     JOINED,
     S,
+    beats,
     committed,
     forming,
     heard,
+    holds,
     in_phase,
+    is_done,
+    plans,
     recovered,
     running,
     sample,
+    suspects,
     told,
 )
 
-BEATS = Heartbeat(1, 2, 0, 0, 0, False)
-PAIRS = [(phase, kind) for phase in Phase for kind in EVENTS]
+BEATS = beats(1, 2, 0, 0, 0, False)
+KINDS = tuple(dict.fromkeys(kind for _, kind in TABLE))
+PAIRS = [(phase, kind) for phase in Phase for kind in KINDS]
 IMPOSSIBLE = {
-    *((Phase.FORMING, kind) for kind in (InventoryReceived, PlanAcknowledged, StepCommitted, Done)),
+    *((Phase.FORMING, kind) for kind in (InventoryMessage, PlannedMessage, StepCommitted, FinishedMessage)),
     *((phase, Restarted) for phase in (Phase.RUNNING, *GATHERING, Phase.DRAINING)),
-    *((phase, Done) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
+    *((phase, FinishedMessage) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
 }
 
 
@@ -77,7 +78,7 @@ def test_every_pair_is_listed() -> None:
 
 
 @pytest.mark.parametrize(("phase", "kind"), PAIRS)
-def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event]) -> None:
+def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event] | type[Message]) -> None:
     state = in_phase(phase)
     assert state.phase is phase
     event = sample(kind, state)
@@ -96,8 +97,8 @@ def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event]) -> Non
 
 
 @pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
-@pytest.mark.parametrize("kind", EVENTS)
-def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event] | type[Message]) -> None:
     state = in_phase(phase)
     told_again = pending_effects(state) if kind is TakenOver else ()
     assert step(state, sample(kind, state)) == (state, told_again)
@@ -115,33 +116,33 @@ def test_a_job_without_a_fault() -> None:
     assert effects == (AnnounceCommit(1, 0, "step"),)
     state, effects = step(state, StepCommitted(6, 1, 1))
     assert (state.phase, effects) == (Phase.DRAINING, (AnnounceCommit(1, 1, "end"),))
-    state = told(state, Done(7, 0, 1), Done(7, 1, 1))
+    state = told(state, is_done(7, 0, 1), is_done(7, 1, 1))
     assert state.phase is Phase.DRAINING
-    assert heard(state, Done(8, 2, 1)) == (Finish(1),)
+    assert heard(state, is_done(8, 2, 1)) == (Finish(1),)
 
 
 def test_a_death_is_gathered_planned_and_resumed() -> None:
-    state = committed(told(running(), Heartbeat(3, 1, 1, 1, 7, inside=True)))
+    state = committed(told(running(), beats(3, 1, 1, 1, 7, inside=True)))
     state, effects = step(state, ExitSeen(30, 1, -9))
     why = "was ended by SIGKILL, inside action 7 of step 1"
     out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
     assert effects == (PublishEpoch(2),)
     assert (state.members, state.verdict, state.reason) == ((0, 2), (out,), f"worker 1 {why}")
-    assert heard(state, InventoryReceived(31, 2, 2, "two")) == ()
-    state = told(state, InventoryReceived(31, 2, 2, "two"))
-    state, effects = step(state, InventoryReceived(32, 0, 2, "none"))
+    assert heard(state, holds(31, 2, 2, "two")) == ()
+    state = told(state, holds(31, 2, 2, "two"))
+    state, effects = step(state, holds(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
     document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories)
     assert effects == (PublishPlanInput(2, document),)
-    state = told(state, PlanAcknowledged(33, 0, 2, "same"))
-    state, effects = step(state, PlanAcknowledged(34, 2, 2, "same"))
+    state = told(state, plans(33, 0, 2, "same"))
+    state, effects = step(state, plans(34, 2, 2, "same"))
     assert (state.phase, effects) == (Phase.RUNNING, (StartTraining(2), AnnounceCommit(2, 0, "step")))
 
 
 def test_a_death_while_gathering_begins_again() -> None:
     state = running()._replace(shadows=((2, 1), (0, 2), (1, 0)))
-    state = told(state, ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, "held"), InventoryReceived(31, 2, 2, "held"))
-    state, effects = step(told(state, PlanAcknowledged(32, 0, 2, "plan")), ExitSeen(33, 0, -9))
+    state = told(state, ExitSeen(30, 1, -9), holds(31, 0, 2, "held"), holds(31, 2, 2, "held"))
+    state, effects = step(told(state, plans(32, 0, 2, "plan")), ExitSeen(33, 0, -9))
     assert (state.phase, state.epoch, state.owners) == (Phase.FAILING_OVER, 3, (2, 2, 2))
     assert [type(effect) for effect in effects] == [PublishEpoch]
     assert recovered(state).phase is Phase.RUNNING
@@ -159,7 +160,7 @@ def test_only_the_next_step_is_committed() -> None:
 
 
 def test_whoever_ends_before_it_is_done_has_died() -> None:
-    state = told(in_phase(Phase.DRAINING), Done(30, 0, 1))
+    state = told(in_phase(Phase.DRAINING), is_done(30, 0, 1))
     assert told(state, ExitSeen(31, 0, 0)).phase is Phase.DRAINING
     state, effects = step(told(state, ExitSeen(31, 0, 0)), ExitSeen(32, 1, 0))
     (finish,) = effects
@@ -168,12 +169,12 @@ def test_whoever_ends_before_it_is_done_has_died() -> None:
 
 
 def test_a_death_after_the_last_commit_is_failed_over() -> None:
-    state = told(in_phase(Phase.DRAINING), Done(30, 0, 1), ExitSeen(31, 1, -15))
+    state = told(in_phase(Phase.DRAINING), is_done(30, 0, 1), ExitSeen(31, 1, -15))
     assert state.phase is Phase.FAILING_OVER
     state = recovered(state)
     assert state.phase is Phase.DRAINING
     assert AnnounceCommit(2, 0, "end") in pending_effects(state)
-    assert told(state, Done(40, 0, 2), Done(40, 2, 2)).phase is Phase.FINISHED
+    assert told(state, is_done(40, 0, 2), is_done(40, 2, 2)).phase is Phase.FINISHED
 
 
 @pytest.mark.parametrize("gathering", [False, True])
@@ -188,10 +189,8 @@ def test_whatever_is_lost_after_the_last_commit_the_job_has_finished(gathering: 
 
 
 def test_a_plan_that_lacks_a_stage_after_the_last_commit_ends_nothing() -> None:
-    state = told(
-        in_phase(Phase.DRAINING), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""), InventoryReceived(31, 2, 2, "")
-    )
-    state = told(state, *(PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)))
+    state = told(in_phase(Phase.DRAINING), ExitSeen(30, 1, -9), holds(31, 0, 2, ""), holds(31, 2, 2, ""))
+    state = told(state, *(plans(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)))
     assert (state.phase, state.lost_stages) == (Phase.FINISHED, (1,))
 
 
@@ -205,7 +204,7 @@ def test_with_nobody_left_the_job_has_finished_too() -> None:
 def test_a_lost_stage_ends_the_job() -> None:
     state = told(committed(running()), ExitSeen(30, 1, -9), ExitSeen(31, 2, -9))
     assert state.phase is Phase.FAILING_OVER, "worker 0 has not said yet what it holds"
-    end = halt(told(state, InventoryReceived(32, 0, 3, "", (0, 1))))
+    end = halt(told(state, holds(32, 0, 3, "", (0, 1))))
     assert (end.epoch, end.committed, end.exit_code, end.lost_stages) == (3, 0, ExitCode.STATE_LOST, (2,))
     why = "the state of stage 2 is lost in epoch 3; last committed step 0; worker 2 was ended by SIGKILL"
     assert end.reason == why
@@ -216,8 +215,8 @@ def test_a_replica_that_was_healed_in_the_open_step_takes_over() -> None:
     state = committed(recovered(told(running(), ExitSeen(30, 1, -9)), 31), now_ns=32)
     state = told(state, ExitSeen(40, 2, -9))
     assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 2))
-    assert told(state, InventoryReceived(41, 0, 3, "", (0, 1))).phase is Phase.HALTED, "what it has got was not whole"
-    state, effects = step(state, InventoryReceived(41, 0, 3, "held", (0, 1, 2)))
+    assert told(state, holds(41, 0, 3, "", (0, 1))).phase is Phase.HALTED, "what it has got was not whole"
+    state, effects = step(state, holds(41, 0, 3, "held", (0, 1, 2)))
     effect = effects[0]
     assert isinstance(effect, PublishPlanInput)
     assert (effect.document.owners, effect.document.shadows) == ((0, 0, 0), ((), (), ()))
@@ -228,8 +227,8 @@ def test_a_replica_that_was_healed_in_the_open_step_is_a_shadow_in_the_plan() ->
     state = told(
         running(),
         ExitSeen(30, 1, -9),
-        InventoryReceived(31, 0, 2, "", (0, 1, 2)),
-        InventoryReceived(31, 2, 2, "", (0, 2)),
+        holds(31, 0, 2, "", (0, 1, 2)),
+        holds(31, 2, 2, "", (0, 2)),
     )
     assert (state.owners, state.shadows) == ((0, 0, 2), ((2,), (), (0,)))
     assert resume(to_json(state), 0).decided() == state.decided()
@@ -237,7 +236,7 @@ def test_a_replica_that_was_healed_in_the_open_step_is_a_shadow_in_the_plan() ->
 
 def test_whoever_stays_takes_over_before_one_who_is_leaving() -> None:
     state = told(running()._replace(shadows=((), (), ())), Notice(5, 0, S), ExitSeen(30, 1, -9))
-    state = told(state, InventoryReceived(31, 0, 2, "", (0, 1)), InventoryReceived(31, 2, 2, "", (1, 2)))
+    state = told(state, holds(31, 0, 2, "", (0, 1)), holds(31, 2, 2, "", (1, 2)))
     assert (state.owners, state.shadows) == ((0, 2, 2), ((), (0,), ()))
 
 
@@ -253,29 +252,29 @@ def test_without_redundancy_every_death_ends_the_job() -> None:
 
 
 def test_a_plan_that_lacks_a_stage_ends_the_job() -> None:
-    state = told(running(), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""), InventoryReceived(31, 2, 2, ""))
-    lacking = [PlanAcknowledged(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)]
+    state = told(running(), ExitSeen(30, 1, -9), holds(31, 0, 2, ""), holds(31, 2, 2, ""))
+    lacking = [plans(32, worker, 2, "plan", lost_stages=(1,)) for worker in (0, 2)]
     assert told(state, lacking[0]).phase is Phase.FAILING_OVER
     end = halt(told(state, *lacking))
     assert (end.exit_code, end.lost_stages) == (ExitCode.STATE_LOST, (1,))
 
 
 def test_different_plans_end_the_job() -> None:
-    state = told(running(), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""), InventoryReceived(31, 2, 2, ""))
-    end = halt(told(state, PlanAcknowledged(32, 2, 2, "a"), PlanAcknowledged(33, 0, 2, "b")))
+    state = told(running(), ExitSeen(30, 1, -9), holds(31, 0, 2, ""), holds(31, 2, 2, ""))
+    end = halt(told(state, plans(32, 2, 2, "a"), plans(33, 0, 2, "b")))
     assert (end.exit_code, end.reason) == (ExitCode.INTERNAL, "workers 0 and 2 made different plans for epoch 2")
 
 
 def test_a_plan_before_the_inventories_counts_for_nothing() -> None:
-    state = told(running(), ExitSeen(30, 1, -9), InventoryReceived(31, 0, 2, ""))
-    assert step(state, PlanAcknowledged(32, 0, 2, "plan")) == (state, ())
+    state = told(running(), ExitSeen(30, 1, -9), holds(31, 0, 2, ""))
+    assert step(state, plans(32, 0, 2, "plan")) == (state, ())
 
 
 def test_a_suspicion_is_looked_into() -> None:
-    state, effects = step(running(), Suspicion(5, 2, 1, peer=1))
+    state, effects = step(running(), suspects(5, 2, 1, peer=1))
     assert effects == () and state.look == (Edge(2, 1),)
-    assert step(state, Suspicion(6, 2, 1, peer=1)) == (state, ()), "it is known"
-    state = told(state, Suspicion(6, 0, 1, peer=2))
+    assert step(state, suspects(6, 2, 1, peer=1)) == (state, ()), "it is known"
+    state = told(state, suspects(6, 0, 1, peer=2))
     assert state.looked_ns == 5, "the look does not begin again"
     dead = told(state, ExitSeen(6, 0, -9))
     assert dead.verdict == (excluded(0, Cause.DEATH, "was ended by SIGKILL"),)
@@ -289,7 +288,7 @@ def test_a_suspicion_is_looked_into() -> None:
 def suspected(state: State) -> State:
     """Returns a job after an empty verdict on workers 1 and 2, and the recovery from it."""
     look_ns, now_ns = state.options.look_ns, state.ticked_ns
-    state = told(state, Suspicion(now_ns, 1, state.epoch, 2), Tick(now_ns + look_ns))
+    state = told(state, suspects(now_ns, 1, state.epoch, 2), Tick(now_ns + look_ns))
     return recovered(state, now_ns + look_ns) if state.phase is Phase.FAILING_OVER else state
 
 
@@ -315,7 +314,7 @@ def test_a_worker_that_reports_is_not_the_one_given_up() -> None:
     state = running()
     for _ in range(3):
         now_ns, look_ns = state.ticked_ns, state.options.look_ns
-        state = told(state, Suspicion(now_ns, 2, state.epoch, 1), Tick(now_ns + look_ns))
+        state = told(state, suspects(now_ns, 2, state.epoch, 1), Tick(now_ns + look_ns))
         state = recovered(state, now_ns + look_ns)
     assert state.members == (0, 2)
 
@@ -358,16 +357,16 @@ def test_a_standstill_is_an_empty_verdict_and_in_the_end_a_halt() -> None:
         (told(forming(), *JOINED[:2], BEATS), "did not join within 60.0 s"),
         (told(forming(), *JOINED[:2]), "did not send a message within 60.0 s"),
         (
-            told(running(), ExitSeen(5, 1, -9), InventoryReceived(6, 0, 2, "")),
+            told(running(), ExitSeen(5, 1, -9), holds(6, 0, 2, "")),
             "did not report its inventory within 10.0 s",
         ),
         (
             told(
                 running()._replace(shadows=((2,), (0,), (1, 0))),
                 ExitSeen(5, 1, -9),
-                InventoryReceived(6, 0, 2, ""),
-                InventoryReceived(6, 2, 2, ""),
-                PlanAcknowledged(6, 0, 2, ""),
+                holds(6, 0, 2, ""),
+                holds(6, 2, 2, ""),
+                plans(6, 0, 2, ""),
             ),
             "did not make the plan within 10.0 s",
         ),
@@ -381,7 +380,7 @@ def test_whoever_owes_an_answer_at_the_deadline_is_out(state: State, why: str) -
 
 
 def test_a_worker_that_is_out_is_evicted_until_its_exit_is_seen() -> None:
-    state = told(running()._replace(ticked_ns=6 * S), *(Heartbeat(6 * S, each, 1, 0, 1, False) for each in (0, 1)))
+    state = told(running()._replace(ticked_ns=6 * S), *(beats(6 * S, each, 1, 0, 1, False) for each in (0, 1)))
     state = told(state, Tick(6 * S))
     assert state.out[2].why == "has been silent for 6.0 s"
     assert Evict(2, 2) in pending_effects(state)
@@ -390,15 +389,15 @@ def test_a_worker_that_is_out_is_evicted_until_its_exit_is_seen() -> None:
 
 def test_nobody_listens_to_whoever_is_out_or_speaks_of_an_old_epoch() -> None:
     state = told(running(), ExitSeen(5, 1, -9))
-    for word in (JOINED[1], Heartbeat(6, 1, 9, 9, 9, True), InventoryReceived(6, 1, 2, ""), Done(6, 1, 1)):
+    for word in (JOINED[1], beats(6, 1, 9, 9, 9, True), holds(6, 1, 2, ""), is_done(6, 1, 1)):
         assert step(state, word) == (state, (Fence(2, 1),))
-    assert step(state, Done(6, 0, 1)) == (state, (Fence(2, 0),))
+    assert step(state, is_done(6, 0, 1)) == (state, (Fence(2, 0),))
     assert step(state, StepCommitted(6, 1, 0)) == (state, ())
-    assert step(state, Heartbeat(6, 7, 1, 0, 0, True))[1] == (Fence(2, 7),)
+    assert step(state, beats(6, 7, 1, 0, 0, True))[1] == (Fence(2, 7),)
 
 
 def test_a_coordinator_that_was_replaced_ignores_what_it_does_not_know() -> None:
-    for word in (InventoryReceived(6, 1, 2, ""), Done(6, 1, 2), StepCommitted(6, 2, 0)):
+    for word in (holds(6, 1, 2, ""), is_done(6, 1, 2), StepCommitted(6, 2, 0)):
         assert step(running(), word) == (running(), ())
 
 
@@ -477,7 +476,7 @@ def test_orders_are_repeated_when_nothing_moves() -> None:
     assert heard(state, Tick(late)) == pending_effects(state)
     assert heard(state, Tick(late), Tick(late + 1)) == ()
     assert heard(state, Tick(late), Tick(late + repeat_ns)) == pending_effects(state)
-    assert heard(state, Heartbeat(3 + late, 0, 1, 0, 1, True), Tick(late + repeat_ns)) == ()
+    assert heard(state, beats(3 + late, 0, 1, 0, 1, True), Tick(late + repeat_ns)) == ()
 
 
 def restartable(state: State, most: int = 2) -> State:
@@ -538,10 +537,10 @@ def test_another_coordinator_asks_all_members_again(phase: Phase) -> None:
 
 
 def test_a_take_over_forgets_answers_looks_and_ends_of_the_last_step() -> None:
-    state = told(in_phase(Phase.FAILING_OVER), InventoryReceived(6, 0, 2, "nothing", (1,)), Suspicion(7, 0, 2, 1))
+    state = told(in_phase(Phase.FAILING_OVER), holds(6, 0, 2, "nothing", (1,)), suspects(7, 0, 2, 1))
     new = told(state, TakenOver(40))
     assert (new.inventories, new.copies, new.look, new.repeats) == ({}, {}, (), {})
-    done = told(in_phase(Phase.DRAINING), Done(30, 0, 1))
+    done = told(in_phase(Phase.DRAINING), is_done(30, 0, 1))
     assert told(done, TakenOver(40)).done == ()
 
 
@@ -551,7 +550,7 @@ def test_a_take_over_keeps_a_slot_whose_owner_is_unknown() -> None:
     assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 1))
     new = told(state, TakenOver(40))
     assert (new.phase, new.owners) == (Phase.FAILING_OVER, (0, 0, 1))
-    assert told(new, InventoryReceived(41, 0, new.epoch, "all", (0, 1, 2))).owners == (0, 0, 0)
+    assert told(new, holds(41, 0, new.epoch, "all", (0, 1, 2))).owners == (0, 0, 0)
 
 
 def test_a_take_over_before_the_first_epoch_loses_nothing() -> None:

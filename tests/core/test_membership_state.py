@@ -7,15 +7,15 @@ import json
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.membership.events import ExitSeen, InventoryReceived, Notice, PlanAcknowledged, Suspicion
+from engine.core.membership.events import ExitSeen, Notice
 from engine.core.membership.state import Phase, State, resume, to_json
-from tests.core.membership_cases import S, in_phase, running, told
+from tests.core.membership_cases import S, holds, in_phase, plans, running, suspects, told
 
-GATHERED = told(in_phase(Phase.FAILING_OVER), *(InventoryReceived(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
+GATHERED = told(in_phase(Phase.FAILING_OVER), *(holds(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
 STATES = [
     *(in_phase(phase) for phase in Phase),
-    told(GATHERED, PlanAcknowledged(7, 0, 2, "0" * 64)),
-    told(running(), Suspicion(7, 0, 1, 2), Notice(8, 1, S)),
+    told(GATHERED, plans(7, 0, 2, "0" * 64)),
+    told(running(), suspects(7, 0, 1, 2), Notice(8, 1, S)),
     told(running(redundant=False), ExitSeen(9, 1, -9)),
     running()._replace(repeats={"a transfer failed at workers 1 and 2": 2}),
 ]

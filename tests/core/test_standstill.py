@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from engine.core.exclusion import Cause
-from engine.core.membership.events import Heartbeat, Joined, StepCommitted, Tick
+from engine.core.membership.events import StepCommitted, Tick
 from engine.core.membership.protocol import step
 from engine.core.membership.standstill import Counts, Report, dark_edges, deadline_ns, steps_after
 from engine.core.membership.state import Options, Phase, State, begin
+from tests.core.membership_cases import beats, says_ready
 
 S = 1_000_000_000
 _LOOK_NS = S // 4
@@ -27,7 +28,7 @@ class Pipeline:
         options = Options(stages=num_workers, redundant=shadows)
         self.state: State = begin(options, tuple(range(num_workers)), ring, 10**6, 0)
         for worker in range(num_workers):
-            self.tell(Joined(0, worker, "node"))
+            self.tell(says_ready(0, worker, "node"))
         self.sent: Counter[tuple[int, int]] = Counter()
         self.received: Counter[tuple[int, int]] = Counter()
         self.news_ns = dict.fromkeys(range(num_workers), 0)
@@ -65,9 +66,7 @@ class Pipeline:
             self._advance()
             if self.now_ns // _LOOK_NS != (self.now_ns - self.step_ns) // _LOOK_NS:
                 for worker in range(self.num_workers):
-                    self.tell(
-                        Heartbeat(self.now_ns, worker, 1, self.state.committed + 1, 1, False, self.report(worker))
-                    )
+                    self.tell(beats(self.now_ns, worker, 1, self.state.committed + 1, 1, False, self.report(worker)))
                 self.tell(Tick(self.now_ns))
         return self.now_ns
 

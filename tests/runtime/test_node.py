@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from engine.core.config.job import Job
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard
+from engine.core.coordinator.inputs import CoordinatorInput, Ended
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.coordinator.state import begin as begin_coordinator
 from engine.core.errors import CoordinatorUnavailableError
+from engine.core.membership.events import Heard
 from engine.core.membership.state import Options, begin
 from engine.core.messages import HeartbeatMessage, ReadyMessage
 from engine.core.store.kv import KV, Lease

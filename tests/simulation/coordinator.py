@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.config.job import Job
 from engine.core.coordinator import outputs
-from engine.core.coordinator.inputs import CoordinatorInput, Heard
+from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.machine import is_to_be_kept, step
 from engine.core.coordinator.state import CoordinatorState, documents, resume
+from engine.core.membership.events import Heard
 from engine.core.messages import VoteMessage
 from tests.simulation.case import Violation
 from tests.simulation.provenance import CLIP_NORM

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.core import messages
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
 from engine.core.membership import effects as membership_orders
@@ -15,6 +16,8 @@ from engine.core.membership import events, protocol, transitions, verdicts
 from engine.core.membership import state as membership_state
 from engine.core.membership.state import Phase, State
 from engine.core.membership.transitions import Rule
+from engine.core.message_codec import Message
+from tests.core.membership_cases import kind_of
 from tests.simulation.case import Case, Fault
 from tests.simulation.planting import SMALL, caught, kills, troubled
 from tests.simulation.run import run
@@ -37,7 +40,7 @@ def planted(cases: Callable[[], Iterator[Case]], words: str) -> Callable[[Bug], 
     return register
 
 
-def patch_rule(patch: Patch, event: type[events.Event], decide: Callable[[State, Any], State]) -> None:
+def patch_rule(patch: Patch, event: type[events.Event | Message], decide: Callable[[State, Any], State]) -> None:
     """Plants a rule for an event wherever there is one that does something."""
     for (phase, kind), rule in list(protocol.TABLE.items()):
         if kind is event and isinstance(rule, Rule) and rule is not transitions.changes_nothing:
@@ -67,11 +70,12 @@ def taken() -> Iterator[Case]:
 
 @planted(suspected, "was suspected, but nothing was done to it")
 def a_suspicion_is_a_verdict(patch: Patch) -> None:
-    def decide(state: State, event: events.Suspicion) -> State:
-        blamed = event.worker if event.peer not in state.members else event.peer
+    def decide(state: State, event: events.Heard[messages.SuspicionMessage]) -> State:
+        peer = event.message.peer
+        blamed = event.worker if peer not in state.members else peer
         return verdicts.new_epoch(state, event.now_ns, [excluded(blamed, Cause.GIVEN_UP, "was suspected")])
 
-    patch_rule(patch, events.Suspicion, decide)
+    patch_rule(patch, messages.SuspicionMessage, decide)
 
 
 @planted(killed, "changed without an epoch")
@@ -115,11 +119,11 @@ def exit_code_0_is_no_death(patch: Patch) -> None:
 
 @planted(lambda: troubled(300), "has not made the plan")
 def training_starts_with_the_first_plan(patch: Patch) -> None:
-    def decide(state: State, event: events.PlanAcknowledged) -> State:
+    def decide(state: State, event: events.Heard[messages.PlannedMessage]) -> State:
         new = transitions.agrees.decide(state, event)
         return new._replace(phase=Phase.RUNNING) if new.digests and new.committed < new.last_step else new
 
-    patch_rule(patch, events.PlanAcknowledged, decide)
+    patch_rule(patch, messages.PlannedMessage, decide)
 
 
 @planted(killed, "own or shadow a slot, and there is no inventory")
@@ -163,7 +167,7 @@ def a_broken_pair_is_kept_for_ever(patch: Patch) -> None:
 
 @planted(killed, "has not been told that all have finished")
 def the_first_that_is_done_ends_the_job(patch: Patch) -> None:
-    patch_rule(patch, events.Done, lambda state, event: state._replace(phase=Phase.FINISHED))
+    patch_rule(patch, messages.FinishedMessage, lambda state, event: state._replace(phase=Phase.FINISHED))
 
 
 @planted(lambda: troubled(1000), "when every step was committed")
@@ -202,14 +206,15 @@ def another_coordinator_begins_no_epoch(patch: Patch) -> None:
     patch_rule(patch, events.TakenOver, lambda state, event: state._replace(inventories={}, digests={}, verdict=()))
 
 
-@planted(lambda: troubled(1500), "Done while failing over|different plans|own or shadow a slot")
+@planted(lambda: troubled(1500), "FinishedMessage while failing over|different plans|own or shadow a slot")
 def answers_of_a_lower_epoch_count(patch: Patch) -> None:
     real = protocol.step
 
     def step(state: State, event: Any) -> Any:
-        if isinstance(event, (events.Answer, events.StepCommitted)) and event.epoch < state.epoch:
-            event = replace(event, epoch=state.epoch)
-        return real(state, event)
+        about = event.message if isinstance(event, events.Heard) else event
+        if isinstance(about, events.Answer | events.StepCommitted) and about.epoch < state.epoch:
+            about = replace(about, epoch=state.epoch)
+        return real(state, replace(event, message=about) if isinstance(event, events.Heard) else about)
 
     patch.setattr("engine.core.coordinator.orders.step", step)
 
@@ -238,7 +243,7 @@ def test_every_change_of_phase_is_one_of_the_table(monkeypatch: Patch) -> None:
     def noting(state: State, event: events.Event) -> Any:
         new, found = protocol.step(state, event)
         if new.phase is not state.phase:
-            rule = protocol.TABLE[state.phase, type(event)]
+            rule = protocol.TABLE[state.phase, kind_of(event)]
             assert isinstance(rule, Rule) and new.phase in rule.leads_to, (state.phase, event, new.phase)
             taken.add((state.phase, new.phase))
         if new.decided() != state.decided():

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from engine.core.coordinator import hearing, machine, orders, preparation, state
-from engine.core.coordinator.inputs import Heard
 from engine.core.membership import protocol
 from engine.core.membership import transitions as membership_rules
 from engine.core.membership import verdicts as membership_verdicts
 from engine.core.membership.effects import AnnounceCommit, PublishEpoch
-from engine.core.membership.events import TakenOver
+from engine.core.membership.events import Heard, TakenOver
 from engine.core.messages import CommitMessage, EpochMessage, PlanMessage, VoteMessage
 from engine.core.recovery import ballot as commit
 from engine.core.recovery import planner as recovery

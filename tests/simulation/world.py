@@ -16,7 +16,7 @@ from typing import Any
 from engine.core import messages
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.state import begin
-from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
+from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
@@ -200,7 +200,7 @@ class World:
         for worker in self.workers:
             if worker.alive and not worker.paused:
                 at = messages.HeartbeatMessage(worker.epoch, worker.step, worker.moments, worker.busy)
-                self.coordinator.take(inputs.Heard, worker.number, at, _NODES[worker.number])
+                self.coordinator.take(Heard, worker.number, at, _NODES[worker.number])
         self.coordinator.take(inputs.Passed)
         if self.membership.look or any(worker.alive and worker.paused for worker in self.workers):
             self.tick_after(_TICK)
@@ -230,7 +230,7 @@ class World:
             self._hear(number, message, self.starts)
         if self.membership.phase is Phase.FORMING:
             for number, message in self.told_early:
-                self.coordinator.take(inputs.Heard, number, message, _NODES[number])
+                self.coordinator.take(Heard, number, message, _NODES[number])
 
     def stop(self, why: outputs.Stop) -> None:
         """Ends the run."""
@@ -259,7 +259,7 @@ class World:
         if not self.coordinator.alive:
             return
         self.note(_WORDS.get(type(message), _OTHER), number)
-        self.coordinator.take(inputs.Heard, number, message, _NODES[number])
+        self.coordinator.take(Heard, number, message, _NODES[number])
 
     def note(self, *numbers: int) -> None:
         """Adds to the hash of the history."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.coordinator.equal_ends import survives
-from engine.core.coordinator.inputs import Heard
 from engine.core.coordinator.orders import Decided, decide, tell_all
 from engine.core.coordinator.outputs import CoordinatorOutput, Fail, Note, Write
 from engine.core.coordinator.preparation import answered, at_commit
@@ -23,35 +22,30 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
-from engine.core.membership import events
-from engine.core.membership.standstill import Counts, Report
+from engine.core.membership.events import Heard, StepCommitted
 from engine.core.membership.state import Phase
 from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
 from engine.core.process_messages import KeyMessage, UnprovenMessage
 
-MessageRule = Callable[[CoordinatorState, Heard, Any], Decided]
+MessageRule = Callable[[CoordinatorState, Heard[Message], Any], Decided]
 
 
-def _on_cut(state: CoordinatorState, heard: Heard, cut: messages.CutMessage) -> Decided:
+def _decide(state: CoordinatorState, heard: Heard[Message], message: Message) -> Decided:
+    """Leaves a message to the membership protocol, of which it is an event."""
+    return decide(state, heard)
+
+
+def _on_cut(state: CoordinatorState, heard: Heard[Message], cut: messages.CutMessage) -> Decided:
     record = PartitionRecord(starts=cut.starts, layers=cut.layers)
     return state, (Write(record), tell_all(state, messages.PartitionMessage(cut.starts)))
 
 
-def _relay(state: CoordinatorState, heard: Heard, message: messages.BorderMessage | KeyMessage) -> Decided:
+def _relay(state: CoordinatorState, heard: Heard[Message], message: messages.BorderMessage | KeyMessage) -> Decided:
     return state, (tell_all(state, message),)
 
 
-def _on_ready(state: CoordinatorState, heard: Heard, ready: messages.ReadyMessage) -> Decided:
-    return decide(state, events.Joined(heard.now_ns, heard.worker, heard.node))
-
-
-def _on_heartbeat(state: CoordinatorState, heard: Heard, at: messages.HeartbeatMessage) -> Decided:
-    report = Report(at.epoch, at.quiet_ns, tuple(Counts(*each) for each in at.counts)) if at.counts else None
-    return decide(state, events.Heartbeat(heard.now_ns, heard.worker, at.epoch, at.step, at.index, at.inside, report))
-
-
-def _on_vote(state: CoordinatorState, heard: Heard, vote: messages.VoteMessage) -> Decided:
+def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: messages.VoteMessage) -> Decided:
     """Counts a vote; the last missing one commits the step. Raises DivergedError for a norm that is not finite."""
     if state.ballot is None:
         return state, ()
@@ -62,36 +56,36 @@ def _on_vote(state: CoordinatorState, heard: Heard, vote: messages.VoteMessage) 
     if not math.isfinite(commit.grad_norm):
         raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
     ownership = ballot.ownership
-    event = events.StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
+    event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
     preparation, decisive = at_commit(state.preparation, event, state.membership, ownership)
     return decide(new._replace(commit=commit, preparation=preparation), *decisive)
 
 
-def _on_validation(state: CoordinatorState, heard: Heard, outcome: messages.ValidationMessage) -> Decided:
+def _on_validation(state: CoordinatorState, heard: Heard[Message], outcome: messages.ValidationMessage) -> Decided:
     record = ValidationRecord(step=outcome.step, loss=outcome.loss, metric=outcome.metric)
     new = state._replace(validated=max(state.validated, outcome.step))
     return new, (Write(record), tell_all(new, messages.ValidatedMessage(outcome.step)))
 
 
-def _on_finished(state: CoordinatorState, heard: Heard, finished: messages.FinishedMessage) -> Decided:
+def _on_finished(state: CoordinatorState, heard: Heard[Message], finished: messages.FinishedMessage) -> Decided:
     peak_stash, peak_memory_kib = finished.peak_stash, finished.peak_memory_kib
     record = FinishedRecord(of=heard.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib)
-    return _after(record, decide(state, events.Done(heard.now_ns, heard.worker, finished.epoch)))
+    return _after(record, decide(state, heard))
 
 
-def _on_suspicion(state: CoordinatorState, heard: Heard, suspicion: messages.SuspicionMessage) -> Decided:
+def _on_suspicion(state: CoordinatorState, heard: Heard[Message], suspicion: messages.SuspicionMessage) -> Decided:
     record = SuspicionRecord(of=heard.worker, text=suspicion.text, peer=suspicion.peer)
-    return _after(record, decide(state, events.Suspicion(heard.now_ns, heard.worker, suspicion.epoch, suspicion.peer)))
+    return _after(record, decide(state, heard))
 
 
-def _on_unproven(state: CoordinatorState, heard: Heard, unproven: UnprovenMessage) -> Decided:
+def _on_unproven(state: CoordinatorState, heard: Heard[Message], unproven: UnprovenMessage) -> Decided:
     record = UnprovenRecord(of=heard.worker, peer=unproven.peer, text=unproven.text)
     other = "another worker" if unproven.peer is None else f"worker {unproven.peer}"
     again = f"worker {heard.worker} forms its group again, which may hold an unknown process"
     return state, (Write(record), Note(f"{again}: {other} {unproven.text}"))
 
 
-def _on_raised(state: CoordinatorState, heard: Heard, raised: messages.RaisedMessage) -> Decided:
+def _on_raised(state: CoordinatorState, heard: Heard[Message], raised: messages.RaisedMessage) -> Decided:
     step = raised.step if state.started else -1
     record = RaisedRecord(at_ns=raised.at_ns, of=heard.worker, step=step, **asdict(raised.exception))
     if not state.is_stopping and state.started:
@@ -103,7 +97,7 @@ def _on_raised(state: CoordinatorState, heard: Heard, raised: messages.RaisedMes
 
 def _on_failed(
     state: CoordinatorState,
-    heard: Heard,
+    heard: Heard[Message],
     last: messages.RefusedMessage | messages.FailedMessage | messages.RaisedMessage,
 ) -> Decided:
     membership = state.membership
@@ -114,15 +108,7 @@ def _on_failed(
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
 
 
-def _on_inventory(state: CoordinatorState, heard: Heard, told: messages.InventoryMessage) -> Decided:
-    return decide(state, events.InventoryReceived(heard.now_ns, heard.worker, told.epoch, told.holds, told.whole))
-
-
-def _on_planned(state: CoordinatorState, heard: Heard, told: messages.PlannedMessage) -> Decided:
-    return decide(state, events.PlanAcknowledged(heard.now_ns, heard.worker, told.epoch, told.digest, told.lost_stages))
-
-
-def _on_prepared(state: CoordinatorState, heard: Heard, told: messages.PreparedMessage) -> Decided:
+def _on_prepared(state: CoordinatorState, heard: Heard[Message], told: messages.PreparedMessage) -> Decided:
     return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
 
 
@@ -135,8 +121,8 @@ def _after(record: Any, result: Decided) -> Decided:
 RULES: dict[type[Message], MessageRule] = {
     messages.CutMessage: _on_cut,
     messages.BorderMessage: _relay,
-    messages.ReadyMessage: _on_ready,
-    messages.HeartbeatMessage: _on_heartbeat,
+    messages.ReadyMessage: _decide,
+    messages.HeartbeatMessage: _decide,
     messages.VoteMessage: _on_vote,
     messages.ValidationMessage: _on_validation,
     messages.FinishedMessage: _on_finished,
@@ -144,8 +130,8 @@ RULES: dict[type[Message], MessageRule] = {
     messages.RefusedMessage: _on_failed,
     messages.FailedMessage: _on_failed,
     messages.RaisedMessage: _on_raised,
-    messages.InventoryMessage: _on_inventory,
-    messages.PlannedMessage: _on_planned,
+    messages.InventoryMessage: _decide,
+    messages.PlannedMessage: _decide,
     messages.PreparedMessage: _on_prepared,
     KeyMessage: _relay,
     UnprovenMessage: _on_unproven,

@@ -7,11 +7,10 @@ that goes on with the state of another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
+from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.evidence import Sight
-from engine.core.message_codec import Message
 
 
 class Place(NamedTuple):
@@ -20,15 +19,6 @@ class Place(NamedTuple):
     step: int
     action: str
     is_struck: bool = False
-
-
-class Heard(NamedTuple):
-    """A message of a worker on the host `node`."""
-
-    now_ns: int
-    worker: int
-    message: Message
-    node: str = ""
 
 
 class Ended(NamedTuple):
@@ -54,4 +44,4 @@ class Stopping(NamedTuple):
     now_ns: int
 
 
-CoordinatorInput = Heard | Ended | Passed | Stopping | Notice | LeaseExpired | TakenOver | Restarted
+CoordinatorInput = Heard[Any] | Ended | Passed | Stopping | Notice | LeaseExpired | TakenOver | Restarted

@@ -21,25 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.core import messages
 from engine.core.coordinator.hearing import RULES
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Passed, Stopping
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
 from engine.core.coordinator.orders import Decided, commit_record, decide
 from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord, StaysRecord
 from engine.core.membership import protocol
-from engine.core.membership.events import ExitSeen, LeaseExpired, Notice, Restarted, TakenOver, Tick
+from engine.core.membership.events import Answer, ExitSeen, Heard, LeaseExpired, Notice, Restarted, TakenOver, Tick
 from engine.core.membership.verdicts import unable_to_leave
+from engine.core.message_codec import Message
 from engine.core.texts import numbered
-
-_ANSWERS = (
-    messages.InventoryMessage,
-    messages.PlannedMessage,
-    messages.FinishedMessage,
-    messages.SuspicionMessage,
-)
 
 
 def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
@@ -59,11 +52,11 @@ def is_to_be_kept(
     """
     if new.membership.decided() == old.membership.decided():
         return False
-    is_answer = isinstance(given, Heard) and isinstance(given.message, _ANSWERS)
+    is_answer = isinstance(given, Heard) and isinstance(given.message, Answer)
     return not is_answer or any(isinstance(each, Tell | Kill | Release | Stop) for each in outputs)
 
 
-def _hears(state: CoordinatorState, heard: Heard) -> Decided:
+def _hears(state: CoordinatorState, heard: Heard[Message]) -> Decided:
     rule = RULES.get(type(heard.message))
     if rule is None or heard.worker in state.membership.out:
         return state, ()

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from engine.core.coordinator.state import Preparation
 from engine.core.errors import InvariantError
 from engine.core.membership.effects import PublishPlanInput
-from engine.core.membership.events import Event, InventoryReceived, PlanAcknowledged, StepCommitted
+from engine.core.membership.events import Event, Heard, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
-from engine.core.messages import PlanMessage, PreparedMessage, PrepareMessage
+from engine.core.messages import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
 from engine.core.ownership import Ownership
 from engine.core.recovery.inventory import Inventory as Held
 from engine.core.recovery.inventory import to_json
@@ -68,8 +68,8 @@ def at_commit(
         return new, (commit,)
     document, digests = prepared.document, preparation.digests
     if document == preparation.document and all(worker in digests for worker in document.members):
-        agreed = (PlanAcknowledged(commit.now_ns, each, document.epoch, digests[each]) for each in document.members)
-        return new, (*prepared.events, *agreed)
+        answers = {each: PlannedMessage(document.epoch, digests[each], ()) for each in document.members}
+        return new, (*prepared.events, *(Heard(commit.now_ns, each, answer) for each, answer in answers.items()))
     leaves_at_ns = commit.now_ns + _STEPS_TO_LEAVE * (commit.now_ns - preparation.begun_ns)
     has_time = leaves_at_ns < min(preparation.deadlines_ns.get(worker, 0) for worker in state.leaving)
     if preparation.waited_in < state.epoch and has_time:
@@ -95,7 +95,7 @@ def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEp
         return None
     held = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
     answers = tuple(
-        InventoryReceived(now_ns, each.worker, new.epoch, to_json(each), ownership.grid.places(each.whole))
+        Heard(now_ns, each.worker, InventoryMessage(new.epoch, to_json(each), ownership.grid.places(each.whole)))
         for each in held
     )
     for answer in answers:

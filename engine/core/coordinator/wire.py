@@ -12,8 +12,8 @@ Rule: a message or a record inside an input or output travels as a packet of its
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple
-from typing import Any, get_args
+from dataclasses import fields
+from typing import Any, get_args, get_origin
 
 from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
@@ -24,7 +24,9 @@ from engine.core.membership.state import Sighting
 from engine.core.membership.state import to_json as membership_to_json
 from engine.core.message_codec import Message, Plain, message
 
-_KINDS: dict[str, Any] = {each.__name__: each for of in (CoordinatorInput, CoordinatorOutput) for each in get_args(of)}
+_KINDS: dict[str, Any] = {
+    each.__name__: get_origin(each) or each for of in (CoordinatorInput, CoordinatorOutput) for each in get_args(of)
+}
 _BEHIND = {"Heard": 2, "Tell": 1, "Write": 0, "Fail": 1}  # the place of the field that travels as a packet of its own
 
 
@@ -74,7 +76,7 @@ class DecidedMessage(Message):
 def parts_of(given: CoordinatorInput | CoordinatorOutput) -> Iterator[Message]:
     """Yields the messages of an input or an output."""
     name = type(given).__name__
-    values = list(given if isinstance(given, tuple) else astuple(given))
+    values = list(given if isinstance(given, tuple) else (getattr(given, each.name) for each in fields(given)))
     behind = values.pop(_BEHIND[name]) if name in _BEHIND else None
     yield StepMessage(name, tuple(values))
     if behind is not None:

@@ -1,17 +1,21 @@
 """Events of the membership protocol, each with the time at which the coordinator received it.
 
-Rules: `now_ns` is nanoseconds on the coordinator's monotonic clock. A `Spoken` event is a message of a worker; it is
-ignored if the worker is out. An `Answer` counts only in its own epoch. The other events come from agents, the ballot
-and the clock.
+Rules: `now_ns` is nanoseconds on the coordinator's monotonic clock. What a worker says is one kind of event for each
+kind of message; an `Answer` counts only in its own epoch. The other events come from agents, the ballot and the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from engine.core.membership.evidence import Sight
-from engine.core.membership.standstill import Report
+from engine.core.message_codec import Message
+from engine.core.messages import FinishedMessage, InventoryMessage, PlannedMessage, SuspicionMessage
+
+Answer = InventoryMessage | PlannedMessage | SuspicionMessage | FinishedMessage
+Said = TypeVar("Said", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,42 +26,12 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken(Event):
-    """A message of a worker."""
+class Heard(Event, Generic[Said]):
+    """A message of a worker on the host `node`, whose lease covers the worker; it is ignored if the worker is out."""
 
     worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(Spoken):
-    """A message of a worker that counts only in `epoch`."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined(Spoken):
-    """A worker is ready; `node` is the host whose lease covers it."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat(Spoken):
-    """A heartbeat: `index` is the number of actions begun in `step`; `inside` the last of them, or waiting after it."""
-
-    epoch: int
-    step: int
-    index: int
-    inside: bool
-    report: Report | None = None  # of a worker that waits without news
-
-
-@dataclass(frozen=True, slots=True)
-class Suspicion(Answer):
-    """A transfer between `worker` and `peer` failed at `worker`; the cause may be a third worker."""
-
-    peer: int | None = None
+    message: Said
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +51,6 @@ class LeaseExpired(Event):
     """The agent of a node has not renewed its lease: the whole node counts as lost."""
 
     node: str
-
-
-@dataclass(frozen=True, slots=True)
-class InventoryReceived(Answer):
-    """The inventory of a worker, as text or as the digest of a text stored elsewhere; the worker is frozen with it.
-
-    `whole` are the slots of which it has a whole replica, including shadows that were healed in the open step.
-    """
-
-    holds: str
-    whole: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PlanAcknowledged(Answer):
-    """A worker has made the plan: its digest, and the stages that the inventories cannot restore."""
-
-    digest: str
-    lost_stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +76,6 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Answer):
-    """A worker has finished all work after the last step and waits for the order to exit."""
-
-
-@dataclass(frozen=True, slots=True)
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers."""
 
@@ -140,20 +90,3 @@ class TakenOver(Event):
 @dataclass(frozen=True, slots=True)
 class Restarted(Event):
     """All workers of the job have ended and were started again; no message of the ended ones comes any more."""
-
-
-EVENTS: tuple[type[Event], ...] = (
-    Joined,
-    Heartbeat,
-    Suspicion,
-    ExitSeen,
-    LeaseExpired,
-    InventoryReceived,
-    PlanAcknowledged,
-    StepCommitted,
-    Notice,
-    Done,
-    Tick,
-    TakenOver,
-    Restarted,
-)

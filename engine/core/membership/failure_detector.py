@@ -17,10 +17,10 @@ from collections.abc import Mapping
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
 from engine.core.membership.broken_edges import Edge
-from engine.core.membership.events import Heartbeat
 from engine.core.membership.evidence import Loading, Sight, after
-from engine.core.membership.standstill import Report, dark_edges, deadline_ns
+from engine.core.membership.standstill import Counts, Report, dark_edges, deadline_ns
 from engine.core.membership.state import Options, Sighting, State
+from engine.core.messages import HeartbeatMessage
 
 _QUIET_NS = 600_000_000  # two pings without an answer: a thread holds Python's lock
 
@@ -31,20 +31,20 @@ def alive(state: State, worker: int, now_ns: int) -> State:
     return state._replace(sightings={**state.sightings, worker: seen._replace(heard_ns=now_ns)})
 
 
-def heard(state: State, beat: Heartbeat) -> State:
+def heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> State:
     """Returns the state after a heartbeat; a late one only proves that the worker is alive."""
-    now_ns = beat.now_ns
-    was = state.sightings.get(beat.worker) or Sighting(now_ns, now_ns)
+    report = Report(beat.epoch, beat.quiet_ns, tuple(Counts(*each) for each in beat.counts)) if beat.counts else None
+    was = state.sightings.get(worker) or Sighting(now_ns, now_ns)
     at = (beat.epoch, beat.step, beat.index, not beat.inside)
-    seen = was._replace(heard_ns=now_ns, report=beat.report)
+    seen = was._replace(heard_ns=now_ns, report=report)
     if at > was.at:
         slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if was.is_inside else was.slowest_ns
         same_step = was.at[1] == beat.step
         before_ns = was.slowest_before_ns if same_step else slowest_ns
-        seen = Sighting(now_ns, now_ns, at, slowest_ns if same_step else 0, before_ns, was.evidence, beat.report)
-    moves = beat.worker not in state.done and (at > was.at or seen.is_inside)
+        seen = Sighting(now_ns, now_ns, at, slowest_ns if same_step else 0, before_ns, was.evidence, report)
+    moves = worker not in state.done and (at > was.at or seen.is_inside)
     moved_ns = now_ns if moves else state.moved_ns
-    return state._replace(moved_ns=moved_ns, sightings={**state.sightings, beat.worker: seen})
+    return state._replace(moved_ns=moved_ns, sightings={**state.sightings, worker: seen})
 
 
 def sighted(state: State, sights: Mapping[int, Sight], now_ns: int) -> State:

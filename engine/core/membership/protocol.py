@@ -1,9 +1,10 @@
 """The membership protocol: `step(state, event) -> (state, effects)`, a pure function given by one table.
 
-Rules: the rule for an event is `TABLE[phase, type of event]`. A rule changes only the state. The effects are the new
-`pending_effects` of the state; if the job makes no progress, all orders are repeated. Messages of a worker that is out,
-and answers from another epoch, are ignored. The coordinator writes the new state by compare-and-swap before it carries
-out an effect; a coordinator that has been replaced fails at this write and does nothing.
+Rules: the rule for an event is `TABLE[phase, type of event]`, for a worker's message `TABLE[phase, type of message]`. A
+rule changes only the state. The effects are the new `pending_effects` of the state; if the job makes no progress, all
+orders are repeated. Messages of a worker that is out, and answers from another epoch, are ignored. The coordinator
+writes the new state by compare-and-swap before it carries out an effect; a coordinator that has been replaced fails at
+this write and does nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +13,13 @@ from engine.core.errors import Impossible, InvariantError
 from engine.core.membership.effects import Effect, Fence, pending_effects
 from engine.core.membership.events import (
     Answer,
-    Done,
     Event,
     ExitSeen,
-    Heartbeat,
-    InventoryReceived,
-    Joined,
+    Heard,
     LeaseExpired,
     Notice,
-    PlanAcknowledged,
     Restarted,
-    Spoken,
     StepCommitted,
-    Suspicion,
     TakenOver,
     Tick,
 )
@@ -50,6 +45,15 @@ from engine.core.membership.transitions import (
     takes_over,
     takes_over_at_end,
 )
+from engine.core.message_codec import Message
+from engine.core.messages import (
+    FinishedMessage,
+    HeartbeatMessage,
+    InventoryMessage,
+    PlannedMessage,
+    ReadyMessage,
+    SuspicionMessage,
+)
 
 _UNASKED = Impossible("no worker is asked for an answer before the first epoch")
 _UNTRAINED = Impossible("no worker trains before the first epoch")
@@ -70,18 +74,18 @@ _COLUMNS = (
     (Phase.FINISHED, Phase.HALTED),
 )
 # fmt: off
-_ROWS: dict[type[Event], tuple[Rule | Impossible, ...]] = {
+_ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     #                  forming         restarting    running         gathering       draining        over
-    Joined:           (joins_first,    _ENDING,      joins,          joins,          joins,          _OVER),
-    Heartbeat:        (is_heard,       _ENDING,      is_heard,       is_heard,       is_heard,       _OVER),
-    Suspicion:        (suspects,       _ENDING,      suspects,       suspects,       suspects,       _OVER),
+    ReadyMessage:     (joins_first,    _ENDING,      joins,          joins,          joins,          _OVER),
+    HeartbeatMessage: (is_heard,       _ENDING,      is_heard,       is_heard,       is_heard,       _OVER),
+    SuspicionMessage: (suspects,       _ENDING,      suspects,       suspects,       suspects,       _OVER),
     ExitSeen:         (ends_early,     _ENDING,      ends_early,     ends,           ends,           _OVER),
     LeaseExpired:     (loses_node,     _ENDING,      loses_node,     loses_node,     loses_node,     _OVER),
-    InventoryReceived:        (_UNASKED,       _ENDING,      _LATE,          is_inventoried, _LATE,          _OVER),
-    PlanAcknowledged: (_UNASKED,       _ENDING,      _LATE,          agrees,         _LATE,          _OVER),
+    InventoryMessage: (_UNASKED,       _ENDING,      _LATE,          is_inventoried, _LATE,          _OVER),
+    PlannedMessage:   (_UNASKED,       _ENDING,      _LATE,          agrees,         _LATE,          _OVER),
     StepCommitted:    (_UNTRAINED,     _ENDING,      commits,        _FROZEN,        _LATE,          _OVER),
     Notice:           (leaves_early,   leaves_early, leaves,         leaves,         _OVER,          _OVER),
-    Done:             (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
+    FinishedMessage:  (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
     Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
     TakenOver:        (_UNLOST,        _UNLOST,      takes_over,     takes_over,     takes_over_at_end, _OVER),
     Restarted:        (_LATE,          is_restarted, _STARTED,       _STARTED,       _STARTED,       _OVER),
@@ -99,7 +103,7 @@ def _in_phase(phase: Phase, cell: Rule | Impossible) -> Rule | Impossible:
     return Rule(cell.decide, (*others, Phase.FINISHED, Phase.HALTED)) if phase in GATHERING else cell
 
 
-TABLE: dict[tuple[Phase, type[Event]], Rule | Impossible] = {
+TABLE: dict[tuple[Phase, type[Event] | type[Message]], Rule | Impossible] = {
     (phase, event): _in_phase(phase, cell)
     for event, row in _ROWS.items()
     for phases, cell in zip(_COLUMNS, row, strict=True)
@@ -112,13 +116,16 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 
     Raises InvariantError if the event is impossible in this phase.
     """
-    if isinstance(event, Spoken) and _is_unheard(state, event):
-        return state, (Fence(state.epoch, event.worker),)
-    if isinstance(event, (Answer, StepCommitted)) and event.epoch != state.epoch:
+    about: Event | Message = event
+    if isinstance(event, Heard):
+        about = event.message
+        if event.worker not in state.members or (isinstance(about, Answer) and about.epoch < state.epoch):
+            return state, (Fence(state.epoch, event.worker),)
+    if isinstance(about, Answer | StepCommitted) and about.epoch != state.epoch:
         return state, ()  # late if the epoch is lower; if it is higher, this coordinator has been replaced
-    rule = TABLE[state.phase, type(event)]
+    rule = TABLE[state.phase, type(about)]
     if isinstance(rule, Impossible):
-        raise InvariantError(f"{type(event).__name__} while {state.phase}: {rule.reason}")
+        raise InvariantError(f"{type(about).__name__} while {state.phase}: {rule.reason}")
     new = rule.decide(state, event)
     if isinstance(event, Tick) and _is_quiet(new, event.now_ns):
         return new._replace(repeated_ns=event.now_ns), pending_effects(new)
@@ -128,11 +135,6 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         return new, ()
     before = pending_effects(state)
     return new, tuple(order for order in pending_effects(new) if order not in before)
-
-
-def _is_unheard(state: State, event: Spoken) -> bool:
-    """Returns whether a message is ignored: its worker is no member, or it speaks of an earlier epoch."""
-    return event.worker not in state.members or (isinstance(event, Answer) and event.epoch < state.epoch)
 
 
 def _is_quiet(state: State, now_ns: int) -> bool:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core import messages
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded, in_words
 from engine.core.membership import events
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
+from engine.core.membership.events import Heard
 from engine.core.membership.failure_detector import alive, dark, heard, last_seen, sighted, ticked, unresponsive
 from engine.core.membership.standstill import steps_after
 from engine.core.membership.state import GATHERING, Phase, State, begin
@@ -49,7 +51,7 @@ def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
 
 
 @rule()
-def joins(state: State, event: events.Joined) -> State:
+def joins(state: State, event: Heard[messages.ReadyMessage]) -> State:
     """Records that a member is ready; a resumed coordinator may read this again."""
     new = alive(state, event.worker, event.now_ns)
     if event.worker in state.nodes:
@@ -58,7 +60,7 @@ def joins(state: State, event: events.Joined) -> State:
 
 
 @rule(Phase.RUNNING)
-def joins_first(state: State, event: events.Joined) -> State:
+def joins_first(state: State, event: Heard[messages.ReadyMessage]) -> State:
     """Starts the first epoch when the last worker joins."""
     new = joins.decide(state, event)
     if len(new.nodes) < len(new.members):
@@ -67,15 +69,16 @@ def joins_first(state: State, event: events.Joined) -> State:
 
 
 @rule()
-def is_heard(state: State, event: events.Heartbeat) -> State:
+def is_heard(state: State, event: Heard[messages.HeartbeatMessage]) -> State:
     """Records the heartbeat; a tick judges it."""
-    return heard(state, event)
+    return heard(state, event.now_ns, event.worker, event.message)
 
 
 @rule()
-def suspects(state: State, event: events.Suspicion) -> State:
+def suspects(state: State, event: Heard[messages.SuspicionMessage]) -> State:
     """Opens a look for the first suspicion of an epoch; later ones count when one of the ends is given up."""
-    edge = Edge(event.worker, event.peer if event.peer in state.members else event.worker)
+    peer = event.message.peer
+    edge = Edge(event.worker, peer if peer in state.members else event.worker)
     if edge in state.look:
         return state
     return state._replace(look=(*state.look, edge), looked_ns=state.looked_ns if state.look else event.now_ns)
@@ -129,32 +132,33 @@ def loses_node(state: State, event: events.LeaseExpired) -> State:
 
 
 @rule(Phase.HALTED)
-def is_inventoried(state: State, event: events.InventoryReceived) -> State:
+def is_inventoried(state: State, event: Heard[messages.InventoryMessage]) -> State:
     """Records a worker's first inventory, with which it is frozen; the last inventory completes the set."""
     if event.worker in state.inventories:
         return state
     new = state._replace(
-        inventories={**state.inventories, event.worker: event.holds},
-        copies={**state.copies, event.worker: event.whole},
+        inventories={**state.inventories, event.worker: event.message.holds},
+        copies={**state.copies, event.worker: event.message.whole},
         moved_ns=event.now_ns,
     )
     return all_inventoried(new) if len(new.inventories) == len(new.members) else new
 
 
 @rule(Phase.RUNNING, Phase.DRAINING, Phase.HALTED)
-def agrees(state: State, event: events.PlanAcknowledged) -> State:
+def agrees(state: State, event: Heard[messages.PlannedMessage]) -> State:
     """Continues training when all members have made the same plan; halts if two plans differ, which is a bug."""
     if len(state.inventories) < len(state.members) or event.worker in state.digests:
         return state
+    plan = event.message
     for worker, digest in state.digests.items():
-        if digest != event.digest:
+        if digest != plan.digest:
             who = numbered("worker", sorted((worker, event.worker)), " and ")
             return halted(state, ExitCode.INTERNAL, f"{who} made different plans for epoch {state.epoch}")
-    new = state._replace(digests={**state.digests, event.worker: event.digest}, moved_ns=event.now_ns)
+    new = state._replace(digests={**state.digests, event.worker: plan.digest}, moved_ns=event.now_ns)
     if len(new.digests) < len(new.members):
         return new
-    if event.lost_stages:
-        return state_lost(new, event.lost_stages)
+    if plan.lost_stages:
+        return state_lost(new, plan.lost_stages)
     return new._replace(phase=Phase.DRAINING if new.committed >= new.last_step else Phase.RUNNING)
 
 
@@ -199,7 +203,7 @@ def leaves_early(state: State, event: events.Notice) -> State:
 
 
 @rule(Phase.FINISHED)
-def is_done(state: State, event: events.Done) -> State:
+def is_done(state: State, event: Heard[messages.FinishedMessage]) -> State:
     """Finishes the job when all members are done; until then each may have to take over from another."""
     if event.worker in state.done:
         return state

@@ -22,12 +22,12 @@ from engine.core.agent import ends
 from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Heard, Passed, Stopping
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, WorkerFailedError
 from engine.core.faults.fault import Fault
 from engine.core.history import process_records as records
 from engine.core.history.run_records import GoRecord
-from engine.core.membership.events import Notice
+from engine.core.membership.events import Heard, Notice
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, NoticeMessage, RaisedMessage

@@ -36,7 +36,7 @@ from engine.core.coordinator.wire import (
 from engine.core.errors import BambooError, CoordinatorUnavailableError, DivergedError, ExitCode, ensure
 from engine.core.history.process_records import CoordinatorEndedRecord, CoordinatorRecord
 from engine.core.membership import state as membership_state
-from engine.core.membership.events import Notice, Restarted
+from engine.core.membership.events import Heard, Notice, Restarted
 from engine.core.message_codec import Message, Plain
 from engine.core.messages import ReadyMessage
 from engine.core.store.kv import KV, Delete, Txn, equal
@@ -186,7 +186,7 @@ class StandbyCoordinator:
     def _keep(self, given: CoordinatorInput) -> None:
         if isinstance(given, Restarted):  # of other processes
             self._known = [each for each in self._known if isinstance(each, Notice) and each.worker is None]
-        is_join = isinstance(given, inputs.Heard) and isinstance(given.message, ReadyMessage)
+        is_join = isinstance(given, Heard) and isinstance(given.message, ReadyMessage)
         if is_join or isinstance(given, inputs.Ended | Notice):
             self._known.append(given)
 
