@@ -24,8 +24,8 @@ _MOST_PARTS = 4096  # of a path, with those of its links: a circle of links has 
 class Disk(Protocol):
     """The calls to the system; a test replaces it by a disk whose power fails."""
 
-    def make_folder(self, name: str) -> bool:
-        """Makes a folder that only this user can open, empty for the outermost; returns False if it is there."""
+    def make_folder(self, name: str) -> None:
+        """Makes a folder that only this user can open, if it is not there; no name stands for the outermost."""
 
     def create(self, name: str) -> int:
         """Returns a descriptor of a new file that only this user can read."""
@@ -65,23 +65,26 @@ class OwnDisk:
         self._root = root
         self._below = below or root
 
-    def make_folder(self, name: str) -> bool:
+    def make_folder(self, name: str) -> None:
         """Makes a folder, as `Disk` says."""
         refuse_foreign_links(self._root)
         if not name:
-            return self._make_root()
-        with self._opened("") as folder:
-            try:
-                os.mkdir(name, 0o700, dir_fd=folder)
-            except FileExistsError:
-                return False
-        return True
+            self._make_root()
+            return
+        with self._opened("") as folder, suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=folder)
 
     def create(self, name: str) -> int:
         """Opens a new file, as `Disk` says."""
         folder, file = _split(name)
-        with self._opened(folder) as fd:
-            return open_new(file, fd)
+        with self._opened(folder) as folder_fd:
+            fd = open_new(file, folder_fd)
+        try:
+            _refuse_others(fd)  # of a mount that gives files to another user: no reader would take it
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
     def write(self, fd: int, data: Bytes) -> int:
         """Writes, as `Disk` says."""
@@ -110,8 +113,7 @@ class OwnDisk:
         """Reads, as `Disk` says."""
         folder, file = _split(name)
         with self._opened(folder) as folder_fd, open(open_in(file, folder_fd), "rb", buffering=0) as opened:
-            size = _refuse_others(opened.fileno(), stat.S_IWGRP | stat.S_IWOTH).st_size
-            if size > most:
+            if (size := _refuse_others(opened.fileno()).st_size) > most:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and should have at most {most}")
             data = bytearray()
             while more := opened.read(most + 1 - len(data)):
@@ -137,8 +139,8 @@ class OwnDisk:
                             found += (f"{name}/{inner}" for inner in sorted(_listed(folder)))
         return found
 
-    def _make_root(self) -> bool:
-        """Makes the folder and those on the way to it, each on disk; returns False if it is there."""
+    def _make_root(self) -> None:
+        """Makes the folder and those on the way to it, each on disk."""
         missing = [each for each in (self._root, *self._root.parents) if not os.path.lexists(each)]
         self._below.mkdir(parents=True, exist_ok=True)
         with open_below(self._root, self._below, is_made=True):
@@ -146,18 +148,17 @@ class OwnDisk:
         for each in missing:
             with open_below(each.parent, each.parent) as fd:
                 sync_folder(fd)
-        return bool(missing)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
         refuse_foreign_links(self._root)
         with open_below(self._root, self._below) as root:
-            _refuse_others(root, stat.S_IWOTH)
+            _refuse_others(root)
             if not name:
                 yield root
                 return
             with open_inner(name, root) as inner:
-                _refuse_others(inner, stat.S_IWOTH)
+                _refuse_others(inner)
                 yield inner
 
 
@@ -186,13 +187,11 @@ def refuse_foreign_links(path: Path) -> None:
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
-def _refuse_others(fd: int, modes: int) -> os.stat_result:
-    """Returns the facts of a file or folder; raises OSError if it is another user's, or has one of these modes."""
+def _refuse_others(fd: int) -> os.stat_result:
+    """Returns the facts of a file or folder; raises OSError if it is another user's."""
     facts = os.fstat(fd)
     if facts.st_uid not in (os.geteuid(), 0):
-        raise OSError(errno.EPERM, "it belongs to another user, who could change it (copy it first)")
-    if facts.st_mode & modes and not facts.st_mode & stat.S_ISVTX:
-        raise OSError(errno.EPERM, "other users may change it (chmod go-w)")
+        raise OSError(errno.EPERM, f"it belongs to user {facts.st_uid}, who could change it (copy it first)")
     return facts
 
 

@@ -27,10 +27,8 @@ class FolderStorage:
     def create(self, name: str, chunks: Iterable[Bytes]) -> Written:
         """Writes a new file, as `Storage` says."""
         with self._errors("write", name):
-            folder = name.rpartition("/")[0]
             self._disk.make_folder("")
-            if self._disk.make_folder(folder):
-                self._disk.sync_folder("")
+            self._disk.make_folder(name.rpartition("/")[0])
             return self._write(name, chunks)
 
     def publish(self, name: str, data: bytes) -> None:
@@ -38,6 +36,7 @@ class FolderStorage:
         folder = name.rpartition("/")[0]
         temporary = f"{folder}/.bamboo-{os.urandom(8).hex()}.tmp"
         with self._errors("write", name):
+            self._disk.sync_folder("")  # other processes made folder and entries
             self._disk.sync_folder(folder)
             self._write(temporary, [data])
             try:
