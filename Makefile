@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-ends soak-coordinator soak-interrupts soak-stalls soak-disk soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -54,6 +54,10 @@ soak-ends: $(TEST_STAMP)
 # SIGKILL or SIGSTOP of the coordinator at each of 29 moments, with a second one that waits: two minutes on two cores.
 soak-coordinator: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.coordinator_kills
+
+# Hangs of five kinds, 60 s of slow data, 300 pauses of half the deadline: the verdicts, some twelve minutes on two cores.
+soak-detection: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.detection_soak --pauses 300 --load 60 --seed $(SEED)
 
 # Ctrl-C at every moment of each command, answered in 0.3 s and ended in 2: some six minutes, on an idle machine only.
 soak-interrupts: $(TEST_STAMP)
