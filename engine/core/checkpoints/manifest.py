@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -167,7 +167,14 @@ def manifest_of(name: str, data: bytes) -> Manifest:
 
 
 def _encoded(manifest: Manifest) -> bytes:
-    return (json.dumps(asdict(manifest), sort_keys=True, separators=(",", ":")) + "\n").encode()
+    return (_TEXT(manifest) + "\n").encode()
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain).encode
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
@@ -200,12 +207,9 @@ def _problems_of_parts(manifest: Manifest) -> Iterator[str]:
             yield f"{part.file}: expected a size in bytes and a SHA-256 (hex)"
         if any(stride < 0 for _, strides in part.strides for stride in strides):
             yield f"{part.file}: expected strides of at least 0"
-    shards = {
-        layer: [(part.shard, part.shards) for part in parts]
-        for layer, parts in groupby(manifest.parts, lambda part: part.layer)
-    }
-    if list(shards) != [each.layer for each in manifest.layers]:
+    groups = [(layer, list(parts)) for layer, parts in groupby(manifest.parts, lambda part: part.layer)]
+    if [layer for layer, _ in groups] != [each.layer for each in manifest.layers]:
         yield "the field 'parts': expected the parts of each layer, in the order of layers"
-    for layer, found in shards.items():
-        if found != [(shard, len(found)) for shard in range(len(found))]:
-            yield f"the field 'parts': expected each shard of layer {layer} once, in order, found {found}"
+    for layer, parts in groups:
+        if [(part.shard, part.shards) for part in parts] != [(shard, len(parts)) for shard in range(len(parts))]:
+            yield f"the field 'parts': expected each shard of layer {layer} once, in order"
