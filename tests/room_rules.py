@@ -57,17 +57,19 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
     "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
-    "engine.runtime.checkpoint": _GROUND | {"engine.core.checkpoints", "engine.runtime.stage"},
+    "engine.runtime.checkpoint": _GROUND
+    | {"engine.core.checkpoints", "engine.core.checks", "engine.files.checkpoints", "engine.models"}
+    | {"engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
-    | {"engine.runtime.faults"},
+    | {"engine.core.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
-    | {"engine.core.store"}
+    | {"engine.core.checkpoints", "engine.core.store"}
     | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS

@@ -31,6 +31,7 @@ class WelcomeMessage(ToWorker):
     num_lines: int  # of the progress board
     faults: tuple[Plain, ...]
     pair_key: str  # in hexadecimal, of the proofs between workers; empty if their sockets lie in an own namespace
+    checkpoint: Plain | None = None  # a `Resumption`: training goes on after it
 
 
 @message

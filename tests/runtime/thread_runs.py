@@ -25,11 +25,13 @@ def _join_double(stack: Any, etcd: Any, run_id: str, logs: Path, first: Any, *re
     return Node(ClientDouble(StoreDouble(), "/"), first, now_ns())
 
 
-def run_in_threads(job: Job, faults: Sequence[Fault] = (), ownership: Ownership | None = None) -> Ending:
-    """Runs a job to its end."""
+def run_in_threads(
+    job: Job, faults: Sequence[Fault] = (), ownership: Ownership | None = None, **options: Any
+) -> Ending:
+    """Runs a job to its end; `options` are others of `run_session`."""
     with tempfile.TemporaryDirectory() as name, ThreadServer() as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "join_store", _join_double)
         folder = Path(name)
         return session.run_session(
-            job, folder / "events.jsonl", folder, server=server, faults=faults, ownership=ownership
+            job, folder / "events.jsonl", folder, server=server, faults=faults, ownership=ownership, **options
         )

@@ -63,7 +63,7 @@ class AuditBook:
         rows, of_data = [], self._marks(data)
         for layer in range(self.num_layers):
             of_buffers = [buffers[layer, pipeline] for pipeline in range(self.num_pipelines)]
-            joined = _joined([report[0] for report in of_buffers])
+            joined = joined_buffers([report[0] for report in of_buffers])
             state, _, of_state = states[layer]
             marks = (self._marks(of_state), self._marks(of_buffers[0][2]))  # of the first pipeline
             rows.append(TrajectoryRow(step, layer, state, joined, loss, marks, of_data))
@@ -86,6 +86,6 @@ def _compare(step: int, part: str, one: _Report, other: _Report) -> None:
         )
 
 
-def _joined(hashes: list[str]) -> str:
+def joined_buffers(hashes: list[str]) -> str:
     """Returns one hash for the buffers of all pipelines, in pipeline order; they differ because their data differ."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()

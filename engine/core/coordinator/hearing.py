@@ -104,7 +104,7 @@ def _on_failed(
     is_broken = isinstance(last, messages.FailedMessage) and last.code == ExitCode.NOT_RECOVERED
     if is_broken and (membership.phase is Phase.RESTARTING or may_restart(membership)):
         return state, ()  # a transfer broke, probably because another worker has died; an end of a process decides
-    has_commit = membership.committed >= 0
+    has_commit = membership.committed > membership.options.begun
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
 
 

@@ -44,4 +44,13 @@ class Stopping(NamedTuple):
     now_ns: int
 
 
-CoordinatorInput = Heard[Any] | Ended | Passed | Stopping | Notice | LeaseExpired | TakenOver | Restarted
+class Resumed(NamedTuple):
+    """All workers of a job that could not go on have ended; others start with this ownership after a committed step."""
+
+    now_ns: int
+    committed: int
+    owners: tuple[int, ...]
+    shadows: tuple[tuple[int, ...], ...]
+
+
+CoordinatorInput = Heard[Any] | Ended | Passed | Stopping | Notice | LeaseExpired | TakenOver | Restarted | Resumed

@@ -19,10 +19,11 @@ out. Messages without a rule are no matter of the coordinator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from engine.core.coordinator.hearing import RULES
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Resumed, Stopping
 from engine.core.coordinator.orders import Decided, commit_record, decide
 from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
@@ -30,6 +31,7 @@ from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord, StaysRecord
 from engine.core.membership import protocol
 from engine.core.membership.events import Answer, ExitSeen, Heard, LeaseExpired, Notice, Restarted, TakenOver, Tick
+from engine.core.membership.state import begin as begin_membership
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.message_codec import Message
 from engine.core.texts import numbered
@@ -108,6 +110,14 @@ def _is_restarted(state: CoordinatorState, restarted: Restarted) -> Decided:
     return begin(state.job, membership, restarted.now_ns)._replace(restarts=state.restarts), ()
 
 
+def _is_resumed(state: CoordinatorState, resumed: Resumed) -> Decided:
+    """Begins again after the step of a checkpoint; the epochs go on."""
+    options = replace(state.membership.options, begun=resumed.committed)
+    last_step = state.job.steps - 1
+    membership = begin_membership(options, resumed.owners, resumed.shadows, last_step, resumed.now_ns)
+    return begin(state.job, membership._replace(epoch=state.membership.epoch), resumed.now_ns), ()
+
+
 def _stops(state: CoordinatorState, stopping: Stopping) -> Decided:
     return state._replace(is_stopping=True), ()
 
@@ -121,4 +131,5 @@ _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]]
     LeaseExpired: decide,
     TakenOver: _takes_over,
     Restarted: _is_restarted,
+    Resumed: _is_resumed,
 }

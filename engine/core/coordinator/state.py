@@ -78,12 +78,17 @@ class CoordinatorState(NamedTuple):
 
 
 def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
-    """Returns the first state of a coordinator, with the first state of the membership protocol."""
-    return CoordinatorState(job, membership, preparation=Preparation(now_ns))
+    """Returns the first state of a coordinator, with the first state of the membership protocol.
+
+    The last step of a checkpoint counts as told and validated: every worker begins after it.
+    """
+    begun = membership.committed
+    told = CommitMessage(begun, 1.0, "step") if begun >= 0 else None
+    return CoordinatorState(job, membership, validated=begun, told=told, preparation=Preparation(now_ns))
 
 
-def first_state(job: Job, ownership: Ownership, at_ns: int) -> CoordinatorState:
-    """Returns the state of the coordinator of a job before a worker has joined."""
+def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> CoordinatorState:
+    """Returns the state of the coordinator of a job before a worker has joined; `begun` is the step of a checkpoint."""
     # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000
     options = Options(
@@ -91,6 +96,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int) -> CoordinatorState:
         redundant=job.redundancy != "none",
         form_ns=patience_ns,
         max_restarts=_MAX_RESTARTS,
+        begun=begun,
         silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
         hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),
     )
@@ -126,7 +132,7 @@ def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvariantError(f"these are no facts and no commit of a coordinator: {error!r}") from error
-    if commit is not None:
+    if commit is not None and commit.step <= membership.committed:  # not one of a life before
         then: Literal["end", "step"] = "end" if membership.is_over else "step"
         new = new._replace(commit=commit, told=CommitMessage(commit.step, commit.clip_factor, then))
     return new._replace(owners=membership.owners)

@@ -94,6 +94,8 @@ def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
             values = [*known, Place(*at)]
         case "Tell", [workers]:
             values = [tuple(workers)]
+        case "Resumed", [*known, owners, shadows]:
+            values = [*known, tuple(owners), tuple(map(tuple, shadows))]
     if first.name in _BEHIND:
         behind = next(rest)
         values.insert(_BEHIND[first.name], decoded(behind.line) if isinstance(behind, LineMessage) else behind)

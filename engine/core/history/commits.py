@@ -48,6 +48,18 @@ class Commits(Sequence[CommitRecord]):
         self.places.extend([place] * len(commits))
         self.epochs.extend([epoch] * len(commits))
 
+    def forget_after(self, step: int) -> None:
+        """Drops the commits behind a step: they are lost, and come again."""
+        length = len(self)
+        while length and self.steps[length - 1] > step:
+            length -= 1
+        for counts in (self.steps, self.at_ns, self.places, self.epochs):
+            del counts[length:]
+        for numbers in (self.losses, self.grad_norms, self._clip_factors):
+            del numbers[length:]
+        self._writers = {index: writer for index, writer in self._writers.items() if index < length}
+        self._last = {index for index in self._last if index < length}
+
     def __len__(self) -> int:
         return len(self.steps)
 

@@ -114,6 +114,20 @@ class RestartRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedRecord(StampedRecord):
+    """Training begins after the checkpoint of a step: of `run`, in a place, with its manifest.
+
+    In a run whose state was lost, the `lost` steps behind it had been committed, and are trained again.
+    """
+
+    step: int
+    place: str
+    file: str
+    run: str
+    lost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRecord(StampedRecord):
     """The writing worker knows that worker `of` has ended."""
 

@@ -20,6 +20,7 @@ from engine.core.history.process_records import (
     ExitRecord,
     FailedRecord,
     RestartRecord,
+    ResumedRecord,
     StartedRecord,
     TrainingEndedRecord,
 )
@@ -96,6 +97,10 @@ class RunHistory:
                 self.is_training = True
             case RestartRecord():
                 self.is_training = False
+            case ResumedRecord():
+                self.is_training = False
+                self.commits.forget_after(record.step)
+                self._of.pop(FailedRecord, None)  # the checkpoint has made up for it
 
     def add_commits(self, commits: Sequence[tuple[str, ...]]) -> None:
         """Adds the next commits, each as the texts of the fields in its line."""
@@ -186,8 +191,9 @@ class RunHistory:
 
     @property
     def committed(self) -> int:
-        """The last committed step, -1 before the first."""
-        return self.commits.steps[-1] if self.commits else -1
+        """The last committed step, -1 before step 0."""
+        resumed = self.of(ResumedRecord)
+        return self.commits.steps[-1] if self.commits else resumed[-1].step if resumed else -1
 
     @property
     def struck(self) -> set[str]:

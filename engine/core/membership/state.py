@@ -58,6 +58,7 @@ class Options:
     repeat_ns: int = _S // 2  # without progress until the orders are repeated
     max_repeats: int = 3  # empty verdicts for one symptom without a commit in between
     max_restarts: int = 0  # of the workers, before the first commit
+    begun: int = -1  # the last step that was committed before the job began, of its checkpoint; -1 for none
 
 
 _USUAL = Options(stages=0, redundant=False)
@@ -116,7 +117,7 @@ class State(NamedTuple):
     last_step: int
     phase: Phase = Phase.FORMING
     epoch: int = 0
-    committed: int = -1  # the last committed step, -1 before the first
+    committed: int = -1  # the last committed step, -1 before step 0
     verdict: Verdict = ()  # the workers that are out with this epoch
     reason: str = "the job begins"  # of this epoch, or of the halt
     planned: bool = False  # this epoch was made at a step boundary because of a notice: no worker has failed
@@ -167,7 +168,8 @@ def begin(
 ) -> State:
     """Returns the initial state: all workers are started, none has joined."""
     members = tuple(sorted(set(owners)))
-    return State(options, owners, shadows, members, last_step, **_just_now((), now_ns))
+    first = State(options, owners, shadows, members, last_step, **_just_now((), now_ns))
+    return first._replace(committed=options.begun)
 
 
 def _just_now(workers: Iterable[int], now_ns: int) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def _is_needed(state: State, worker: int) -> bool:
 
 def may_restart(state: State) -> bool:
     """Returns whether the death of a worker without an heir, or before training, restarts the workers."""
-    return state.committed < 0 and not state.out and state.restarts < state.options.max_restarts
+    return state.committed == state.options.begun and not state.out and state.restarts < state.options.max_restarts
 
 
 def restarting(state: State, reason: str) -> State:

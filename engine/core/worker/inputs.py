@@ -36,13 +36,14 @@ class NoticeGiven(Input):
 class Built(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
-    `validate_every` and `audit_every` are in steps; 0 is never.
+    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
     """
 
     worker: int
     ownership: Ownership
     validate_every: int
     audit_every: int
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ def joins(state: WorkerState, built: inputs.Built) -> Stepped:
     new = state._replace(
         mode=Mode.BOUNDARY,
         worker=built.worker,
+        step=built.step,
         ownership=built.ownership,
         held=built.ownership.held_by(built.worker),
         members=built.ownership.workers(),

@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.core.agent import ends
 from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
@@ -36,7 +37,7 @@ from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_state import RunState, error_of
-from engine.runtime.agent.worker_handles import WorkerHandle, sights_of, tell_all
+from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
@@ -61,14 +62,18 @@ class Agent:
         *,
         grace_s: float = 120.0,
         faults: Sequence[Fault] = (),
+        begun: int = -1,
+        revive: Callable[[Agent], Resumption | None] = lambda agent: None,
     ):
-        """`before` is the agent of the workers that have ended and were started again as `members`."""
+        """`before` is the agent of the workers that have ended; `members` begin after the step `begun`."""
         self.members = members
         self.recorder = recorder
         self.node = node
         self.tick = tick
         self._board = board
-        self.run_state = RunState(job)
+        self.run_state: RunState = RunState(job, begun) if before is None else before.run_state.again(begun)
+        self.origin: Resumption | None = None  # to go on with, after a loss of state
+        self._revive = revive
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
         self.host = HostAgent(frozenset(members))
@@ -77,7 +82,6 @@ class Agent:
         self._own_parts = OwnParts(self.run_state, recorder, self.injector)
         if before is not None:
             self.injector.go_on(before.injector)
-            self.run_state.notes = before.run_state.notes
         self.is_restarting = False
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
@@ -138,9 +142,7 @@ class Agent:
             owners = self.node.coordination.owners
             found = self.node.handle(given)
             if self.node.coordination.owners != owners:
-                ownership = self.node.coordination.ownership
-                for worker in self.node.state.members:
-                    self.members[worker].slots = ownership.slots_of(worker)
+                give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
             for output in found:
                 _CARRY_OUT[type(output)](self, output)
@@ -198,9 +200,8 @@ class Agent:
         member = self.members[leave.worker]
         member.is_left_behind = True
         self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
-        self.run_state.note(
-            f"worker {member.worker} (pid {member.child.pid}) does not end by SIGKILL and is left behind"
-        )
+        who = f"worker {member.worker} (pid {member.child.pid})"
+        self.run_state.note(f"{who} does not end by SIGKILL and is left behind")
 
     def _tell_stop(self, stop: ends.StopWorkers) -> None:
         self.node.handle(Stopping(now_ns()))
@@ -239,16 +240,18 @@ class Agent:
 
     @property
     def is_to_restart(self) -> bool:
-        """Whether the workers are to be started again once all have ended."""
-        return self.is_restarting and self.cause is None and self.interrupted is None
+        """Whether the workers are to be started again once all have ended, perhaps from a checkpoint (`origin`)."""
+        return self.origin is not None or (self.is_restarting and not (self.cause or self.interrupted))
 
     def close(self) -> None:
         """Completes the records and the run state after every worker has ended, if they are not started again."""
         if self.is_to_restart:
             return
-        self.injector.close()
         with self.failing():
             self.run_state.close_book()
+        self.origin = self._revive(self)
+        if self.origin is None:
+            self.injector.close()
 
     def fail(self, cause: BambooError) -> None:
         """Keeps the first cause and stops every worker; an interrupted run has nothing to recover."""

@@ -5,7 +5,7 @@ Rule: the ledger outlives a coordinator. A coordinator that takes over writes so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.checks.audit import AuditBook, AuditMarks
 from engine.core.checks.loaded_data import LoadedBook
@@ -16,6 +16,7 @@ from engine.core.errors import (
     BambooError,
     DivergedError,
     ExitCode,
+    ReplicasDifferError,
     UserCodeError,
     UserError,
     WorkerFailedError,
@@ -46,9 +47,14 @@ class Epoch:
 
 @dataclass(slots=True)
 class RunState:
-    """The results of a run so far. Times are monotonic nanoseconds, 0 for an event that has not happened."""
+    """The results of a run so far. Times are monotonic nanoseconds, 0 for an event that has not happened.
+
+    `begun` is the last step before those of this run: of the checkpoint that it began with, -1 without one. `rows` may
+    have steps that were lost, and are trained again: their hashes must come again.
+    """
 
     job: Job
+    begun: int = -1
     layers: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
@@ -58,18 +64,38 @@ class RunState:
     notes: list[str] = field(default_factory=list)  # for the user, shown at once
     purity: PurityBook = field(init=False)
     going_at_ns: int = 0
+    launched_at_ns: int = 0  # the first of these times, also before the workers were started again
     _book: AuditBook = field(init=False)
     _loaded: LoadedBook = field(init=False)  # of the open step
+    _closed: int = field(init=False)  # the last step whose rows are complete
     _data_marks: AuditMarks = ()  # of the last committed step
+    _before: dict[tuple[int, int], TrajectoryRow] = field(default_factory=dict)  # of lost steps, by step and layer
 
     def __post_init__(self) -> None:
         self.purity = PurityBook(self.job.data)
+        self._closed = self.committed
         self._loaded = LoadedBook(self.job.data, refuses=self.job.check_pure)
 
     @property
     def committed(self) -> int:
-        """The last committed step, -1 before the first."""
-        return len(self.losses) - 1
+        """The last committed step, -1 before step 0."""
+        return self.begun + len(self.losses)
+
+    def again(self, committed: int) -> RunState:
+        """Returns the results with which the workers are started again after a step; the steps behind it are lost."""
+        begun = min(self.begun, committed)
+        lost = {(row.step, row.layer): row for row in self.rows if row.step > committed}
+        return replace(
+            self,
+            begun=begun,
+            losses=self.losses[: max(0, committed - self.begun)],
+            validations={step: found for step, found in self.validations.items() if step <= committed},
+            rows=[row for row in self.rows if row.step <= committed],
+            epochs=[],
+            going_at_ns=0,
+            _data_marks=(),
+            _before=self._before | lost,
+        )
 
     def cut(self, cut: CutMessage) -> None:
         """Keeps the partition of the model."""
@@ -102,6 +128,7 @@ class RunState:
             self.epochs.append(Epoch(record.epoch, record.verdict, record.reason))
         elif isinstance(record, GoRecord):
             self.going_at_ns = self.going_at_ns or record.at_ns
+            self.launched_at_ns = self.launched_at_ns or record.at_ns
         return True
 
     def vote(self, worker: int, vote: VoteMessage) -> None:
@@ -111,7 +138,7 @@ class RunState:
 
     def progress(self) -> str:
         """Returns the last committed step, in words."""
-        return f"last committed step {self.committed}" if self.losses else "no step was committed"
+        return f"last committed step {self.committed}" if self.committed >= 0 else "no step was committed"
 
     def audit(self, worker: int, audit: AuditMessage) -> None:
         """Adds the hashes of some layers of a replica; raises ReplicasDifferError if replicas disagree."""
@@ -121,9 +148,17 @@ class RunState:
             self._book.add(audit.step, worker, audit.pipeline, hashes, marks)
 
     def close_book(self) -> None:
-        """Adds the trajectory rows of the last committed step."""
-        if self.losses:
-            self.rows += self._book.close(self.committed, self.losses[-1], self._data_marks)
+        """Adds the trajectory rows of the last committed step; raises ReplicasDifferError for those of a lost step."""
+        if self.committed <= self._closed:
+            return
+        self._closed = self.committed
+        rows = self._book.close(self.committed, self.losses[-1], self._data_marks)
+        for row in rows:
+            before = self._before.get((row.step, row.layer), row)
+            if row != before:
+                again = f"step {row.step}, trained again after a checkpoint"
+                raise ReplicasDifferError(f"{again}: layer {row.layer} has other weights than before")
+        self.rows += rows
 
     def validated(self, outcome: ValidationMessage) -> None:
         """Keeps the result of a validation pass."""

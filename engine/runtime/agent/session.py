@@ -10,8 +10,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
+from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import CoordinatorState, first_state
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
 from engine.core.faults.fault import Fault
@@ -19,6 +21,7 @@ from engine.core.history.process_records import (
     HostRecord,
     InterruptRecord,
     KeysLeftRecord,
+    ResumedRecord,
     StoreRecord,
     TrainingEndedRecord,
 )
@@ -33,7 +36,7 @@ from engine.runtime.agent.recording import recording
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
 from engine.runtime.agent.standby import StandbyCoordinator, Start, plain_settings
-from engine.runtime.agent.start_up import fork_workers, welcome
+from engine.runtime.agent.start_up import Launch
 from engine.runtime.agent.worker_handles import WorkerHandle, start_coordinator
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -62,17 +65,20 @@ def run_session(
     standby: bool = False,
     server: ForkServer | None = None,
     host: HostRecord | None = None,
+    origin: Resumption | None = None,
+    revive: Callable[[Agent], Resumption | None] = lambda agent: None,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
     Without `etcd`, starts a private one. `ownership` assigns slots, `ranks` orders the process group. A worker is
     killed `grace_s` after its notice. `faults` strike workers, and requests if `injectable`. A fork `server` that runs
-    saves the start of another. Raises EnvironmentLacksError or CoordinatorUnavailableError.
+    saves the start of another. Training begins after the checkpoint `origin`; after the loss of a state, it goes on
+    with the one that `revive` names. Raises EnvironmentLacksError or CoordinatorUnavailableError.
     """
     _refuse_backend(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership = shadowed(job, ownership, ownership.workers())
-    first = first_state(job, ownership, now_ns())
+    first = first_state(job, ownership, now_ns(), begun_with(origin))
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, ownership.workers(), host)
         try:
@@ -84,15 +90,10 @@ def run_session(
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
                 stack.enter_context(_renewing(node, server))
                 requests = FaultRequests(events.parent, job, ownership.workers(), recorder, injectable)
-                agent: Agent | None = None
-                while agent is None or agent.is_to_restart:
-                    left = faults if agent is None else _restarted(node, agent)
-                    board, members, guard = fork_workers(stack, server, ownership, recorder, record_fds, logs)
-                    node.enrol(members.values())
-                    welcome(members, recorder, job, ownership, ranks or ownership.workers(), left, guard)
-                    look = _ticking(watch, board, requests)
-                    agent = Agent(job, members, recorder, node, look, agent, board, grace_s=grace_s, faults=faults)
-                    _supervise(agent, server, interrupts)
+                launch = Launch(stack, server, job, ownership, ranks or ownership.workers(), recorder, record_fds, logs)
+                made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
+                look = partial(_ticking, watch, requests)
+                agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
@@ -115,13 +116,45 @@ def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, starte
     return _ended(recorder, Ending("interrupted", error.exit_code, None, view, started_at_ns, now_ns()))
 
 
-def _restarted(node: Node, agent: Agent) -> Sequence[Fault]:
+def _trained(
+    launch: Launch,
+    made: Callable[..., Agent],
+    look: Callable[[ProgressBoard], Callable[[Agent], None]],
+    run: Callable[[Agent], None],
+    faults: Sequence[Fault],
+    origin: Resumption | None,
+) -> tuple[Agent, ProgressBoard]:
+    """Starts workers and runs their agent, again while they are to be started again; returns the last agent."""
+    agent: Agent | None = None
+    while agent is None or agent.is_to_restart:
+        left = faults if agent is None else _restarted(agent, launch.ownership)
+        origin = _origin(launch.recorder, origin, agent)
+        board, members = launch.start(left, origin)
+        agent = made(members=members, tick=look(board), before=agent, board=board, begun=begun_with(origin))
+        agent.node.enrol(members.values())
+        run(agent)
+    return agent, board
+
+
+def _restarted(agent: Agent, ownership: Ownership) -> Sequence[Fault]:
     """Lets the coordinator begin again after the end of all workers; returns the faults that have not struck."""
-    node.handle(Restarted(now_ns()))
+    if agent.origin is None:
+        agent.node.handle(Restarted(now_ns()))
+    else:
+        agent.node.handle(Resumed(now_ns(), agent.origin.step, ownership.owners, ownership.shadows))
     return agent.injector.injection.waiting
 
 
-def _supervise(agent: Agent, server: ForkServer, interrupts: Interrupts) -> None:
+def _origin(recorder: Recorder, origin: Resumption | None, before: Agent | None) -> Resumption | None:
+    """Returns the checkpoint that the workers begin with; records it, unless workers began with it before."""
+    found = origin if before is None else before.origin
+    if found is not None:
+        lost = 0 if before is None else max(0, before.run_state.committed - found.step)
+        recorder.write(ResumedRecord(step=found.step, place=found.place, file=found.file, run=found.run, lost=lost))
+    return found or origin
+
+
+def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None:
     """Runs until every worker has ended, or until a record of the agent cannot be written: no more could be proved."""
     interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
     try:
@@ -148,7 +181,7 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
 
 
 def _ticking(
-    watch: Callable[[RunView], None], board: ProgressBoard, requests: FaultRequests
+    watch: Callable[[RunView], None], requests: FaultRequests, board: ProgressBoard
 ) -> Callable[[Agent], None]:
     """Returns the work of every tick of an agent."""
 
@@ -245,7 +278,7 @@ def _ending(agent: Agent, view: RunView, started_at_ns: int) -> Ending:
     outcome, code = "finished", int(ExitCode.OK)
     if agent.cause is not None:
         outcome, code = "failed", int(agent.cause.exit_code)
-    elif agent.interrupted is not None and len(agent.run_state.losses) < agent.run_state.job.steps:
+    elif agent.interrupted is not None and agent.run_state.committed < agent.run_state.job.steps - 1:
         outcome, code = "interrupted", 128 + agent.interrupted
     missing = agent.run_state.missing() if outcome == "finished" else ()
     return Ending(outcome, code, agent.cause, view, started_at_ns, now_ns(), missing)

@@ -184,7 +184,8 @@ class StandbyCoordinator:
         return found
 
     def _keep(self, given: CoordinatorInput) -> None:
-        if isinstance(given, Restarted):  # of other processes
+        if isinstance(given, Restarted | inputs.Resumed):  # of other processes
+            self._is_stopping = False
             self._known = [each for each in self._known if isinstance(each, Notice) and each.worker is None]
         is_join = isinstance(given, Heard) and isinstance(given.message, ReadyMessage)
         if is_join or isinstance(given, inputs.Ended | Notice):

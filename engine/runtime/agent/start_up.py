@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import PairsRecord, StartedRecord
@@ -29,21 +30,46 @@ class Guard(NamedTuple):
     key: str = ""
 
 
-def fork_workers(
-    stack: contextlib.ExitStack,
-    server: ForkServer,
-    ownership: Ownership,
-    recorder: Recorder,
-    record_fds: tuple[int, int],
-    logs: Path,
-) -> tuple[ProgressBoard, dict[int, WorkerHandle], Guard]:
-    """Starts the workers; `stack` ends them."""
-    board = ProgressBoard.create(max(ownership.workers()) + 1)
-    stack.callback(board.close)
-    guard = _guard(stack, recorder)
-    members = start_workers(server, ownership, record_fds, board, logs, guard.fds)
-    stack.callback(close_workers, list(members.values()))
-    return board, members, guard
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group."""
+
+    stack: contextlib.ExitStack
+    server: ForkServer
+    job: Job
+    ownership: Ownership
+    ranks: tuple[int, ...]
+    recorder: Recorder
+    record_fds: tuple[int, int]
+    logs: Path
+
+    def start(
+        self, faults: Sequence[Fault], origin: Resumption | None
+    ) -> tuple[ProgressBoard, dict[int, WorkerHandle]]:
+        """Starts the workers and sends each its first message; with an `origin` they begin after that checkpoint."""
+        board = ProgressBoard.create(max(self.ownership.workers()) + 1)
+        self.stack.callback(board.close)
+        guard = _guard(self.stack, self.recorder)
+        members = start_workers(self.server, self.ownership, self.record_fds, board, self.logs, guard.fds)
+        self.stack.callback(close_workers, list(members.values()))
+        for member in members.values():
+            self._welcome(member, faults, guard, origin)
+        return board, members
+
+    def _welcome(self, member: WorkerHandle, faults: Sequence[Fault], guard: Guard, origin: Resumption | None) -> None:
+        self.recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
+        message = WelcomeMessage(
+            worker=member.worker,
+            job=asdict(self.job),
+            owners=self.ownership.owners,
+            shadows=self.ownership.shadows,
+            ranks=self.ranks,
+            num_lines=max(self.ownership.workers()) + 1,
+            faults=tuple(to_plain(fault) for fault in faults),
+            pair_key=guard.key,
+            checkpoint=None if origin is None else asdict(origin),
+        )
+        member.link.send(message)
 
 
 def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
@@ -56,28 +82,3 @@ def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
     stack.callback(os.close, network)
     recorder.write(PairsRecord(guard="namespace", why=""))
     return Guard((network,))
-
-
-def welcome(
-    members: Mapping[int, WorkerHandle],
-    recorder: Recorder,
-    job: Job,
-    ownership: Ownership,
-    ranks: tuple[int, ...],
-    faults: Sequence[Fault],
-    guard: Guard,
-) -> None:
-    """Sends each worker its first message."""
-    for member in members.values():
-        recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
-        message = WelcomeMessage(
-            worker=member.worker,
-            job=asdict(job),
-            owners=ownership.owners,
-            shadows=ownership.shadows,
-            ranks=ranks,
-            num_lines=max(ownership.workers()) + 1,
-            faults=tuple(to_plain(fault) for fault in faults),
-            pair_key=guard.key,
-        )
-        member.link.send(message)

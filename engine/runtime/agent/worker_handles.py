@@ -74,6 +74,12 @@ def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int
     return child, link
 
 
+def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:
+    """Sets the slots of members to those that they own now."""
+    for member in members:
+        member.slots = ownership.slots_of(member.worker)
+
+
 def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> dict[int, Sight]:
     """Returns the sight of each worker that has not ended, as far as there is something to see."""
     seen = {each.worker: _sight_of(each, board) for each in members if each.exit_code is None} if board else {}

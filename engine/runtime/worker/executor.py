@@ -36,9 +36,9 @@ from engine.runtime.worker.worker_context import WorkerContext
 class Executor:
     """Runs the programs of one worker, one after the other; `step` is the open step."""
 
-    def __init__(self, context: WorkerContext):
+    def __init__(self, context: WorkerContext, step: int = 0):
         self.context = context
-        self.step = 0
+        self.step = step
         self.num_computed = 0
         self.value_store = ValueStore(context.job.retains)
         self.end = StepEnd(context)

@@ -36,16 +36,18 @@ _MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row
 
 
 class Training:
-    """The training of one worker, from the moment that it has joined; `ownership` is the first one."""
+    """The training of one worker, from the moment that it has joined; `ownership` is the first one, `step` too."""
 
-    def __init__(self, context: WorkerContext, ownership: Ownership, plane: Transport, protocol: WorkerProtocol):
+    def __init__(
+        self, context: WorkerContext, ownership: Ownership, plane: Transport, protocol: WorkerProtocol, step: int = 0
+    ):
         self.context = context
         self._protocol = protocol
         self._grid = ownership.grid
-        self._built = inputs.Built(context.worker, ownership, context.job.validate_every, context.job.audit)
+        self._built = inputs.Built(context.worker, ownership, context.job.validate_every, context.job.audit, step)
         self._plane = plane
         self._forming: GroupFormation | None = None
-        self._executor = Executor(context)
+        self._executor = Executor(context, step)
         self._planner = PlannerThread(context, protocol, ownership.grid)
         self._made_ready: WorkerProgram | None = None  # for the next `Enter`
         self._methods = self._table()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from engine.core import messages
+from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, Problem, TransferFailedError, UserError, ensure
@@ -31,6 +32,7 @@ from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
+from engine.runtime.checkpoint.loader import load
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -131,15 +133,20 @@ def _run(
     backend_of: Callable[[messages.WelcomeMessage], TransportBackend],
 ) -> int:
     welcome = control.take(messages.WelcomeMessage)
+    origin = None if welcome.checkpoint is None else Resumption(**welcome.checkpoint)
+    first = begun_with(origin) + 1
+    control.at = (first, 0, False)
     try:
         member = join(control, welcome, record_fds, board_fd, backend_of(welcome))
     except TransferFailedError:
         control.check()  # the others may be missing because the run is being stopped
         raise
     context = member.context
+    if origin is not None:
+        load(context.replicas, origin)
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
-    code = Training(context, member.ownership, member.plane, protocol).run()
+    code = Training(context, member.ownership, member.plane, protocol, first).run()
     if code != ExitCode.OK:
         time.sleep(_LINGER_S)
     return code

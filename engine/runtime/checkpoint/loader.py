@@ -1,0 +1,153 @@
+"""Fills the replicas of a worker from a checkpoint: the layers of its slots, shadows too, so that no heal follows.
+
+Rules: the bytes of a part are hashed, and the same bytes are parsed. The tensors are hashed again, per layer, and must
+have the hashes of the trajectory. Weights must have the strides of the model, because strides can decide bits. Shards
+are put together first; a worker with `fsdp` then takes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.checkpoints.manifest import DamagedCheckpointError, Manifest, Part
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.checks.audit import joined_buffers
+from engine.core.errors import StorageError
+from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.runtime.checkpoint.layer_file import from_bytes
+from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.state_hash import hash_tensors
+from engine.runtime.stage.tensor_shards import as_shard_of
+
+_Named = Mapping[str, Tensor]
+
+
+def load(replicas: Replicas, origin: Resumption) -> None:
+    """Fills every replica with the state of a checkpoint.
+
+    Raises:
+        StorageError: a file cannot be read or has other bytes, or its tensors have not the hashes of the trajectory.
+    """
+    folder = checkpoints_at(origin.place)
+    manifest = folder.manifest(CheckpointName(origin.step, origin.file))
+    parts = {layer: tuple(found) for layer, found in groupby(manifest.parts, lambda part: part.layer)}
+    read: dict[int, _Named] = {}
+    for slot in sorted(replicas.stages):
+        stage = replicas.stages[slot]
+        buffers: list[list[Tensor]] = [[] for _ in range(replicas.job.pipelines)]
+        for index, layer in stage.layers.items():
+            if index not in read:
+                read[index] = _read(folder, manifest, parts.get(index, ()))
+                _verify(stage, index, read[index], manifest)
+            _fill(stage, index, read[index])
+            for pipeline, found in enumerate(buffers):
+                found.extend(read[index][_buffer(pipeline, name)].clone() for name, _ in layer.named_buffers())
+        for buffer, kept in zip(stage.buffers(), buffers[stage.pipeline], strict=True):
+            overwrite(buffer, kept)
+        stage.boundary = tuple(map(tuple, buffers)) if replicas.job.retains else ()
+
+
+def _read(folder: CheckpointFolder, manifest: Manifest, parts: Sequence[Part]) -> _Named:
+    """Returns the tensors of one layer by their names in its files."""
+    shards = []
+    for part in parts:
+        data = folder.part(manifest, part)
+        try:
+            shards.append(from_bytes(data, part.strides))
+        except StorageError as error:
+            raise DamagedCheckpointError(f"{manifest.folder}/{part.file}: {error}") from error
+    return _put_together(shards)
+
+
+def _put_together(shards: Sequence[_Named]) -> _Named:
+    """Returns the tensors of a layer: parts of one tensor are joined; one that each shard has whole is taken once."""
+    together: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for shard in shards for name in shard):
+        found = [shard[name] for shard in shards if name in shard]
+        is_cut = len(found) > 1 and found[0].dim() > 0 and not name.startswith("buffer/")
+        together[name] = torch.cat(found) if is_cut else found[0]
+    return together
+
+
+def _buffer(pipeline: int, name: str) -> str:
+    return f"buffer/{pipeline}/{name}"
+
+
+def _verify(stage: Stage, index: int, read: _Named, manifest: Manifest) -> None:
+    """Raises DamagedCheckpointError unless the tensors are those of this layer, with the hashes of the trajectory."""
+    layer, pipelines = stage.layers[index], range(stage.job.pipelines)
+    of_layer = [each for each in manifest.layers if each.layer == index]
+
+    def refuse(why: str) -> NoReturn:
+        raise DamagedCheckpointError(f"{manifest.folder}: {stage.where(index)}: {why}")
+
+    weights = {f"weight/{name}": parameter for name, parameter in layer.named_parameters()}
+    of_buffers = [{_buffer(each, name): tensor for name, tensor in layer.named_buffers()} for each in pipelines]
+    expected = weights | {name: tensor for each in of_buffers for name, tensor in each.items()}
+    for name, tensor in expected.items():
+        if name not in read or read[name].shape != tensor.shape or read[name].dtype != tensor.dtype:
+            refuse(f"expected {name} with shape {list(tensor.shape)} and {tensor.dtype}, found {_found(read, name)}")
+        is_whole = not hasattr(tensor, "device_mesh")
+        if is_whole and name in weights and read[name].stride() != tensor.stride():
+            refuse(f"expected {name} with strides {tensor.stride()}, found {read[name].stride()}")
+    others = read.keys() - expected.keys()
+    if unknown := sorted(name for name in others if _parameter_of(name) not in stage.optimizers[index].state):
+        refuse(f"no such tensor: {unknown[0]}")
+    state = hash_tensors(_state_in_order(layer, stage.optimizers[index].state, read))
+    buffers = joined_buffers([hash_tensors(_named(each, read)) for each in of_buffers])
+    if [(each.state, each.buffers) for each in of_layer] != [(state, buffers)]:
+        refuse("its tensors have not the hashes of the trajectory")
+
+
+def _found(read: _Named, name: str) -> str:
+    return f"shape {list(read[name].shape)} and {read[name].dtype}" if name in read else "none"
+
+
+def _parameter_of(name: str) -> str:
+    """Returns the name of the parameter whose optimizer state a tensor is; empty for another tensor."""
+    return name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else ""
+
+
+def _state_in_order(layer: nn.Module, of_optimizer: Iterable[str], read: _Named) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights and optimizer state as `LayerOptimizer.state_tensors` does, whose hash is in the trajectory."""
+    for name, _ in layer.named_parameters():
+        yield name, read[f"weight/{name}"]
+    for name in of_optimizer:
+        for key, tensor in sorted(_optimizer_state(name, read)):
+            yield f"{name}.{key}", tensor
+
+
+def _optimizer_state(parameter: str, read: _Named) -> list[tuple[str, Tensor]]:
+    beginning = f"optimizer/{parameter}/"
+    return [(name.removeprefix(beginning), tensor) for name, tensor in read.items() if _parameter_of(name) == parameter]
+
+
+def _named(of_buffers: Mapping[str, Tensor], read: _Named) -> Iterator[tuple[str, Tensor]]:
+    return ((name.split("/", 2)[2], read[name]) for name in of_buffers)
+
+
+def _fill(stage: Stage, index: int, read: _Named) -> None:
+    """Sets the weights and the optimizer state of one layer."""
+    optimizer = stage.optimizers[index]
+    parameters = dict(stage.layers[index].named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(as_shard_of(parameter, read[f"weight/{name}"]))
+        optimizer.state = {
+            name: {key: _like(parameters[name], tensor) for key, tensor in _optimizer_state(name, read)}
+            for name in optimizer.state
+        }
+
+
+def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Returns a copy of a state tensor: sharded as its parameter is, if it has one value for each weight."""
+    return (
+        as_shard_of(parameter, tensor).clone() if tensor.shape == parameter.shape and tensor.dim() else tensor.clone()
+    )

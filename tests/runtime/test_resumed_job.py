@@ -1,0 +1,71 @@
+"""A job that begins after a checkpoint is the rest of the job: the same bits, cut and owned in any other way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.checks.trajectory import TrajectoryRow, first_difference
+from engine.core.config.job import Job
+from engine.core.errors import ExitCode
+from engine.runtime.agent.run_view import Ending
+from tests.kills import parse_kills
+from tests.runtime.kept_states import run_and_keep
+from tests.runtime.thread_runs import run_in_threads
+
+GPT = Job(model_args={"width": 16, "dropout": 0.1, "tied": True}, steps=5, microbatches=4, stages=3)
+MLP = Job(model="mlp", optimizer="sgd", optimizer_args={"momentum": 0.9}, steps=5, microbatches=2, stages=2)
+RESNET = Job(model="resnet18", model_args={"width": 4}, steps=3, microbatches=2, stages=2, pipelines=2)
+JOBS = {"gpt": GPT, "mlp": MLP, "resnet": RESNET}
+OTHERS: dict[str, dict[str, Any]] = {
+    "one stage": {"stages": 1, "redundancy": "none"},
+    "four stages": {"stages": 4, "redundancy": "eager", "activation_checkpoint": 2},
+    "two on each": {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved"},
+}
+
+
+def rows_after(step: int, ending: Ending) -> list[TrajectoryRow]:
+    return [row for row in ending.view.run_state.rows if row.step > step]
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    job = JOBS[request.param]
+    return job, *run_and_keep(job, tmp_path_factory.mktemp(request.param))
+
+
+def test_every_step_can_be_resumed_with_another_cut(kept: tuple[Job, Ending, list[Resumption]]) -> None:
+    job, whole, origins = kept
+    for number, origin in enumerate(origins[:-1]):
+        changed = list(OTHERS.values())[number % len(OTHERS)]
+        ending = run_in_threads(replace(job, **changed), origin=origin)
+        assert (ending.outcome, ending.error) == ("finished", None)
+        assert ending.view.run_state.committed == job.steps - 1
+        assert len(ending.view.run_state.losses) == job.steps - 1 - origin.step
+        found = ending.view.run_state.rows
+        assert first_difference(found, rows_after(origin.step, whole)) is None
+        assert {row.step for row in found} == set(range(origin.step + 1, job.steps))
+
+
+def test_a_resumed_job_recovers_from_deaths(tmp_path: Path) -> None:
+    whole, origins = run_and_keep(MLP, tmp_path)
+    job = replace(MLP, stages=4)
+    for kills in (["2:1"], ["2:0:B:1", "4:2"]):
+        ending = run_in_threads(job, parse_kills(kills, job), origin=origins[1])
+        assert (ending.outcome, ending.error) == ("finished", None)
+        assert first_difference(ending.view.run_state.rows, rows_after(1, whole)) is None
+
+
+def test_a_damaged_part_ends_the_worker_before_training(tmp_path: Path) -> None:
+    _, origins = run_and_keep(replace(MLP, steps=2), tmp_path)
+    part = max((tmp_path / "step-00000000").glob("layer-0000.*"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    ending = run_in_threads(replace(MLP, steps=2), origin=origins[0])
+    assert ending.exit_code == ExitCode.STORAGE
+    assert part.name in str(ending.error)
