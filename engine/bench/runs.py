@@ -114,7 +114,7 @@ def run_scenario(folder: Path, file: Path) -> RunHistory:
 
 
 def _history_of(run_dir: str) -> RunHistory:
-    return read_history(Path(run_dir) / "events.jsonl")
+    return read_history(Path(run_dir) / "events.jsonl", every_action=True)
 
 
 def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun:

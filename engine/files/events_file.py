@@ -32,25 +32,21 @@ from engine.files.atomic_write import open_to_append, open_to_read, storage_erro
 from engine.files.step_reader import StepReader
 
 _CHUNK_BYTES = 8_000_000
-_MOST_ACTION_BYTES = 8_000_000  # that a history has as records: 250,000 actions, some 80 MB
 
 
-def read_history(path: Path) -> RunHistory:
+def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     """Returns the history that the records of a run add up to; raises the errors of `read_events`.
 
-    A short run has all its actions in it, a long one those that its recoveries are timed by; `files` has all of them.
+    Of its actions it has those that its recoveries are timed by, or every one; `files` has all of them. A run has
+    millions, and each takes a hundred times longer to read as a record than as bytes.
     """
     history, files = RunHistory(), StepReader(path.parent)
     for begin, data in whole_lines(path, 0):
         _add_lines(history, data, path, begin)
-    firsts = list(files.ranges())
-    if files.num_bytes > _MOST_ACTION_BYTES:
-        marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
-        near = {step - step % span for step in marked}
-        actions = files.actions([first for first in firsts if first in near], _pids(history))
-        history.add_actions(each for each in actions if each.step in marked)
-    elif firsts:
-        history.add_actions(files.actions(firsts, _pids(history)))
+    marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
+    near = {step - step % span for step in marked}
+    actions = files.actions([each for each in files.ranges() if every_action or each in near], _pids(history))
+    history.add_actions(each for each in actions if every_action or each.step in marked)
     history.files = files
     return history
 

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from engine.core.errors import StorageError
+from engine.core.history.run_history import ActionFiles
 from engine.core.history.run_records import ActionRecord
 from engine.core.history.step_files import ENTRY_BYTES, FOLDER, StepFile, actions_in, step_file
 
 
-class StepReader:
+class StepReader(ActionFiles):
     """The files of the actions of the run in a folder, as they are now; a run without any has an empty `num_bytes`."""
 
     def __init__(self, run: Path):

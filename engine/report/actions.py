@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,9 +16,8 @@ import pandas as pd
 from engine.core.action import COMPUTE_OPS, Action, Op, ops_at, parse_action
 from engine.core.history.process_records import StartedRecord
 from engine.core.history.retention import marked_steps, superfluous
-from engine.core.history.run_history import ActionFiles, RunHistory
-from engine.core.history.run_records import ActionRecord
-from engine.core.history.step_files import ENTRY_BYTES, entry, span_of
+from engine.core.history.run_history import RunHistory
+from engine.core.history.step_files import ENTRY_BYTES, span_of
 from engine.core.op_row import Stands
 from engine.core.program.replay import work_of
 from engine.report.action_arrays import BAR_COLUMNS, KIND_OF, NOT_BUSY, Sums, bars_of, columns_of, entries_of
@@ -46,8 +42,7 @@ class Actions:
 
 def actions_of(history: RunHistory, most: int | None = MOST_ACTIONS) -> Actions:
     """Returns the actions of a run, of which the table has at most `most` rows."""
-    files: ActionFiles = history.files if history.files and history.files.num_bytes else _InHistory(history)
-    ranges, sums = files.ranges(), Sums()
+    ranges, sums = history.files.ranges(), Sums()
     span = span_of(history.job)
     marked = {step // span for step in marked_steps(history.records_of_recoveries)}
     chosen = _chosen(ranges, marked, span, most)
@@ -55,7 +50,7 @@ def actions_of(history: RunHistory, most: int | None = MOST_ACTIONS) -> Actions:
     numbers = np.array([0, *(each.epoch for each in history.epochs)], dtype=np.int64)
     tables, of_recoveries = [], []
     for first in ranges:
-        parts = list(entries_of(files, first, sums))
+        parts = list(entries_of(history.files, first, sums))
         if first not in chosen and first // span not in marked:
             sums.bars += [bars_of(worker, entries, epochs_ns, numbers) for worker, entries in parts]
             continue
@@ -88,24 +83,6 @@ def _chosen(ranges: dict[int, int], marked: Collection[int], span: int, most: in
             left -= size
             chosen.add(first)
     return chosen
-
-
-class _InHistory:
-    """The actions that stand in the history itself, as files would have them."""
-
-    def __init__(self, history: RunHistory):
-        self._records = sorted(history.of(ActionRecord), key=attrgetter("worker"))
-        self.num_bytes = len(self._records) * ENTRY_BYTES
-
-    def ranges(self) -> dict[int, int]:
-        """Returns one range with all actions."""
-        return {0: self.num_bytes}
-
-    def read(self, first: int) -> Any:
-        """Yields each worker with its entries."""
-        for worker, own in groupby(self._records, attrgetter("worker")):
-            entries = (entry(each.epoch, each.step, each.action, each.start_ns, each.end_ns) for each in own)
-            yield worker, b"".join(entries)
 
 
 def _table(history: RunHistory, parts: list[tuple[int, np.ndarray]]) -> pd.DataFrame:

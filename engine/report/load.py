@@ -13,7 +13,7 @@ Rule: tables come from events.jsonl and the folder steps alone, so all other fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -21,9 +21,9 @@ import pandas as pd
 from engine.core.config.job import Job
 from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HostRecord
-from engine.core.history.record import Record, StampedRecord
-from engine.core.history.run_history import RunHistory, history_of
-from engine.core.history.run_records import ActionRecord, FaultRecord, RaisedRecord, ScenarioRecord
+from engine.core.history.record import StampedRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import FaultRecord, RaisedRecord, ScenarioRecord
 from engine.core.history.step_files import span_of
 from engine.core.history.verdict_records import TwinRecord
 from engine.core.texts import counted
@@ -74,12 +74,11 @@ class RunTables:
         return table
 
 
-def load(records: Iterable[Record] | RunHistory, name: str = "", most_actions: int | None = MOST_ACTIONS) -> RunTables:
-    """Returns the tables of a run, from its history or from its records in the order of time.
+def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_ACTIONS) -> RunTables:
+    """Returns the tables of a run.
 
     Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
     """
-    history = records if isinstance(records, RunHistory) else history_of(records)
     origin_ns = history.begin_ns
     steps = steps_table(history)
     actions = actions_of(history, most_actions)
@@ -122,8 +121,6 @@ def _unread(num_actions: int) -> list[str]:
 
 def _missing(history: RunHistory) -> list[str]:
     """Returns in words the committed steps whose files of actions are gone, though the run did not leave them out."""
-    if history.files is None or history.of(ActionRecord):
-        return []
     span, there = span_of(history.job), history.files.ranges().keys()
     out = left_out_steps(history)
     firsts = (first for first in range(0, history.committed + 1, span) if first not in there)

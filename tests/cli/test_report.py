@@ -86,7 +86,7 @@ def test_exceptions_are_listed_under_the_headline(tmp_path: Path) -> None:
 
 
 def test_what_takes_long_to_read_is_told_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_bytes = (folder / "events.jsonl").stat().st_size
+    num_bytes = sum(each.stat().st_size for each in (folder / "events.jsonl", *(folder / "steps").iterdir()))
     monkeypatch.setattr("bamboo_cli.report._LONG_BYTES", num_bytes)
     assert say(folder, "--json").stderr == ""
     monkeypatch.setattr("bamboo_cli.report._LONG_BYTES", num_bytes - 1)
@@ -212,7 +212,7 @@ def test_everything_but_the_events_can_be_deleted(folder: Path) -> None:
     say(folder)
     first = (folder / "report.html").read_bytes()
     (folder / "report.html").unlink()
-    assert sorted(each.name for each in folder.iterdir()) == ["events.jsonl"]
+    assert sorted(each.name for each in folder.iterdir()) == ["events.jsonl", "steps"]
     say(folder)
     assert (folder / "report.html").read_bytes() == first
 

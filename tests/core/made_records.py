@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from engine.core.config.job import Job
@@ -35,7 +35,7 @@ from engine.core.history.process_records import (
 )
 from engine.core.history.record import VERSION, Record, kind_of
 from engine.core.history.record_lines import _NEEDED, decoded, encoded
-from engine.core.history.run_history import RunHistory, history_of
+from engine.core.history.run_history import ActionFiles, RunHistory, history_of
 from engine.core.history.run_records import (
     ActionRecord,
     AuditRecord,
@@ -64,6 +64,7 @@ from engine.core.history.run_records import (
     UnconfirmedRecord,
     ValidationRecord,
 )
+from engine.core.history.step_files import StepFile, entry, span_of
 from engine.core.history.verdict_records import (
     CheckRecord,
     ComparingRecord,
@@ -173,9 +174,32 @@ def records_of(events: Iterable[Mapping[str, Any]]) -> list[Record]:
     return [made(**event) for event in events]
 
 
+class MadeFiles(ActionFiles):
+    """The actions of a history as its files would have them."""
+
+    def __init__(self, history: RunHistory):
+        span = span_of(history.job)
+        self._data: dict[StepFile, bytes] = {}
+        for each in history.of(ActionRecord):
+            file = StepFile(each.step // span * span, each.worker)
+            done = entry(each.epoch, each.step, each.action, each.start_ns, each.end_ns)
+            self._data[file] = self._data.get(file, b"") + done
+
+    def ranges(self) -> dict[int, int]:
+        """Returns the first step of each range, with the bytes of its actions."""
+        firsts = sorted({each.first for each in self._data})
+        return {first: sum(len(data) for _, data in self.read(first)) for first in firsts}
+
+    def read(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """Yields each worker with the bytes of its actions in the range that begins with a step."""
+        return ((each.worker or 0, data) for each, data in sorted(self._data.items()) if each.first == first)
+
+
 def made_history(events: Iterable[Mapping[str, Any]]) -> RunHistory:
-    """Returns what the events add up to."""
-    return history_of(records_of(events))
+    """Returns what the events add up to, with their actions also as files."""
+    history = history_of(records_of(events))
+    history.files = MadeFiles(history)
+    return history
 
 
 def lines_of(events: Iterable[Mapping[str, Any]]) -> str:

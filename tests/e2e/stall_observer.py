@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
-from engine.files.events_file import read_events
+from engine.files.events_file import read_history
 from engine.report.load import load
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
@@ -192,7 +192,7 @@ def job_of(orders: Path, stages: int, steps: int) -> Job:
 
 
 def _cases(observer: Observer) -> Iterator[Case]:
-    table = load(read_events(observer.events)).recovery
+    table = load(read_history(observer.events)).recovery
     rows = [row for row in table.to_dict("records") if row["outcome"] == "recovered"]
     steps = [-1, *(int(row["step"]) for row in rows), max(observer.commits_ns) + 1]
     for row, before, step, after in zip(rows, steps, steps[1:], steps[2:], strict=False):

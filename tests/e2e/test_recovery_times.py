@@ -48,13 +48,13 @@ def test_phases_add_up_and_a_stall_is_the_gap_less_a_usual_step(tmp_path: Path, 
         assert each.begin_ns + each.pause_ns + each.merged_ns == each.resume_ns == commits_ns[each.step]
         usual_ns = median(lasted_ns[step] for step in range(each.step - (4 if each.step == 5 else 3), each.step))
         assert each.stall.least_ns == each.stall.most_ns == max(0, lasted_ns[each.step] - int(usual_ns))
-    table = load(history.records).recovery
+    table = load(history).recovery
     assert (table["plan_bytes"] > 0).all() and (table["heal_bytes"] > 0).all()
 
 
 def test_without_shadows_the_state_comes_from_another_pipeline(tmp_path: Path, server: ForkServer) -> None:
     fields = {"stages": 2, "pipelines": 2, "redundancy": "reroute", "steps": 4}
-    run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields).records)
+    run_of: RunTables = load(run(server, tmp_path, ["1:1:B:1"], **fields))
     (row,) = run_of.recovery.to_dict("records")
     assert row["rung"] == "other pipeline"
     assert row["verdict"].startswith("worker 1 was ended by SIGKILL")  # and its last action, if known

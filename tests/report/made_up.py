@@ -10,10 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from engine.core.history.step_files import FOLDER, StepFile
 from engine.files.run_folder import create_run_folder
 from engine.report.load import RunTables
-from engine.report.load import load as load_records
-from tests.core.made_records import lines_of, records_of
+from engine.report.load import load as load_history
+from tests.core.made_records import lines_of, made_history
 
 Event = dict[str, Any]
 
@@ -23,7 +24,7 @@ END = ("finished", "exit", "training_ended", "not_compared", "ended")  # the kin
 
 def load(events: Iterable[Event], name: str = "") -> RunTables:
     """Returns the tables of a run with these events."""
-    return load_records(records_of(events), name)
+    return load_history(made_history(events), name)
 
 
 FORWARD_MS, BACKWARD_MS, COMMIT_MS = 1.0, 2.0, 0.5
@@ -198,8 +199,18 @@ def make_run(results: Path, events: list[dict[str, Any]], hour: int = 1) -> Path
     """Makes and returns a run folder that only holds events."""
     folder = create_run_folder(results, "made-up", datetime(2026, 1, 1, hour), "abcd")
     folder.logs.rmdir()
-    folder.events.write_text(lines_of(events))
+    write_run(folder.path, events)
     return folder.path
+
+
+def write_run(folder: Path, events: list[Event]) -> None:
+    """Writes a run as its processes do: the actions of each worker in files of steps."""
+    (folder / FOLDER).mkdir()
+    files = made_history(events).files
+    for first in files.ranges():
+        for worker, data in files.read(first):
+            (folder / FOLDER / str(StepFile(first, worker))).write_bytes(data)
+    (folder / "events.jsonl").write_text(lines_of(event for event in events if event["event"] != "action"))
 
 
 def _one_f_one_b(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:

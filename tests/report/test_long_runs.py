@@ -10,12 +10,11 @@ import pytest
 from engine.core.history import step_files
 from engine.core.history.record import UnreadLine
 from engine.core.history.run_records import ActionRecord
-from engine.core.history.step_files import FOLDER, StepFile, entry, span_of
-from engine.files import events_file
+from engine.core.history.step_files import FOLDER
 from engine.files.events_file import read_history
 from engine.report.load import RunTables, load
-from tests.core.made_records import lines_of, records_of
-from tests.report.made_up import Event, MadeUpRun
+from tests.core.made_records import made_history
+from tests.report.made_up import MadeUpRun, write_run
 
 EVENTS = MadeUpRun(steps=40, dead=((10, 2), (30, 1))).events()
 TABLES = ("recovery", "steps", "workers", "history", "exposure", "takeovers", "bars", "outcome")
@@ -27,26 +26,13 @@ def _run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_files, "_RANGE_BYTES", 20_000)
-        write(folder, EVENTS)
+        write_run(folder, EVENTS)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_files, "_RANGE_BYTES", 20_000)
-
-
-def write(folder: Path, events: list[Event]) -> None:
-    """Writes a run as its processes do: the actions of each worker in files of steps."""
-    (folder / FOLDER).mkdir()
-    records = records_of(events)
-    span = span_of(next(each.job for each in records if hasattr(each, "job")))
-    for each in records:
-        if isinstance(each, ActionRecord):
-            path = folder / FOLDER / str(StepFile(each.step // span * span, each.worker))
-            with path.open("ab") as file:
-                file.write(entry(each.epoch, each.step, each.action, each.start_ns, each.end_ns))
-    (folder / "events.jsonl").write_text(lines_of(event for event in events if event["event"] != "action"))
 
 
 def same(one: RunTables, other: RunTables, tables: tuple[str, ...] = TABLES) -> None:
@@ -61,15 +47,14 @@ def _in_order(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_files_of_steps_say_what_lines_said(run: Path) -> None:
-    of_lines = load(records_of(EVENTS))
+    of_lines = load(made_history(EVENTS))
     found = load(read_history(run / "events.jsonl"))
     same(of_lines, found, (*TABLES, "actions"))
     assert len(found.recovery) == 2
 
 
-def test_a_part_of_the_actions_gives_the_same_tables(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = load(read_history(run / "events.jsonl"))
-    monkeypatch.setattr(events_file, "_MOST_ACTION_BYTES", 0)
+def test_a_part_of_the_actions_gives_the_same_tables(run: Path) -> None:
+    whole = load(read_history(run / "events.jsonl", every_action=True))
     history = read_history(run / "events.jsonl")
     assert {each.step for each in history.of(ActionRecord)} == {*range(8, 14), *range(28, 34)}
     part = load(history, most_actions=3000)

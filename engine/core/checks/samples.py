@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from engine.core.action import ADDING_OPS, Action, Op, parse_action
+from engine.core.action import ADDING_OPS, Action, Op
 from engine.core.config.job import Job
 from engine.core.history.gaps import left_out_steps
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import ActionRecord
 from engine.core.history.step_files import done_in, span_of
 from engine.core.ownership import Slot
 from engine.core.program.stream_pass import is_streamed
@@ -43,21 +42,16 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     found = []
     span = span_of(job)
     for first, done in _in_ranges(history):
-        steps = committed if first is None else {step for step in range(first, first + span) if step in committed}
+        steps = {step for step in range(first, first + span) if step in committed}
         committed = committed - steps
         found += _in_steps(steps, done, out_since, job)
     return found + _in_steps(committed, (), out_since, job)
 
 
-def _in_ranges(history: RunHistory) -> Iterator[tuple[int | None, Iterator[DoneAction]]]:
-    """Yields each range of steps by its first, with its actions; None for all steps if the history has the actions."""
-    files = history.files
-    if files is None or not files.num_bytes:
-        records = history.of(ActionRecord)
-        yield None, ((each.step, each.end_ns, each.worker, parse_action(each.action)) for each in records)
-        return
-    for first in files.ranges():
-        blocks = files.read(first)
+def _in_ranges(history: RunHistory) -> Iterator[tuple[int, Iterator[DoneAction]]]:
+    """Yields each range of steps by its first, with its actions."""
+    for first in history.files.ranges():
+        blocks = history.files.read(first)
         yield first, ((step, end, worker, action) for worker, data in blocks for step, end, action in done_in(data))
 
 

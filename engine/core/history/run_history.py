@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from engine.core.config.job import Job
 from engine.core.history.commits import Commits
@@ -47,16 +47,16 @@ _TIMED = (EpochRecord, ExitRecord, FailedRecord, FaultRecord, GoRecord, MarkReco
 _AROUND = 13
 
 
-class ActionFiles(Protocol):
-    """The actions of a run in files, each of a worker and a range of steps."""
-
-    num_bytes: int
+class ActionFiles:
+    """The actions of a run in files, each of a worker and a range of steps; of a history without files, none."""
 
     def ranges(self) -> dict[int, int]:
         """Returns the first step of each range, with the bytes of its actions."""
+        return {}
 
     def read(self, first: int) -> Iterator[tuple[int, bytes]]:
         """Yields each worker with the bytes of its actions in the range that begins with a step."""
+        yield from ()
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class RunHistory:
     is_training: bool = False
     owners: dict[Slot, int] = field(default_factory=dict)
     commits: Commits = field(default_factory=Commits)
-    files: ActionFiles | None = None
+    files: ActionFiles = field(default_factory=ActionFiles)
     epochs: list[EpochRecord] = field(default_factory=list)  # with the owners of a later `HeirsRecord`
     last_action: dict[int, ActionRecord] = field(default_factory=dict)  # of each worker
     _others: list[Record] = field(default_factory=list)  # all but the commits
