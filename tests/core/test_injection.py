@@ -14,8 +14,14 @@ from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
 from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, TimedSignal
 from engine.core.faults.injection import Moved, Now
-from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal, TellOfFault
-from engine.core.faults.injection_state import Injection
+from engine.core.faults.injection_state import (
+    Injection,
+    InjectionOutput,
+    LookAtVictim,
+    RecordFault,
+    SendSignal,
+    TellOfFault,
+)
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.state import Options, Phase, begin
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage

@@ -30,7 +30,6 @@ from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.inputs import (
     Built,
     Counted,
-    GroupFailed,
     GroupFormed,
     Input,
     NextStepMade,
@@ -160,7 +159,6 @@ SAMPLES: dict[type, Input] = {
     PrepareMessage: Told(PrepareMessage(7, document(3, 3))),
     PlanPrepared: PlanPrepared(7, plan(3, 3)),
     GroupFormed: GroupFormed(2),
-    GroupFailed: GroupFailed(2, FAILED),
     PlanMessage: Told(document(2, 2)),
     GoMessage: Told(GO),
     CommitMessage: Told(commit(2)),
@@ -183,7 +181,6 @@ CELLS = {
     "PrepareMessage": "xrrrrrrrr.",
     "PlanPrepared": "xrrrrrrrr.",
     "GroupFormed": "xrrrrrrrr.",
-    "GroupFailed": "xrrrrrrrr.",
     "PlanMessage": "x.r.x.....",
     "GoMessage": "x.xrx.....",
     "CommitMessage": "xr.rxrr.r.",
@@ -403,7 +400,7 @@ def test_a_newer_epoch_ends_every_wait_even_if_one_is_skipped_and_an_old_one_cha
 
 def test_a_group_of_an_older_epoch_is_not_taken_for_that_of_the_present_one() -> None:
     state = fed(planned(), Told(epoch(3, commit=commit(2))), Counted(HOLDS, (0, 1)))
-    for late in (GroupFormed(2), GroupFailed(2, FAILED)):
+    for late in (GroupFormed(2), GroupFormed(2, FAILED)):
         assert step(state, late) == (state, ())
     state = fed(state, Told(document(3, 2)), PlanMade(plan(3, 2)), Told(GO))
     assert step(state, GroupFormed(3))[1][-1] == Run("plan")
@@ -417,11 +414,11 @@ def test_a_validation_that_ends_before_a_worker_without_a_part_sees_its_group_is
 
 
 def test_a_group_that_cannot_be_formed_is_reported_when_training_begins() -> None:
-    state, outputs = step(planned(), GroupFailed(2, FAILED))
+    state, outputs = step(planned(), GroupFormed(2, FAILED))
     assert outputs == ()
     state, outputs = step(state, Told(GO))
     assert (state.mode, outputs) == (Mode.SUSPECTING, (Say(SuspicionMessage(2, "it broke", 1)),))
-    state, outputs = step(fed(planned(), Told(GO)), GroupFailed(2, FAILED))
+    state, outputs = step(fed(planned(), Told(GO)), GroupFormed(2, FAILED))
     assert (state.mode, outputs) == (Mode.SUSPECTING, (Say(SuspicionMessage(2, "it broke", 1)),))
     state = fed(state, Told(epoch(3, commit=commit(2))), Counted(HOLDS, (0, 1)), GroupFormed(3))
     state = fed(state, Told(document(3, 2)), PlanMade(plan(3, 2)))

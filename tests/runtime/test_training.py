@@ -20,7 +20,7 @@ def bare() -> Any:
 
 def test_every_output_has_a_method_but_the_end_and_the_one_that_no_main_thread_gets() -> None:
     classes = [each for each in vars(outputs).values() if isinstance(each, type)]
-    kinds = {each for each in classes if issubclass(each, outputs.Output)} - {outputs.Output, outputs.MainThreadWork}
+    kinds = {each for each in classes if issubclass(each, outputs.Output)} - {outputs.Output}
     assert set(bare()._table()) == kinds - {END, ASIDE}
 
 

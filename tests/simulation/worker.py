@@ -190,7 +190,7 @@ class Worker(Joining):
             self.hurry()
         else:
             self.world.turns.add("group cannot be formed")
-            self.answers.append(inputs.GroupFailed(group, inputs.TransferFailed("no group", failed_with)))
+            self.answers.append(inputs.GroupFormed(group, inputs.TransferFailed("no group", failed_with)))
             self.hurry()
 
     def joined(self) -> None:

@@ -19,8 +19,18 @@ from typing import Any, NamedTuple
 
 from engine.core.faults.fault import After, At, Fault, RecoveryPhase, to_plain
 from engine.core.faults.fault_kind import Sign
-from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal, TellOfFault
-from engine.core.faults.injection_state import Injection, LateWork, StruckFault, Victims, find_victims
+from engine.core.faults.injection_state import (
+    Injection,
+    InjectionOutput,
+    LateWork,
+    LookAtVictim,
+    RecordFault,
+    SendSignal,
+    StruckFault,
+    TellOfFault,
+    Victims,
+    find_victims,
+)
 from engine.core.history.run_records import UnconfirmedRecord
 from engine.core.membership.state import State
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage

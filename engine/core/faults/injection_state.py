@@ -1,4 +1,4 @@
-"""The state of fault injection: the faults that wait, and those that have struck, with victims and missing signs."""
+"""The state of fault injection: faults that wait, and those that have struck, with missing signs; and its outputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,42 @@ from typing import Any, NamedTuple
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, Owner, Victim, Worker
 from engine.core.faults.fault_kind import FaultKind, Parameters, Sign
-from engine.core.faults.injection_outputs import LookAtVictim, SendSignal
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
+from engine.core.message_codec import ToWorker
 from engine.core.ownership import Grid, Ownership, Slot
 
 Victims = tuple[tuple[int, Slot | None], ...]  # each worker with its slot
+
+
+class RecordFault(NamedTuple):
+    """The record is to be on disk before the next output is carried out."""
+
+    record: FaultRecord | ConfirmedRecord | UnconfirmedRecord
+
+
+class SendSignal(NamedTuple):
+    """A signal to a worker that lives, by its number."""
+
+    worker: int
+    number: int
+
+
+class LookAtVictim(NamedTuple):
+    """The state of a worker's process is to be read; `see_state` takes the answer."""
+
+    worker: int
+
+
+class TellOfFault(NamedTuple):
+    """A message to a worker, or to every worker that lives."""
+
+    message: ToWorker
+    worker: int | None = None
+
+
+InjectionOutput = RecordFault | SendSignal | LookAtVictim | TellOfFault
 
 
 class StruckFault(NamedTuple):

@@ -56,17 +56,10 @@ class Counted(Input):
 
 @dataclass(frozen=True, slots=True)
 class GroupFormed(Input):
-    """An answer to `FormGroup`: the group of the epoch is formed."""
+    """The answer to `FormGroup`: the group of the epoch is formed, or cannot be formed because of a failure."""
 
     epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFailed(Input):
-    """The other answer to `FormGroup`: the group of the epoch cannot be formed."""
-
-    epoch: int
-    failure: TransferFailed
+    failure: TransferFailed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from engine.core.worker.recovery_rules import (
     goes,
     is_counted,
     is_formed,
-    is_not_formed,
     is_planned,
     is_prepared,
     plans,
@@ -79,7 +78,6 @@ _ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible,
     PrepareMessage: (_UNJOINED, prepares),
     inputs.PlanPrepared: (_UNJOINED, is_prepared),
     inputs.GroupFormed: (_UNJOINED, is_formed),
-    inputs.GroupFailed: (_UNJOINED, is_not_formed),
 }
 _TRAINING = (*Mode,)[1:-1]
 # fmt: off

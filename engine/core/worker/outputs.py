@@ -25,11 +25,6 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class MainThreadWork(Output):
-    """An output that keeps the main thread busy until its answer."""
-
-
-@dataclass(frozen=True, slots=True)
 class Say(Output):
     """Sends a message to the agent."""
 
@@ -45,7 +40,7 @@ class MarkPhase(Output):
 
 
 @dataclass(frozen=True, slots=True)
-class CountHeld(MainThreadWork):
+class CountHeld(Output):
     """Takes in the streams that have arrived, and lists all that this worker holds: `Counted`."""
 
 
@@ -61,13 +56,13 @@ class CloseGroup(Output):
 
 @dataclass(frozen=True, slots=True)
 class FormGroup(Output):
-    """Begins to form the group of an epoch, in a thread: `GroupFormed` or `GroupFailed`."""
+    """Begins to form the group of an epoch, in a thread: `GroupFormed`."""
 
     epoch: EpochMessage
 
 
 @dataclass(frozen=True, slots=True)
-class MakePlan(MainThreadWork):
+class MakePlan(Output):
     """Makes the plan of this epoch: `PlanMade`."""
 
     told: PlanMessage
@@ -101,7 +96,7 @@ class PlanNextStep(Output):
 
 
 @dataclass(frozen=True, slots=True)
-class TakeNextStep(MainThreadWork):
+class TakeNextStep(Output):
     """Makes the result of the last `PlanNextStep` ready to run: `NextStepMade`."""
 
 
@@ -113,21 +108,21 @@ class Enter(Output):
 
 
 @dataclass(frozen=True, slots=True)
-class Run(MainThreadWork):
+class Run(Output):
     """Runs the program up to its optimizer steps: `ProgramEnded` or `TransferFailed`; can be interrupted."""
 
     program: ProgramKind
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStep(MainThreadWork):
+class TakeStep(Output):
     """Takes the optimizer step of every replica in the program: `StepTaken`."""
 
     commit: CommitMessage
 
 
 @dataclass(frozen=True, slots=True)
-class CatchUp(MainThreadWork):
+class CatchUp(Output):
     """Takes the optimizer step of every replica that has its log, after a fence before the commit: `StepTaken`."""
 
     commit: CommitMessage
@@ -161,7 +156,7 @@ class ReleaseSends(Output):
 
 
 @dataclass(frozen=True, slots=True)
-class Validate(MainThreadWork):
+class Validate(Output):
     """Runs this worker's part of the validation pass after a step: `PassEnded`; can fail and be interrupted."""
 
     step: int

@@ -147,17 +147,13 @@ def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def is_formed(state: WorkerState, formed: inputs.GroupFormed) -> Stepped:
-    """Begins what has waited for the group; an attempt that was given up changes nothing."""
+    """Begins what has waited for the group; an attempt that was given up changes nothing.
+
+    Reports a failure, but not before training begins: until then the worker can still answer.
+    """
     if formed.epoch != state.forming:
         return state, ()
-    return _goes_now(state._replace(forming=0))
-
-
-def is_not_formed(state: WorkerState, failed: inputs.GroupFailed) -> Stepped:
-    """Reports the failure, but not before training begins: until then the worker can still answer."""
-    if failed.epoch != state.forming:
-        return state, ()
-    return _goes_now(state._replace(forming=0, failure=failed.failure))
+    return _goes_now(state._replace(forming=0, failure=formed.failure))
 
 
 def goes(state: WorkerState, go: messages.GoMessage) -> Stepped:

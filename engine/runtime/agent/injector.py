@@ -13,8 +13,7 @@ from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import Fault, RecoveryPhase
 from engine.core.faults.fault_kind import Sign
 from engine.core.faults.injection import Moved, Now
-from engine.core.faults.injection_outputs import InjectionOutput, LookAtVictim, RecordFault, SendSignal
-from engine.core.faults.injection_state import Injection
+from engine.core.faults.injection_state import Injection, InjectionOutput, LookAtVictim, RecordFault, SendSignal
 from engine.core.membership.state import State
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.faults.registry import kinds

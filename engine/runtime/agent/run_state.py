@@ -21,7 +21,6 @@ from engine.core.errors import (
     UserError,
     WorkerFailedError,
 )
-from engine.core.exclusion import Verdict
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord
 from engine.core.messages import (
@@ -34,15 +33,6 @@ from engine.core.messages import (
     VoteMessage,
 )
 from engine.runtime.agent.worker_handles import WorkerHandle
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """One epoch: the workers that are out with it and their reasons, and the reason for the epoch in words."""
-
-    epoch: int
-    verdict: Verdict
-    reason: str
 
 
 @dataclass(slots=True)
@@ -60,7 +50,7 @@ class RunState:
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     rows: list[TrajectoryRow] = field(default_factory=list)
-    epochs: list[Epoch] = field(default_factory=list)
+    epochs: list[EpochRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # for the user, shown at once
     purity: PurityBook = field(init=False)
     going_at_ns: int = 0
@@ -125,7 +115,7 @@ class RunState:
             self._data_marks = self._loaded.close()
             self.losses.append(record.loss)
         elif isinstance(record, EpochRecord):
-            self.epochs.append(Epoch(record.epoch, record.verdict, record.reason))
+            self.epochs.append(record)
         elif isinstance(record, GoRecord):
             self.going_at_ns = self.going_at_ns or record.at_ns
             self.launched_at_ns = self.launched_at_ns or record.at_ns

@@ -130,7 +130,7 @@ class Training:
         if not epoch or self._forming is None or (outcome := self._forming.outcome) is None:
             return None
         if isinstance(outcome, TransferFailedError):
-            return inputs.GroupFailed(epoch, _failed(outcome))
+            return inputs.GroupFormed(epoch, _failed(outcome))
         self._plane, self._forming = outcome, None
         return inputs.GroupFormed(epoch)
 
@@ -186,8 +186,7 @@ class Training:
 
     def _validate(self, output: outputs.Validate) -> inputs.Input:
         with self.context.shards.all_whole() if self.context.shards else contextlib.nullcontext():
-            result = Validation(self.context, self._plane, output.ownership).run()
-        return inputs.PassEnded(None, None) if result is None else inputs.PassEnded(result.loss, result.metric)
+            return Validation(self.context, self._plane, output.ownership).run()
 
     def _audit(self, output: outputs.Audit) -> None:
         """Sends the agent the hash of every layer of the whole replicas, and of sharded ones, which meet for it."""

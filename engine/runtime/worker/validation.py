@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -11,19 +11,14 @@ from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
+from engine.core.worker.inputs import PassEnded
 from engine.models.layers import Tensors
 from engine.runtime.transport.transfer_key import validation_key
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.worker_context import WorkerContext
 
-
-@dataclass(frozen=True, slots=True)
-class Validated:
-    """The loss and the metric, if the model has one, of a validation microbatch; or their means over all of them."""
-
-    loss: float
-    metric: float | None
+_Result = tuple[float, float | None]  # loss and metric of a microbatch
 
 
 class Validation:
@@ -39,11 +34,11 @@ class Validation:
         self.routes = routes_of(context.worker, program, alone)
         self.receives = receives_of(self.actions, self.routes, context.borders, partial(validation_key, self.grid))
 
-    def run(self) -> Validated | None:
-        """Runs the pass; the owner of the last stage gets the result, the others None."""
+    def run(self) -> PassEnded:
+        """Runs the pass; the owner of the last stage gets the means of loss and metric, the others no result."""
         receiver = Receiver(self.channel, self.receives)
         made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
-        results: list[Validated] = []
+        results: list[_Result] = []
         for action in self.actions:
             self.context.control.check()
             if action.op is Op.RECV_F:
@@ -58,9 +53,9 @@ class Validation:
                 self._forward(action, made, results)
                 self._move(inside=False)
         if not results:
-            return None
-        metrics = [each.metric for each in results if each.metric is not None]
-        return Validated(fmean(each.loss for each in results), fmean(metrics) if metrics else None)
+            return PassEnded()
+        metrics = [metric for _, metric in results if metric is not None]
+        return PassEnded(fmean(loss for loss, _ in results), fmean(metrics) if metrics else None)
 
     def _move(self, *, inside: bool) -> None:
         """Moves the position in the heartbeats on, as each action of a step does: the worker does not hang."""
@@ -68,7 +63,7 @@ class Validation:
         step, index, _ = control.at
         control.at = (step, index + inside, inside)
 
-    def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[Validated]) -> None:
+    def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[_Result]) -> None:
         context, stage = self.context, self.context.replicas.stages[0, action.stage]
         targets: Tensors = ()
         inputs: Tensors = () if action.stage == 0 else made.pop((action.stage - 1, action.microbatch))
@@ -77,6 +72,6 @@ class Validation:
             inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
         outputs = stage.evaluate(inputs)
         if stage.is_last:
-            results.append(Validated(*stage.evaluate_loss(outputs, targets)))
+            results.append(stage.evaluate_loss(outputs, targets))
         else:
             made[action.stage, action.microbatch] = outputs
