@@ -37,6 +37,7 @@ class Table(StrEnum):
     ACTIONS = "actions"
     CHECKS = "checks"
     OUTCOME = "outcome"
+    SAMPLES = "samples"
 
 
 class Format(StrEnum):
@@ -180,6 +181,8 @@ def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: 
     frame = joined(runs, table)
     if form is Format.PARQUET:
         write_named(required(output, "parquet goes to a file"), as_parquet(frame))
+    elif form is Format.TERMINAL and output is None and table is Table.SAMPLES and frame.empty:
+        echo("no ledger: the data draws its samples without end", err=True)
     elif form is Format.TERMINAL and output is None:
         shown = for_reading(frame, table)
         print_table(*for_terminal(shown if len(runs) > 1 else shown.drop(columns="run")))

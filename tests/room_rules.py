@@ -26,6 +26,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.program": _GROUND | {"engine.core.schedules"},
     "engine.core.config": _PLANS,
     "engine.core.analysis": _PLANS,
+    "engine.core.samples": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
     "engine.core.worker": _GROUND | {"engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
@@ -42,10 +43,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.files.jobs": _PLANS | {"engine.files"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
-    "engine.models": _GROUND | {"engine.core.config"},
+    "engine.models": _GROUND | {"engine.core.config", "engine.core.samples"},
     "engine.models.networks": frozenset({"engine.models"}),
     "engine.models.datasets": _GROUND | {"engine.models"},
-    "engine.report": _PLANS | {"engine.core.checks", "engine.core.history"},
+    "engine.report": _PLANS | {"engine.core.checks", "engine.core.history", "engine.core.samples"},
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
     "engine.runtime": frozenset(),

@@ -165,19 +165,25 @@ def test_documents_are_short_and_name_their_nouns() -> None:
 def test_the_models_and_data_of_a_page_can_be_built() -> None:
     from torch import nn
 
+    from engine.core.config.job import Job
     from engine.models.data import Data
+    from engine.models.indexed import bound
     from engine.models.layers import Model
     from engine.models.losses import loss_of, metric_of
 
     names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/training-your-own-model.md"], re.DOTALL)
-    for block in blocks:
+    pages = DOCUMENTS["docs/training-your-own-model.md"] + DOCUMENTS["docs/data.md"]
+    for block in re.findall(r"```python\n(.*?)```", pages, re.DOTALL):
         exec(block, names)  # noqa: S102
     data, model = names["Sums"](seed=3), names["small"](width=8)
     assert isinstance(data, Data) and isinstance(model, nn.Sequential)
     batch = data.microbatch(0, 0, 1, 4)
     outputs = model(batch.inputs[0]).detach()
     assert (*batch.inputs[0].shape, *outputs.shape) == (4, 32, *batch.targets[0].shape)
+    finite = bound(names["finite"](seed=3), Job()).microbatch(0, 0, 1, 4)
+    assert [each.shape for each in finite.inputs + finite.targets] == [
+        each.shape for each in batch.inputs + batch.targets
+    ]
     own = names["own_loss"]()
     assert isinstance(own, Model)
     assert loss_of(own, (outputs,), batch.targets).isfinite()
@@ -192,7 +198,8 @@ def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None
 
 
 def test_pages_name_every_model_every_source_and_every_kind_of_fault() -> None:
-    models, faults = DOCUMENTS["docs/training-your-own-model.md"], DOCUMENTS["docs/faults-and-matrices.md"]
+    models = DOCUMENTS["docs/training-your-own-model.md"] + DOCUMENTS["docs/data.md"]
+    faults = DOCUMENTS["docs/faults-and-matrices.md"]
     assert [name for name in (*MODELS, *DATA) if f"`{name}`" not in models] == []
     assert [name for name in kinds() if f"`{name}`" not in faults] == []
 

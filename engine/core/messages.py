@@ -136,6 +136,7 @@ class CutMessage(TextsToAgent):
 
     starts: tuple[int, ...]
     layers: tuple[str, ...]
+    samples: int = 0  # in the training set; 0 for data without limit
 
 
 @message

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, required
 from engine.models.data import Data, DataFacts
+from engine.models.indexed import bound
 from engine.models.layers import Model
 from engine.models.model_registry import MODELS, data_factory, data_problems, is_own, model_problems, name_problems
 from engine.models.skips import with_skips
@@ -24,8 +25,7 @@ def open_data(job: Job) -> Data:
         return user_data(job)
     _refuse(data_problems(job))
     factory = required(data_factory(job), "data without a problem have a factory")
-    data: Data = factory(job.seed, **job.data_args)
-    return data
+    return bound(factory(job.seed, **job.data_args), job)
 
 
 def build_model(job: Job, facts: DataFacts) -> Model:

@@ -212,11 +212,13 @@ def data_factory(job: Job) -> Builtin | None:
 
 
 def _offered(job: Job) -> Mapping[Task, Builtin]:
-    """Returns task -> factory of the data of a job: built in, or from a file (text) or a folder (images)."""
+    """Returns task -> factory of the data of a job: built in, or from a file (text, tokens) or a folder (images)."""
     entry = MODELS.get(job.model)
     name = job.data if job.data != "auto" else entry.data if entry else "synthetic"
     if name in DATA:
         return DATA[name]
     if os.path.isdir(name):
         return {"classify": Builtin("datasets.image_files", "image_folder", (name,))}
+    if name.endswith(".bin"):
+        return {"causal": Builtin("datasets.tokens", "tokens", (name,))}
     return _text(name) if "/" in name or "." in name or os.path.exists(name) else {}

@@ -24,6 +24,7 @@ from engine.core.scalar import Args
 from engine.core.texts import counted
 from engine.models.arguments import Factory, check_user_args
 from engine.models.data import Data, DataFacts
+from engine.models.indexed import bound, num_samples
 from engine.models.layers import Batch, Model, ModuleCopy, Tensors, Tie, layer_spec, named_layers
 from engine.models.losses import default_loss, shapes_of
 from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffers
@@ -77,7 +78,7 @@ def user_data(job: Job) -> Data:
     factory = _import_factory("data", job.data)
     args: Args = {"seed": job.seed, **job.data_args}
     check_user_args("data_args", factory, args)
-    made = _call(job.data, factory, args)
+    made = bound(_call(job.data, factory, args), job)
     if isinstance(made, Data) and isinstance(made.facts, DataFacts):
         return OwnData(made)
     if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
@@ -105,6 +106,7 @@ class OwnData:
 
     def __init__(self, source: Data):
         self.facts = source.facts
+        self.num_samples = num_samples(source)
         self._source = source
         self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
 

@@ -23,7 +23,7 @@ from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import FaultRecord, RaisedRecord, ScenarioRecord
+from engine.core.history.run_records import FaultRecord, PartitionRecord, RaisedRecord, ScenarioRecord
 from engine.core.history.step_files import span_of
 from engine.core.history.verdict_records import TwinRecord
 from engine.core.texts import counted
@@ -31,10 +31,10 @@ from engine.report.actions import MOST_ACTIONS, actions_of
 from engine.report.history import history_table
 from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
 from engine.report.recovery import exposure_table, recovery_table
-from engine.report.steps import steps_table
+from engine.report.steps import samples_table, steps_table
 from engine.report.workers import takeovers_table, workers_table
 
-TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome")
+TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +66,12 @@ class RunTables:
     raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
     host: HostRecord | None  # None if the run was not started by a command
     gaps: tuple[str, ...] = ()  # the parts of the record that are missing, in sentences
+    num_samples: int = 0  # in the training set; 0 for data without limit
+
+    @property
+    def samples(self) -> pd.DataFrame:
+        """The ledger of samples; made when it is asked for, because it has a row for every microbatch."""
+        return samples_table(self.job, self.steps["step"], self.num_samples)
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -88,6 +94,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
     if history.training_ended is None:  # else it is the last, whatever a damaged file of actions says
         stamps.append(actions.sums.end_ns)
     twin, judgement = history.first(TwinRecord), judgement_of(history)
+    partition = history.first(PartitionRecord)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
     return RunTables(
         name,
@@ -112,6 +119,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
         (*gaps(history), *_unread(actions.sums.unread), *_missing(history)),
+        0 if partition is None else partition.samples,
     )
 
 

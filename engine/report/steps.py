@@ -1,4 +1,4 @@
-"""The table of commits, one row each; a step that was lost and redone has two rows.
+"""The table of commits, one row each, and the ledger of samples; a step that was lost and redone has two commits.
 
 Rules: a step lasts from the previous commit to its own; the first step lasts from the beginning of training. Times are
 milliseconds since training began, throughput is samples per second.
@@ -6,12 +6,17 @@ milliseconds since training began, throughput is samples per second.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pandas as pd
 
 from engine.core.config.job import Job
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ValidationRecord
+from engine.core.samples.ledger import first_position, shares
+
+_LEDGER = ["step", "pipeline", "microbatch", "data_epoch", "first", "count"]
 
 
 def samples_per_step(job: Job) -> int:
@@ -42,3 +47,18 @@ def steps_table(history: RunHistory) -> pd.DataFrame:
     table["validation_metric"] = table["step"].map(metrics).astype("float64")
     table["samples_per_s"] = samples_per_step(history.job) / (duration_ms.where(duration_ms > 0, np.nan) / 1e3)
     return table.drop(columns="at_ns")
+
+
+def samples_table(job: Job, steps: Iterable[int], num_samples: int) -> pd.DataFrame:
+    """Returns one row per microbatch and pass over the training set; none for data without limit.
+
+    `first` is the place of the first sample in the order of the pass, which `engine.core.samples.ledger` tells.
+    """
+    rows = [
+        (step, pipeline, microbatch, *share)
+        for step in (sorted(set(steps)) if num_samples else ())
+        for pipeline in range(job.pipelines)
+        for microbatch in range(job.microbatches)
+        for share in shares(first_position(job, step, pipeline, microbatch), job.microbatch_size, num_samples)
+    ]
+    return pd.DataFrame(rows, columns=_LEDGER, dtype="int64")

@@ -42,14 +42,14 @@ from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.doctor import host_checks
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import records_of
-from tests.report.made_up import MadeUpRun, load, make_run
+from tests.report.made_up import MadeUpRun, agent, load, make_run
 
 WIDTHS = (60, 80, 100, 160)
 SNAPSHOTS = Path(__file__).parent / "tables"
 NOTE = ". A wider terminal shows them, and so does a pipe into less -S."
 # Columns of numbers without a unit: counts, names and quantities of the model.
 WITHOUT_UNIT = """
-step epoch worker pid code pipeline stage microbatch kind loss ratio
+step epoch data_epoch first count worker pid code pipeline stage microbatch kind loss ratio
 exit_code steps_compared difference_step difference_layer
 lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss validation_metric a_n b_n
 """.split()
@@ -82,6 +82,7 @@ CHECKS = [
 ]
 FIRST = slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
 FIRST[-1:] = [*CHECKS, FIRST[-1]]
+FIRST.insert(2, agent("partition", 8, starts=[0, 1, 2, 3], layers=["a", "b", "c", "d"], samples=90))
 SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
 SECOND[-1:] = [*CHECKS[:1], SECOND[-1]]
 BENCH = [

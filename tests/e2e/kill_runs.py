@@ -70,10 +70,15 @@ class Runs:
         self._twins: dict[str, tuple[object, ...]] = {}
         self._count = 0
 
+    @property
+    def last(self) -> Path:
+        """The folder of the last run."""
+        return self._folder / str(self._count)
+
     def run(self, job: Job, faults: Sequence[Fault] = (), **fields: Any) -> tuple[Ending, list[Event]]:
         """Returns the ending of a job with other values of some fields, and its events."""
         self._count += 1
-        folder = self._folder / str(self._count)
+        folder = self.last
         folder.mkdir()
         events = folder / "events.jsonl"
         ending = run_session(replace(job, **fields), events, folder, faults=faults, server=self._server)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.core.random_key import random_key
 from engine.models.chunks import Chunk, Mark
 from engine.models.data import DataFacts
+from engine.models.indexed import Indexed, indexed
 from engine.models.layers import Batch
 from engine.models.whole_batches import WholeBatch
 
@@ -107,3 +108,27 @@ def nested() -> list[nn.Module]:
 def flat() -> list[nn.Module]:
     """Makes the same for tensors one after the other."""
     return _tied(FirstOfTensors())
+
+
+class Points:
+    """A map-style data set of random vectors, the same in every process."""
+
+    def __init__(self, length: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(length, FEATURES, generator=generator)
+        self.targets = self.inputs.sum(dim=1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[number], self.targets[number]
+
+
+NUM_POINTS = 37
+
+
+def points(seed: int) -> Indexed:
+    """Returns a finite source."""
+    facts = DataFacts(task="regress", features=FEATURES, outputs=1)
+    return indexed(Points(NUM_POINTS, 1), Points(5, 2), facts, seed=seed)

@@ -40,7 +40,9 @@ class Job:
     model: str = _field("gpt", "built-in model, or package.module:factory (trusted code)")
     model_args: Args = _args("arguments of the model, such as width or tied")
     data: str = _field(
-        "auto", "text, digits, synthetic, a FILE.txt, a folder of MNIST or CIFAR-10 files, or package.module:factory"
+        "auto",
+        "text, digits, synthetic, a FILE.txt, a FILE.bin of tokens, a folder of MNIST or CIFAR-10 files, or "
+        "package.module:factory",
     )
     data_args: Args = _args("arguments of the data source")
     stages: int = _field(4, "stages of one pipeline (P)")

@@ -37,7 +37,7 @@ def _decide(state: CoordinatorState, heard: Heard[Message], message: Message) ->
 
 
 def _on_cut(state: CoordinatorState, heard: Heard[Message], cut: messages.CutMessage) -> Decided:
-    record = PartitionRecord(starts=cut.starts, layers=cut.layers)
+    record = PartitionRecord(starts=cut.starts, layers=cut.layers, samples=cut.samples)
     return state, (Write(record), tell_all(state, messages.PartitionMessage(cut.starts)))
 
 

@@ -25,10 +25,14 @@ class JobRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRecord(StampedRecord):
-    """The model was cut into stages: the first layer of each stage, and the names of all layers."""
+    """The model was cut into stages: the first layer of each stage, and the names of all layers.
+
+    `samples` are in the training set; 0 for data without limit.
+    """
 
     starts: tuple[int, ...]
     layers: tuple[str, ...]
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

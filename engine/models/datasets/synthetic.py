@@ -40,7 +40,7 @@ class VectorData:
 def synthetic_tokens(task: Task, seed: int, *, sequence: int = 32) -> TokenData:
     """Returns a text in which each byte is the previous one plus 1, 2, 3 or 4; its entropy is 1.39 nats per byte."""
     increments = torch.randint(1, 5, (NUM_TOKENS,), generator=keyed_generator(seed, "tokens"))
-    content = bytes((increments.cumsum(0) % NUM_BYTES).tolist())
+    content = (increments.cumsum(0) % NUM_BYTES).to(torch.uint8)
     return TokenData("synthetic", content, task, seed, sequence)
 
 

@@ -6,13 +6,12 @@ The first nine tenths are for training, the rest for validation. ``causal`` pred
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from engine.core.errors import Problem, UserError
 from engine.models.data import DataFacts, Task, keyed_generator, training_generator
+from engine.models.datasets.mapped_file import map_file
 from engine.models.layers import Batch
 from engine.models.losses import IGNORED
 
@@ -21,20 +20,19 @@ MASKED_PERCENT = 15
 
 
 class TokenData:
-    """Samples of `sequence` bytes from random places of one long text.
+    """Samples of `sequence` bytes, uint8 in `tokens`, from random places of one long text.
 
     The masked task adds one token to the 256, the last, which stands for a hidden position. Raises UserError naming
     `source` where the text is too short.
     """
 
-    def __init__(self, source: str, content: bytes, task: Task, seed: int, sequence: int):
+    def __init__(self, source: str, tokens: Tensor, task: Task, seed: int, sequence: int):
         self.facts = DataFacts(task=task, vocabulary=NUM_BYTES + (task == "masked"), sequence=sequence)
         shortest = 10 * (sequence + 1)  # so that the last tenth has one sample and the byte after it
-        if len(content) < shortest:
+        if len(tokens) < shortest:
             expected = f"at least {shortest} bytes (10 x (sequence + 1))"
-            raise UserError([Problem("data", expected, f"{len(content)} bytes in {source!r}")])
-        num_training = len(content) * 9 // 10
-        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            raise UserError([Problem("data", expected, f"{len(tokens)} bytes in {source!r}")])
+        num_training = len(tokens) * 9 // 10
         self.training_tokens, self.validation_tokens = tokens[:num_training], tokens[num_training:]
         self.seed = seed
 
@@ -66,22 +64,12 @@ def text(task: Task, path: str, seed: int, *, sequence: int = 32) -> TokenData:
 
     Raises UserError if the file cannot be read or is too short.
     """
-    content = _read_file(path) if path else _python_topics()
+    content = map_file(path) if path else _python_topics()
     return TokenData(path or "text", content, task, seed, sequence)
 
 
-def _read_file(path: str) -> bytes:
-    # Every worker reads the file, which a pipe does not allow.
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError([Problem("data", "a regular file", repr(path))])
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise UserError([Problem("data", "a file that can be read", repr(path), str(error.strerror))]) from error
-
-
-def _python_topics() -> bytes:
+def _python_topics() -> Tensor:
     from pydoc_data.topics import topics  # half a megabyte, imported only if used
 
-    return "\n".join(topics[name] for name in sorted(topics)).encode()
+    content = "\n".join(topics[name] for name in sorted(topics)).encode()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from engine.models.data import Data, DataFacts
+from engine.models.indexed import num_samples
 from engine.models.layers import Batch
 from engine.runtime.ipc.whereabouts import Whereabouts
 from engine.runtime.stage.random_streams import positions
@@ -31,6 +32,11 @@ class WatchedData:
     def facts(self) -> DataFacts:
         """The facts that a model needs."""
         return self._data.facts
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the training set; 0 for a source without limit."""
+        return num_samples(self._data)
 
     @property
     def may_load_ahead(self) -> bool:

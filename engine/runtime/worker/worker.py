@@ -183,7 +183,8 @@ def join(
     events_fd, steps_fd = record_fds
     control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
     if worker == owners[0]:
-        control.send(messages.CutMessage(_partition(job, model, data), tuple(each.name for each in model.layers)))
+        names = tuple(each.name for each in model.layers)
+        control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples))
     starts = control.take(messages.PartitionMessage).starts
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)

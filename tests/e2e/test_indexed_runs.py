@@ -1,0 +1,86 @@
+"""A finite data set in real runs: whatever dies and however the model is cut, each pass has every sample once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.checks.trajectory import MARK_DIGITS, TrajectoryRow
+from engine.core.config.job import Job
+from engine.core.samples.ledger import sample_at
+from engine.files.events_file import read_history
+from engine.models.layers import Batch
+from engine.report.load import load
+from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.worker.microbatch_loader import mark_of
+from tests.e2e.kill_runs import Runs
+from tests.e2e.user_batches import NUM_POINTS, Points
+from tests.kills import parse_kills
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+PASSES = 3
+JOB: dict[str, Any] = {
+    "model": "mlp",
+    "model_args": {"width": 8, "depth": 3},
+    "data": "tests.e2e.user_batches:points",
+    "pipelines": 2,
+    "microbatches": 2,
+    "microbatch_size": 3,
+    "steps": -(-PASSES * NUM_POINTS // 12),
+    "validate_every": 0,
+}
+
+
+@pytest.fixture(name="runs", scope="module")
+def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
+    """Returns a runner of jobs."""
+    return Runs(tmp_path_factory.mktemp("indexed"), server)
+
+
+def loaded_marks(rows: list[TrajectoryRow]) -> dict[tuple[int, str], str]:
+    """Returns the mark of each microbatch that was trained, by step and name."""
+    found = {}
+    for row in rows:
+        names, marks = row.data
+        for number, name in enumerate(names):
+            found[row.step, name] = marks[number * MARK_DIGITS : (number + 1) * MARK_DIGITS]
+    return found
+
+
+def check_passes(folder: Path, rows: list[TrajectoryRow]) -> None:
+    """Holds the ledger of a run against its data, and the bits that were trained against the ledger."""
+    table = load(read_history(folder / "events.jsonl")).samples
+    points, trained = Points(NUM_POINTS, 1), Counter[tuple[int, int]]()
+    expected: dict[tuple[int, str], list[int]] = {}
+    for row in table.itertuples():
+        numbers = [sample_at(row.data_epoch, place, NUM_POINTS, 0) for place in range(row.first, row.first + row.count)]
+        trained.update((row.data_epoch, number) for number in numbers)
+        name = f"microbatch {row.microbatch} of pipeline {row.pipeline}"
+        expected.setdefault((row.step, name), []).extend(numbers)
+    assert all(trained[data_epoch, number] == 1 for data_epoch in range(PASSES) for number in range(NUM_POINTS))
+    marks = loaded_marks(rows)
+    assert marks.keys() == expected.keys()
+    for at, numbers in expected.items():
+        mark = mark_of(Batch((points.inputs[numbers],), (points.targets[numbers],)))
+        half = MARK_DIGITS // 2
+        assert marks[at] == mark[:half] + mark[MARK_DIGITS:][:half], at
+
+
+@pytest.mark.parametrize(
+    ("fields", "kills"),
+    [
+        ({"stages": 1}, ()),
+        ({"stages": 2}, ("2:0:F:1", "5:1:B:0@1")),
+        ({"stages": 3, "redundancy": "eager"}, ("3:2:B:1@1",)),
+    ],
+)
+def test_every_pass_has_every_sample_once(runs: Runs, fields: dict[str, Any], kills: tuple[str, ...]) -> None:
+    job = Job(**JOB, **fields)
+    ending, events = runs.run(job, parse_kills(kills, job))
+    assert ending.error is None, ending.error
+    assert sum(event["event"] == "fault" for event in events) == len(kills)
+    check_passes(runs.last, ending.view.run_state.rows)
