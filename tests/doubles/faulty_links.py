@@ -52,18 +52,17 @@ class FaultyLinks:
 
     def are_cut(self, now: int, members: tuple[int, ...]) -> bool:
         """Returns whether no group of these members can form now."""
-        silent = (
-            way for way in self._faults if self._fault(now, way) and self._faults[way].kind in ("silent", "middle")
-        )
+        silent = (way for way in self._faults if (fault := self.fault(now, way)) and fault.kind in ("silent", "middle"))
         return any(one in members and other in members for one, other in silent)
 
-    def _fault(self, now: int, way: Way) -> LinkFault | None:
+    def fault(self, now: int, way: Way) -> LinkFault | None:
+        """Returns the fault of a way now."""
         fault = self._faults.get(way)
         return None if fault is None or (fault.until is not None and now >= fault.until) else fault
 
     def fates(self, now: int, way: Way) -> tuple[Fate, ...]:
         """Returns what comes of a message that reaches its link now; nothing if it is lost without a sign."""
-        fault = self._fault(now, way)
+        fault = self.fault(now, way)
         if fault is None:
             return (self._whole(now, way),)
         match fault.kind:

@@ -14,11 +14,15 @@ from tests.simulation.case import Violation
 from tests.simulation.compiled import (
     BACKWARD,
     FORWARD,
+    HEAL,
+    MAKE_LOG,
     NOTHING,
     PART,
     PENDING,
     REDO,
+    REDUCE,
     REDUCED,
+    TAKE_LOG,
     TAKE_STREAM,
     key_of,
     parts_of,
@@ -118,7 +122,7 @@ def _send(worker: Executor, action: Action) -> bool:
 
 def _send_to(worker: Executor, targets: tuple[int, ...], key: int, payload: Any) -> None:
     for target in targets:
-        worker.world.send(worker, target, key, payload)
+        worker.world.links.send(worker, target, key, payload)
 
 
 def _receive(worker: Executor, action: Action) -> bool:
@@ -180,6 +184,19 @@ def reduction(parts: list[Any], owners: tuple[int, ...]) -> tuple[int, tuple[int
     """Returns the sum in the order of pipelines, and the buffers and the losses of all of them."""
     sums, buffers, losses = zip(*parts, strict=True)
     return provenance.summed(sums), buffers, losses
+
+
+def inputs_of(action: Action, worker: int) -> dict[int, int]:
+    """Returns the transfers that an action waits for beside those of a program, each with its source."""
+    code = action[0]
+    if code in (HEAL, TAKE_LOG):
+        return {action[2]: action[3]}
+    if code == MAKE_LOG:
+        return {key: source for _, key, source in action[4] if source != NOTHING}
+    if code == REDUCE:
+        owners = enumerate(action[3])
+        return {key_of(PART, pipeline, action[1]): owner for pipeline, owner in owners if owner != worker}
+    return {}
 
 
 def _all_there(worker: Executor, keys: list[tuple[int, int]]) -> bool:

@@ -32,6 +32,10 @@ POINTS = (
     *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "W", "STREAM"),
 )
 KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
+_SILENCES = ("silent", "silent there", "silent back", "middle")
+LINK_KINDS = (*_SILENCES, "link", "network", "late", "duplicated", "flap")
+FOR_EVER_US = 600_000_000  # of a fault of links without an end
+HEALS_IN_TIME_US = 1_000_000  # half the time after which an edge is dark
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,11 @@ class Fault:
     at: int = 1
     kind: str = "kill"
     length: int = 0
+
+    @property
+    def hinders(self) -> bool:
+        """Whether it is a fault of links for which one of their ends may be given up."""
+        return self.kind in ("link", "network") or (self.kind in _SILENCES and self.length > HEALS_IN_TIME_US)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,21 @@ an error, because a group is formed when all members have joined it. A stopped p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core.ownership import Ownership, Slot
-from tests.simulation.actions import perform
+from tests.simulation.actions import inputs_of, perform
 from tests.simulation.case import Violation
-from tests.simulation.compiled import COMPUTE, POINT_OF, Compiled, parts_of
+from tests.simulation.compiled import COMPUTE, POINT_OF, RECEIVE, TAKE_STREAM, Compiled, parts_of
 from tests.simulation.replica import Replica
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _NO_PROGRAM = Compiled((), ())
+_POSTED_AHEAD = 4
 
 
 class Executor:
@@ -53,6 +55,9 @@ class Executor:
         self.ahead: dict[int, tuple[int, int, int, Any]] = {}  # transfers of the next step
         self.broken: set[int] = set()
         self.lost: set[int] = set()  # peers that did not get what it sent
+        self.sent: Counter[int] = Counter()  # transfers in this group, by peer
+        self.taken: Counter[int] = Counter()
+        self.woken_ns = 0  # by its last piece of news
 
     # What a worker adds
 
@@ -96,6 +101,7 @@ class Executor:
 
     def wake(self) -> None:
         """Runs until it must wait, or an action takes time."""
+        self.woken_ns = self.world.now
         while self.alive and not self.busy and not self.paused:
             if self.has_news:
                 self.has_news = self.attends()
@@ -167,6 +173,7 @@ class Executor:
         """Leaves its group for a new one."""
         self.group, self.is_formed = group, False
         self.inbox, self.ahead, self.broken, self.lost = {}, {}, set(), set()
+        self.sent, self.taken = Counter(), Counter()
 
     def receive(self, group: int, step: int, source: int, key: int, payload: Any) -> None:
         """Takes a transfer that has arrived."""
@@ -175,8 +182,9 @@ class Executor:
         if group > self.group:
             raise Violation(f"worker {self.number} is in group {self.group}, and worker {source} sends in {group}")
         if self.accepts(group):
-            box = self.inbox if step == self.step else self.ahead
-            box[self.slot_of(key)] = (group, source, key, payload)
+            if step >= self.step:
+                box = self.inbox if step == self.step else self.ahead
+                box[self.slot_of(key)] = (group, source, key, payload)
             self.wake()
         else:
             self.world.turns.add("transfer of an old group is dropped")
@@ -203,7 +211,26 @@ class Executor:
             raise Violation(f"worker {self.number} in group {self.group} took what group {group} had sent")
         if sender != source:
             raise Violation(f"worker {self.number} took from worker {sender} what it expected from worker {source}")
+        if self.world.links.counts:
+            self.taken[source] += 1
         return payload
+
+    def awaited(self) -> dict[int, int]:
+        """Returns the transfers that it has asked for and not taken, each with its source."""
+        found: dict[int, int] = {}
+        streams = set()
+        ahead = _POSTED_AHEAD
+        for place, action in enumerate(self.actions[self.cursor :] if self.runs else ()):
+            code = action[0]
+            if code == RECEIVE and ahead:
+                ahead -= 1
+                found[action[1]] = action[2]
+            elif code == TAKE_STREAM and action[1] not in streams:
+                streams.add(action[1])
+                found[action[3]] = action[4]
+            elif place == 0:
+                found |= inputs_of(action, self.number)
+        return found
 
     def lose_link(self, group: int, peer: int) -> None:
         """Handles a broken connection to a peer."""

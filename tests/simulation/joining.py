@@ -55,7 +55,7 @@ class Joining(Executor):
         for slot in self.ownership.held_by(self.number):
             self.replicas[slot] = first_replica(slot, self.case.pipelines)
         self.join(0)
-        self.world.join(self, 0, self.world.members)
+        self.world.links.join(self, 0, self.world.members)
 
     def formed_first(self) -> None:
         """Begins to learn the borders."""

@@ -10,6 +10,8 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.core.coordinator.inputs import CoordinatorInput, Passed
@@ -19,7 +21,7 @@ from engine.core.exclusion import Cause
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
 from engine.core.messages import EpochMessage, VoteMessage
-from engine.core.ownership import Grid, Ownership
+from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.recovery.ballot import Commit as Outcome
 from tests.simulation.case import Fault, Violation
 from tests.simulation.compiled import KINDS, NOTHING, key_of, parts_of
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 
 _SILENCE_US = 4_000_000  # a shorter stop must not exclude a worker
 _STARTS = 4  # of a job whose workers die before the first step
-_OF_THE_CLOCK = frozenset({"zombie", "pause", "link", "suspect"})
+_OF_THE_CLOCK = frozenset({"zombie", "pause", "suspect"})
+
+
+DARK = "end of a dark edge is given up"
 
 
 class Judge:
@@ -59,9 +64,9 @@ class Judge:
             self.stopped = True
         elif fault.kind == "notice":
             self.noticed.add(worker.number)
-        elif fault.kind in ("kill", "zombie", "link") or (fault.kind == "pause" and fault.length > _SILENCE_US):
+        elif fault.kind in ("kill", "zombie") or (fault.kind == "pause" and fault.length > _SILENCE_US):
             self.struck.add(worker.number)
-        if fault.kind in _OF_THE_CLOCK:
+        if fault.kind in _OF_THE_CLOCK or fault.hinders:
             self.clock_may_rule = True
 
     def stepped(self, worker: Executor, replica: Replica) -> None:
@@ -153,6 +158,8 @@ class Judge:
                 raise Violation(f"halted with {new.exit_code} when every step was committed: {new.reason}")
             if new.exit_code == 143 and self.stopped and new.committed < 0:
                 return
+            if new.exit_code == 3 and self._must_bear(old):
+                return
             if new.exit_code not in (3, 80) or not lost or (new.exit_code == 80 and new.lost_stages != lost):
                 raise Violation(f"halted with {new.exit_code}, {new.lost_stages} lost ({lost} indeed): {new.reason}")
         elif lost and new.phase is Phase.RUNNING:
@@ -168,11 +175,49 @@ class Judge:
             if out.cause is Cause.LEFT:
                 is_known = out.worker in self.noticed and not self._is_missed(out.worker, old)
             else:
-                is_known = out.worker in (old.done if out.cause is Cause.FINISHED else self.struck)
+                links = self.world.links
+                any_end = len(old.members) == 2 or self._must_bear(old)
+                struck = self.struck | (links.ends if any_end else links.struck)
+                is_known = out.worker in (old.done if out.cause is Cause.FINISHED else struck)
             if not is_known:
                 raise Violation(f"worker {out.worker} {out.why}, but nothing was done to it")
+            if out.cause is Cause.GIVEN_UP:
+                self._check_given_up(out.worker, old)
+        if new.reason.startswith("no worker moved") and [*self.world.links.dark_edges()]:
+            raise Violation(f"a dark edge was not seen: {new.reason}")
         if is_tick and not self.clock_may_rule:
             raise Violation(f"the clock had to rule: {new.reason}")
+
+    def _check_given_up(self, worker: int, old: State) -> None:
+        """Checks that the worker can be replaced, and lies on the most dark edges of all that can be."""
+        others = old._replace(members=tuple(each for each in old.members if each != worker))
+        if any(owner == worker and not self._is_held(stage, others) for (_, stage), owner in self._owners(old)):
+            raise Violation(f"worker {worker} is given up, and nobody else holds what it owns")
+        if old.look:
+            return  # transfers broke: only the rule of the struck ones
+        self.world.turns.add(DARK)
+        edges = {frozenset(edge) for edge in self.world.links.dark_edges()}
+        lying = Counter(end for edge in edges for end in edge)
+        most = max((number for end, number in lying.items() if self._is_replaceable(end, old)), default=0)
+        if not lying[worker] or lying[worker] < most:
+            raise Violation(
+                f"worker {worker} is given up as a mere witness of the dark edges {sorted(map(sorted, edges))}"
+            )
+
+    def _owners(self, state: State) -> Iterator[tuple[Slot, int]]:
+        return zip(self.grid.slots(), state.owners, strict=True)
+
+    def _is_replaceable(self, worker: int, state: State) -> bool:
+        """Whether other members hold all that a worker owns, as of the last commit."""
+        others = {*state.members} - {worker}
+        return all(
+            owner != worker or not self.holders[stage].isdisjoint(others) for (_, stage), owner in self._owners(state)
+        )
+
+    def _must_bear(self, state: State) -> bool:
+        """Whether links are broken for long, and no member with such a fault can be replaced."""
+        struck = self.world.links.struck.intersection(state.members)
+        return bool(struck) and not any(self._is_replaceable(worker, state) for worker in struck)
 
     def _check_plans(self, old: State, new: State) -> None:
         """Checks that training goes on only when all members have made the plan."""
@@ -219,7 +264,7 @@ class Judge:
                 worker = self.world.workers[number]
                 if worker.step != steps:
                     raise Violation(f"worker {number} has finished in step {worker.step}")
-                if worker.alive:
+                if worker.alive and not self._must_bear(state):
                     raise Violation(f"worker {number} has not been told that all have finished")
         elif state.phase is not Phase.HALTED:
             raise Violation(f"over while {state.phase}")

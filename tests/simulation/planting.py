@@ -1,4 +1,4 @@
-"""Searches for planted bugs: small cases that need a certain rule, and the check that a bug is caught."""
+"""The checks of the tests: no case fails, and a planted bug is caught; and small cases that need a certain rule."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
+import pytest
+
 from tests.simulation.case import Case, Fault
-from tests.simulation.run import run
+from tests.simulation.run import History, run
 from tests.simulation.schedules import random_case
+from tests.simulation.shrink import shrunk
 
 SMALL = Case(stages=3, microbatches=2)
 GROWN = Case(stages=2, microbatches=2, pipelines=3, redundancy="reroute")
@@ -45,3 +48,16 @@ def caught(cases: Iterable[Case], words: str) -> None:
     first = next((problem for problem in problems if problem), None)
     assert first is not None, "nobody noticed"
     assert re.search(words, first), first
+
+
+def all_well(cases: Iterable[Case]) -> list[History]:
+    """Returns the histories of cases, none of which may fail."""
+    histories = []
+    for case in cases:
+        history = run(case)
+        if history.problem:
+            small = shrunk(case)
+            problem = run(small).problem
+            pytest.fail(f"{problem}\npython -m tests.simulation --replay '{small.text()}'")
+        histories.append(history)
+    return histories

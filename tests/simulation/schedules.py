@@ -13,7 +13,7 @@ from itertools import product
 from random import Random
 
 from engine.core.ownership import Redundancy
-from tests.simulation.case import POINTS, Case, Fault
+from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, POINTS, Case, Fault
 from tests.simulation.run import run
 
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
@@ -36,6 +36,12 @@ PAIRED = (
 )
 _JOINING = 3  # moments of a worker before it has joined
 _GRACE_US = 60_000_000
+_HEALS_US, _FOR_EVER_US = 900_000, FOR_EVER_US
+_LINK_FAULTS = (  # an odd number, so that each has both timings
+    *product(("silent", "silent there", "silent back", "middle"), (_HEALS_US, _FOR_EVER_US)),
+    *(("silent", 20_000_000), ("network", _FOR_EVER_US)),
+    *(("flap", HEALS_IN_TIME_US), ("late", 10_000_000), ("duplicated", 60_000_000)),
+)
 _TIMING = (0, 3)  # seeds without spread: the exit is seen late and transfers arrive; it is seen early and they are lost
 
 
@@ -84,6 +90,30 @@ def hand_overs(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
                     yield replace(quiet, seed=_TIMING[place // stride % 2], faults=(notice, kill))
 
 
+def link_faults(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
+    """Yields cases in which links of a worker fail at every `stride`-th moment of the first step."""
+    place = first
+    for worker, moments in enumerate(run(case).moments):
+        for moment in first_step(case, moments):
+            place += 1
+            if place % stride == 0:
+                kind, length = _LINK_FAULTS[place // stride % len(_LINK_FAULTS)]
+                fault = Fault(worker, "moment", moment, kind, length)
+                yield replace(case, seed=_TIMING[place // stride % 2], faults=(fault,))
+
+
+def random_link_fault(number: int) -> Case:
+    """Returns the random case of a number with a fault of links, at most one other fault; one coordinator may die."""
+    rng = Random(number)  # noqa: S311
+    case = random_case(number)
+    kind, length = rng.choice(_LINK_FAULTS)
+    worker = rng.randrange(case.stages // case.stages_per_worker * case.pipelines)
+    broken = Fault(worker, "moment", rng.randint(4, 12 * case.microbatches * case.steps), kind, length)
+    return replace(
+        case, faults=(broken, *case.faults[: rng.choice((0, 1, 1))]), deaths=case.deaths[: rng.choice((0, 1))]
+    )
+
+
 def leavings(count: int) -> Iterator[Case]:
     """Yields random cases in which a worker leaves, and at its hand-over others die, leave, or stop the job."""
     for number in range(count):
@@ -109,23 +139,24 @@ def grid_cases(steps: int = 2) -> Iterator[Case]:
             yield Case(stages, microbatches, pipelines, redundancy, schedule=schedule, steps=steps)
 
 
-def pair_cases(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
-    """Yields every `stride`-th pair of kills: one in the first step, and one of another worker at any moment after."""
-    place = first
-    for one in single_kills(case):
-        if one.seed != _TIMING[0]:
+def small_cases() -> list[Case]:
+    """Returns the fault-free cases of the small shapes."""
+    return [case for case in grid_cases() if case.pipelines * case.stages <= 6 and case.microbatches <= 4]
+
+
+def pair_cases(case: Case, stride: int = 1) -> Iterator[Case]:
+    """Yields pairs of kills: each `stride`-th one of the first step, with each `stride`-th moment of other workers."""
+    place = 0
+    for nth, one in enumerate(single_kills(case)):
+        if nth % (2 * stride):  # both timings of a kill are next to each other
             continue
         (kill,) = one.faults
-        outcome = run(one)
-        for worker, moments in enumerate(outcome.moments):
-            if worker == kill.worker:
-                continue
-            for moment in range(max(_JOINING, kill.at // 2), moments + 1):
+        for worker, moments in enumerate(run(one).moments):
+            for moment in range(max(_JOINING, kill.at // 2), moments + 1) if worker != kill.worker else ():
                 place += 1
                 if place % stride == 0:
-                    yield replace(
-                        one, seed=_TIMING[place // stride % 2], faults=(kill, Fault(worker, "moment", moment))
-                    )
+                    second = Fault(worker, "moment", moment)
+                    yield replace(one, seed=_TIMING[place // stride % 2], faults=(kill, second))
 
 
 def random_case(number: int) -> Case:

@@ -12,13 +12,13 @@ from engine.core import messages
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
 from engine.core.membership import effects as membership_orders
-from engine.core.membership import events, protocol, transitions, verdicts
+from engine.core.membership import events, failure_detector, protocol, transitions, verdicts
 from engine.core.membership import state as membership_state
 from engine.core.membership.state import Phase, State
 from engine.core.membership.transitions import Rule
 from engine.core.message_codec import Message
 from tests.core.membership_cases import kind_of
-from tests.simulation.case import Case, Fault
+from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, Case, Fault
 from tests.simulation.planting import SMALL, caught, kills, troubled
 from tests.simulation.run import run
 from tests.simulation.schedules import leavings, random_case, take_overs
@@ -26,7 +26,6 @@ from tests.simulation.schedules import leavings, random_case, take_overs
 Patch = pytest.MonkeyPatch
 Bug = Callable[[Patch], None]
 PLANTED: dict[str, tuple[Bug, Callable[[], Iterator[Case]], str]] = {}
-FOR_EVER_US = 600_000_000
 KILLED = replace(SMALL, faults=(Fault(1, "moment", 30),))
 
 
@@ -59,9 +58,9 @@ def left() -> Iterator[Case]:
     return leavings(600)
 
 
-def struck(kind: str, length: int = 0) -> Callable[[], Iterator[Case]]:
+def struck(kind: str, length: int = 0, case: Case = SMALL) -> Callable[[], Iterator[Case]]:
     """Returns cases with a fault of some length at moments of the first step."""
-    return lambda: (replace(SMALL, faults=(Fault(1, "moment", at, kind, length),)) for at in range(8, 40, 3))
+    return lambda: (replace(case, faults=(Fault(1, "moment", at, kind, length),)) for at in range(8, 40, 3))
 
 
 def taken() -> Iterator[Case]:
@@ -163,6 +162,35 @@ def a_broken_pair_is_not_repeated(patch: Patch) -> None:
 def a_broken_pair_is_kept_for_ever(patch: Patch) -> None:
     real = verdicts.nobody_died
     patch.setattr(transitions, "nobody_died", lambda state, *rest: real(state._replace(repeats={}), *rest))
+
+
+@planted(struck("silent", FOR_EVER_US), "nothing was done to it|as a mere witness")
+def a_witness_of_dark_edges_is_given_up(patch: Patch) -> None:
+    def gone_dark(state: State, now_ns: int, suspects: tuple[int, ...], symptom: str) -> State:
+        return verdicts.gone_dark(state, now_ns, tuple({*state.members} - {*suspects}) or suspects, symptom)
+
+    patch.setattr(transitions, "gone_dark", gone_dark)
+
+
+@planted(struck("network", FOR_EVER_US), "nothing was done to it")
+def the_reporter_of_a_broken_transfer_is_given_up(patch: Patch) -> None:
+    patch.setattr(transitions, "by_suspicion", lambda edges: tuple(dict.fromkeys(edge.worker for edge in edges)))
+
+
+@planted(struck("flap", HEALS_IN_TIME_US), "nothing was done to it|clock had to rule")
+def a_flapping_link_evicts(patch: Patch) -> None:
+    """An edge is dark as soon as it is silent, without a deadline that begins again with each piece of news."""
+    patch.setattr(failure_detector, "deadline_ns", lambda steps_ns: 0)
+
+
+@planted(struck("silent there", FOR_EVER_US), "a dark edge was not seen")
+def dark_edges_are_not_looked_for(patch: Patch) -> None:
+    patch.setattr(transitions, "dark", lambda state, now_ns: ())
+
+
+@planted(struck("silent back", FOR_EVER_US, replace(SMALL, redundancy="none")), "nobody else holds")
+def a_worker_is_given_up_that_nobody_can_replace(patch: Patch) -> None:
+    patch.setattr(verdicts, "_replaceable", lambda state, suspects: next(iter(suspects), None))
 
 
 @planted(killed, "has not been told that all have finished")

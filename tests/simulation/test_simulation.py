@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from engine.core.program.routes import routes_of
 from engine.core.value import Value
 from tests.simulation import compiled, plans
 from tests.simulation.case import KINDS, Case, Fault, from_text
+from tests.simulation.planting import all_well
 from tests.simulation.run import History, run
 from tests.simulation.schedules import (
     PAIRED,
@@ -31,6 +31,7 @@ from tests.simulation.schedules import (
     pair_cases,
     random_case,
     single_kills,
+    small_cases,
     startup_deaths,
     take_overs,
 )
@@ -63,19 +64,6 @@ SELDOM = {
 CHUNK = 1000
 PARTS = 4
 TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 550, 510, 260  # at least, in each part
-
-
-def all_well(cases: Iterable[Case]) -> list[History]:
-    """Returns the histories of cases, none of which may fail."""
-    histories = []
-    for case in cases:
-        history = run(case)
-        if history.problem:
-            small = shrunk(case)
-            problem = run(small).problem
-            pytest.fail(f"{problem}\npython -m tests.simulation --replay '{small.text()}'")
-        histories.append(history)
-    return histories
 
 
 def test_there_are_enough_schedules() -> None:
@@ -152,10 +140,6 @@ def test_a_death_before_the_first_step_starts_the_job_again(part: int) -> None:
     assert again >= STARTUP_DEATHS
 
 
-def small_cases() -> list[Case]:
-    return [case for case in grid_cases() if case.pipelines * case.stages <= 6 and case.microbatches <= 4]
-
-
 def count_of(turn: str, histories: list[History]) -> int:
     return sum(turn in history.turns for history in histories)
 
@@ -173,7 +157,7 @@ def test_every_single_kill_where_a_worker_has_two_stages(schedule: str) -> None:
 
 @pytest.mark.parametrize("case", PAIRED, ids=Case.text)
 def test_pairs_of_kills(case: Case) -> None:
-    histories = all_well(pair_cases(case, stride=211))
+    histories = all_well(pair_cases(case, stride=sum(run(case).moments) // 18))
     assert len(histories) > 80
     assert sum(len(history.struck) == 2 for history in histories) > len(histories) * 0.9
     assert Phase.FINISHED in {history.phase for history in histories}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core import messages
+from engine.core.membership.standstill import LEAST_QUIET_NS
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership, Slot
 from engine.core.worker import inputs, outputs
@@ -39,6 +40,7 @@ class Worker(Joining):
         self.mail = Inbox()
         self.answers: list[inputs.Input] = []  # of other threads, for the main thread
         self.work: outputs.Output | None = None
+        self.entered = 0  # the epoch of its program
         self.holds = ""
         self.ready: Compiled | None = None
         self.thinks_until = 0  # in the planner thread
@@ -48,6 +50,20 @@ class Worker(Joining):
     def epoch(self) -> int:
         """The epoch that it has entered."""
         return self.state.epoch
+
+    def heartbeat(self) -> messages.HeartbeatMessage:
+        """Returns the answer to a ping; without news, it has the numbers of transfers in the group of this epoch."""
+        at = (self.epoch, self.step, self.moments, self.busy)
+        quiet_ns = self.world.now - self.woken_ns
+        if not self.world.links.counts or self.busy or quiet_ns < LEAST_QUIET_NS or self.entered != self.epoch:
+            return messages.HeartbeatMessage(*at)
+        awaited, counts = self.awaited(), []
+        for peer in self.state.members:
+            posted = [key for key, source in awaited.items() if source == peer]
+            taken = self.taken[peer]
+            received = taken + sum(key in self.inbox for key in posted)
+            counts.append((peer, self.sent[peer], taken + len(posted), received))
+        return messages.HeartbeatMessage(*at, quiet_ns, tuple(counts))
 
     def has_planned(self, epoch: int) -> bool:
         """Whether it has made the plan of an epoch."""
@@ -169,13 +185,14 @@ class Worker(Joining):
 
     def leave_group(self, output: outputs.LeaveGroup) -> Answer:
         """Leaves its group; its peers may see a broken link before they know of the epoch."""
-        self.world.leave(self)
+        if self.world.spread:
+            self.world.links.break_all(self)
         return None
 
     def form_group(self, output: outputs.FormGroup) -> Answer:
         """Joins the group of an epoch."""
         self.join(output.epoch.epoch)
-        self.world.join(self, output.epoch.epoch, output.epoch.members)
+        self.world.links.join(self, output.epoch.epoch, output.epoch.members)
         return None
 
     def formed(self, group: int, failed_with: int | None) -> None:
@@ -257,6 +274,7 @@ class Worker(Joining):
         if share is None:
             share = whole_step(self.world, output.ownership)[self.number]
         self.enter(share)
+        self.entered = self.epoch
         return None
 
     def run(self, output: outputs.Run) -> Answer:

@@ -22,16 +22,15 @@ from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.schedules.registry import SCHEDULES
-from tests.simulation.case import Case, Fault, Violation
+from tests.simulation.case import LINK_KINDS, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over
 from tests.simulation.executor import Executor
 from tests.simulation.judge import Judge
+from tests.simulation.links import MS, TICK, Links
 from tests.simulation.worker import Worker
 
-MS = 1_000_000
 _COSTS = (MS, MS, 2 * MS, 2 * MS, MS)
-_TICK = 500 * MS
 _LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
 _MOST_EVENTS = 400_000
 MOST_RESTARTS = 3
@@ -96,6 +95,7 @@ class World:
         self.coordinator = Coordinator(self, self.written)
         self.reached = 0  # moments of the present coordinator
         self.is_stopped = False
+        self.links = Links(self)
         self.judge = Judge(self, grid)
         self._start()
 
@@ -106,11 +106,10 @@ class World:
         self.unheard: list[tuple[int, ToAgent]] = []  # the messages that have come since a coordinator died
         self.ended: dict[int, int] = {}  # the exit code of each worker whose end the host agent has seen
         self.workers = [Worker(self, number) for number in self.members]
-        self.groups: dict[int, set[int]] = {}
         self.passes: dict[tuple[int, int], set[int]] = {}  # the owners that have ended a validation pass
-        self.cut: dict[tuple[int, int], int] = {}  # broken links, until when
         self.heard_at = [0] * len(self.workers)
         self.said_at = [0] * len(self.workers)
+        self.links.groups.clear()
         for worker in self.workers:
             self._watch(worker)
             self.push(self.delay(), worker.start)
@@ -159,7 +158,7 @@ class World:
         return self.is_stopped or self.membership.phase in (Phase.FINISHED, Phase.HALTED)
 
     def _wait_for_clock(self) -> bool:
-        self.tick_after(_TICK)
+        self.tick_after(TICK)
         return True
 
     def push(self, delay: int, what: Callable[..., None], *words: Any) -> None:
@@ -199,11 +198,14 @@ class World:
             return
         for worker in self.workers:
             if worker.alive and not worker.paused:
-                at = messages.HeartbeatMessage(worker.epoch, worker.step, worker.moments, worker.busy)
-                self.coordinator.take(Heard, worker.number, at, _NODES[worker.number])
+                self.coordinator.take(Heard, worker.number, worker.heartbeat(), _NODES[worker.number])
         self.coordinator.take(inputs.Passed)
-        if self.membership.look or any(worker.alive and worker.paused for worker in self.workers):
-            self.tick_after(_TICK)
+        if (
+            self.membership.look
+            or self.now < self.links.until
+            or any(worker.alive and worker.paused for worker in self.workers)
+        ):
+            self.tick_after(TICK)
 
     # Coordinators
 
@@ -272,42 +274,6 @@ class World:
         if self.tell_all:
             self.tell_all(f"{self.now / MS:10.3f} ms  {_in_words(numbers)}")
 
-    def join(self, worker: Executor, group: int, members: tuple[int, ...]) -> None:
-        """Lets a worker join a group: it is formed when all have joined, and fails at the ends of a cut link."""
-        joined = self.groups.setdefault(group, set())
-        joined.add(worker.number)
-        if joined.issuperset(members):
-            for number in members:
-                cut = (other for other in members if self.cut.get((number, other), 0) > self.now) if self.cut else ()
-                self.push(self.planning(), self.workers[number].formed, group, next(iter(cut), None))
-
-    def leave(self, worker: Worker) -> None:
-        """Lets a worker leave its group, which breaks its links."""
-        if self.spread:
-            self._break_links(worker)
-
-    def _break_links(self, worker: Executor) -> None:
-        for peer in self.workers:
-            if peer.alive and peer is not worker:
-                self.push(MS // 2 if not self.spread else self.delay(), peer.lose_link, worker.group, worker.number)
-
-    def send(self, worker: Executor, target: int, key: int, payload: Any) -> None:
-        """Sends a transfer."""
-        self.push(self.delay(), self._arrive, worker, target, worker.group, worker.step, key, payload)
-
-    def _arrive(self, source: Executor, target: int, group: int, step: int, key: int, payload: Any) -> None:
-        taker = self.workers[target]
-        if self.is_restarting or self.workers[source.number] is not source:
-            return
-        until = self.cut.get((source.number, target), 0) if self.cut else 0
-        if until > self.now:
-            if group == source.group:
-                source.lost.add(target)
-            self.push(self.delay(), taker.lose_link, group, source.number)
-        elif source.alive or not (self.loses if not self.spread else self.pick() < 0.5):
-            self.note(key, target)
-            taker.receive(group, step, source.number, key, payload)
-
     # Faults
 
     def strike(self, worker: Executor, point: str) -> None:
@@ -351,11 +317,9 @@ class World:
         elif fault.kind == "pause":
             worker.paused = True
             self.push(length, worker.resume)
-            self.tick_after(_TICK)
-        elif fault.kind == "link":
-            peer = (worker.number + 1) % len(self.workers)
-            self.cut[worker.number, peer] = self.cut[peer, worker.number] = self.now + length
-            self.judge.guilty(self.workers[peer], fault)
+            self.tick_after(TICK)
+        elif fault.kind in LINK_KINDS:
+            self.links.strike(worker, fault)
         elif fault.kind == "suspect":
             worker.transfer_failed(None if fault.length == 0 else fault.length % len(self.workers))
         elif fault.kind == "stop":
@@ -376,7 +340,7 @@ class World:
         if self.is_over():
             return
         self.push(self.exit_lag if not self.spread else self.delay(), self._seen, worker, code)
-        self._break_links(worker)
+        self.links.break_all(worker)
 
     def _seen(self, worker: Executor, code: int) -> None:
         number = worker.number
