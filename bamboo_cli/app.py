@@ -36,12 +36,17 @@ COMMANDS = {
     "report": "Report a run: tables, a page that opens without a network, a trace.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",
+    "checkpoint": "The checkpoints of a run: list them, verify every byte, delete old ones.",
     "list": "List scenarios, matrices, models, data, schedules or runs",
     "clean": "Delete the files that killed runs left behind",
     "bench": "Measure bamboo beside its peers, interleaved in one run.",
 }
 # Name of a command -> its module and function, where they have other names.
-_PLACES = {"list": ("stock.listing", "show_list"), "clean": ("stock.clean", "clean")}
+_PLACES = {
+    "list": ("stock.listing", "show_list"),
+    "clean": ("stock.clean", "clean"),
+    "checkpoint": ("stock.checkpoint", "checkpoint"),
+}
 
 
 class _Group(TyperGroup):

@@ -83,7 +83,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
     | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
-    | {"engine.runtime.agent"},
+    | {"engine.runtime.agent", "engine.files.checkpoints"},
 }
 COMMANDS = (
     "bamboo_cli",

@@ -17,7 +17,7 @@ from typing import Union
 
 from engine.core.history.step_files import FOLDER
 from engine.files.atomic_write import open_below
-from engine.files.run_folder import LATEST, RUN_NAME
+from engine.files.run_folder import CHECKPOINTS_FOLDER, LATEST, RUN_NAME
 
 # The name of an entry, as a pattern -> the entries of the folder, or one of the kinds below.
 OwnNames = Mapping[str, Union[str, "OwnNames"]]
@@ -28,9 +28,16 @@ TEMPORARY: OwnNames = {rf"{_TEMPORARY_NAME}|\..+\.[0-9]+\.tmp|request-[0-9a-f]+\
 TEMPORARY_LINK: OwnNames = {_TEMPORARY_NAME: LINK}
 _LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd)\.log": FILE, "etcd": TREE}
 _STEPS: OwnNames = {r"actions-[0-9]+-[0-9]+\.bin|hashes-[0-9]+\.jsonl": FILE}
+CHECKPOINTS: OwnNames = {
+    r"step-[0-9]{8,12}": {
+        r"layer-[0-9]{4,8}(\.shard-[0-9]+-of-[0-9]+)?\.[0-9a-f]{16}\.safetensors|manifest-[0-9a-f]{16}\.json": FILE,
+        _TEMPORARY_NAME: FILE,
+    }
+}
 _SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS, FOLDER: _STEPS}
 RUN: OwnNames = {
     r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
+    CHECKPOINTS_FOLDER: CHECKPOINTS,
     "twin": _SESSION,
     **_SESSION,
     **TEMPORARY,

@@ -20,6 +20,7 @@ from engine.files.atomic_write import storage_errors, write_atomically
 
 LATEST = "latest"
 RUN_NAME = r"[0-9]{8}-[0-9]{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
+CHECKPOINTS_FOLDER = "checkpoints"
 _TIME = "%Y%m%d-%H%M%S"
 _TWIN = "twin"
 
@@ -49,6 +50,11 @@ class RunFolder:
     def logs(self) -> Path:
         """The folder of the workers' output."""
         return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints, unless the job names another place."""
+        return self.path / CHECKPOINTS_FOLDER
 
     @property
     def twin(self) -> RunFolder:

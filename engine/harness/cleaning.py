@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.core.errors import StorageError
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.matrix_results import MATRICES, RESULTS
 from engine.files.own_files import MATRIX, RUN, TEMPORARY, TEMPORARY_LINK, TWINS, delete_entry, disk_bytes, own_files
 from engine.files.run_folder import RunFolder, run_names
@@ -100,6 +102,10 @@ def _unfinished(results: Path, run: Path, user: Path) -> Iterator[Leftover]:
         yield Leftover(results, "store of a killed run", store, tuple(inside), user)
     for path in own_files(run, TEMPORARY):
         yield Leftover(results, "temporary file", path, (path,), user)
+    with contextlib.suppress(StorageError):  # of another user
+        for name in checkpoints_at(RunFolder(run).checkpoints, run).orphans():
+            path = RunFolder(run).checkpoints / name
+            yield Leftover(results, "part of an unfinished checkpoint", path, (path,), user)
     if run == user:
         for name in _inner_names(run / "runs"):  # of a matrix
             yield from _unfinished(results, run / "runs" / name, user)

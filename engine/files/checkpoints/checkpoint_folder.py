@@ -141,24 +141,29 @@ class CheckpointFolder:
                 refused.append(RefusedCheckpoint(name, reason))
         return NewestGood(None, None, tuple(refused))
 
-    def prune(
+    def old(
         self, keep: int, run: str = "", in_use: Collection[CheckpointName] = (), *, is_verified: bool = False
     ) -> tuple[CheckpointName, ...]:
-        """Removes the checkpoints that are older than the `keep` newest ones of their run, and returns their names.
+        """Returns the checkpoints that are older than the `keep` newest ones of their run, of one run or of all.
 
-        With `run` it looks at this run only. The caller knows that the newest one is good, because it has just written
-        it; or it wants each one read (`is_verified`), and those that are not good count for nothing.
+        The caller knows that the newest one is good, because it has just written it; or it wants each one read
+        (`is_verified`), and those that are not good count for nothing.
         """
         by_run: dict[str, list[CheckpointName]] = {}
         for manifest, name in self._read_all(run)[0]:
             by_run.setdefault(manifest.run, []).append(name)
-        gone: list[CheckpointName] = []
+        found: list[CheckpointName] = []
         for names in by_run.values():
             good = [name for name in names if not is_verified or self._is_good(name)]
-            gone += may_go(names, keep, good, in_use)
+            found += may_go(names, keep, good, in_use)
+        return tuple(found)
+
+    def prune(self, keep: int, run: str = "", in_use: Collection[CheckpointName] = ()) -> tuple[CheckpointName, ...]:
+        """Removes the old checkpoints, as `old` says, and returns their names."""
+        gone = self.old(keep, run, in_use)
         for name in gone:
             self.remove(name)
-        return tuple(gone)
+        return gone
 
     def remove(self, name: CheckpointName) -> None:
         """Removes a checkpoint: first its manifest, then its parts, then the folder if it is empty."""
@@ -170,20 +175,26 @@ class CheckpointFolder:
         self._storage.sync_folder(folder)
         self._remove_all(folder, (part.file for part in parts))
 
-    def remove_orphans(self) -> tuple[str, ...]:
-        """Removes the parts that no manifest names, and returns their names; no other process may be writing here."""
+    def orphans(self) -> tuple[str, ...]:
+        """Returns the parts that no manifest names; those beside a manifest that cannot be read are none."""
         by_folder: dict[str, list[str]] = {}
         for name in self._storage.names():
             folder, _, file = name.rpartition("/")
             by_folder.setdefault(folder, []).append(file)
-        gone: list[str] = []
+        found: list[str] = []
         for folder, files in by_folder.items():
-            with suppress(StorageError):  # a folder with a manifest that cannot be read stays as it is
+            with suppress(StorageError):
                 named = set(self._named_in(folder, files))
-                orphans = [file for file in files if is_part(file) and file not in named]
-                self._remove_all(folder, orphans)
-                gone += (f"{folder}/{file}" for file in orphans)
-        return tuple(gone)
+                found += (f"{folder}/{file}" for file in files if is_part(file) and file not in named)
+        return tuple(found)
+
+    def remove_orphans(self) -> tuple[str, ...]:
+        """Removes the orphans, and returns their names; no other process may be writing here."""
+        gone = self.orphans()
+        for name in gone:
+            folder, _, file = name.rpartition("/")
+            self._remove_all(folder, [file])
+        return gone
 
     def _is_good(self, name: CheckpointName) -> bool:
         try:
