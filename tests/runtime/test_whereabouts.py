@@ -29,7 +29,8 @@ def at_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_place_is_read_as_it_was_written_and_no_halves_of_two(board: ProgressBoard) -> None:
     place = BoardPlace(3, 2**20, 77, True, 2**60, 5, Loading.AHEAD)
     board.write(1, 7, 8, "1F0")
-    board.place(1, place)
+    board.place(1, place[:-1])
+    board.load(1, Loading.AHEAD, True)
     assert [board.place_of(line) for line in range(3)] == [None, place, None]
     assert (board.read(1).action, board.read(2).action) == ("1F0", "")
     board._memory[128 + 64 + 5] ^= 1
@@ -55,12 +56,13 @@ def test_loading_is_told_and_begins_the_time_of_an_action_again(board: ProgressB
     here = Whereabouts(board, 2)
     here.move(1, 0, 1, True)
     told = []
-    with here.loading(ahead=True):
+    for at_ns[0], ahead, is_loading in (
+        (20, True, True),
+        (30, False, True),
+        (500, False, False),
+        (600, True, False),
+    ):
+        here.load(is_loading, ahead=ahead)
         told.append(board.place_of(2))
-        with here.loading():
-            at_ns[0] = 500
-            told.append(board.place_of(2))
-        told.append(board.place_of(2))
-    told.append(board.place_of(2))
     found = [(each.loading, each.since_ns) for each in told if each]
     assert found == [(Loading.AHEAD, 10), (Loading.MAIN, 10), (Loading.AHEAD, 500), (Loading.NONE, 500)]

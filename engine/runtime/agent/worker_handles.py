@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.core.membership.evidence import Loading, Sight
+from engine.core.membership.evidence import Sight
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
 from engine.files.atomic_write import open_to_append
@@ -93,7 +93,7 @@ def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
         return None
     at = (place.epoch, place.step, place.number, place.inside)
     inside_ns = now_ns() - place.since_ns if place.inside else 0
-    return Sight(*at, inside_ns, place.slowest_ns, Loading(place.loading), *times)
+    return Sight(*at, inside_ns, place.slowest_ns, place.loading, *times)
 
 
 def start_coordinator(server: ForkServer, logs: Path, name: str) -> tuple[Child, Link]:

@@ -218,7 +218,8 @@ class Control:
 
         Before that it carries out the agent's messages about faults, which may raise anything, or end the process.
         """
-        self._suffer()
+        if self._of_faults:
+            self._suffer()
         if self._is_urgent:
             raise Stopped if isinstance(self.inbox.waiting[0], StopMessage) else Fenced
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.core.membership.evidence import Loading
+
 _LINE = struct.Struct("<qq16s")
-_PLACE = struct.Struct("<iii?qqb")
+_PLACE = struct.Struct("<iii?qqq")  # the last field is the hash of the others
 _PLACE_AT = 64  # in a line
-_CHECK = struct.Struct("<I")
+_LOADING_AT = _PLACE_AT + _PLACE.size  # a byte for each kind of loading
 _LINE_BYTES = 128
 _MOST_TRIES = 3
 
@@ -32,7 +33,7 @@ class BoardPlace(NamedTuple):
     inside: bool
     since_ns: int
     slowest_ns: int
-    loading: int
+    loading: Loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,23 @@ class ProgressBoard:
         step, num_computed, action = _LINE.unpack_from(self._memory, line * _LINE_BYTES)
         return Progress(step, num_computed, action.rstrip(b"\0").decode(errors="replace"))
 
-    def place(self, line: int, place: tuple[int, int, int, bool, int, int, int]) -> None:
-        """Overwrites the position in a line, with the fields of a `BoardPlace`."""
-        data = _PLACE.pack(*place)
-        begin = line * _LINE_BYTES + _PLACE_AT
-        self._memory[begin : begin + _PLACE.size + _CHECK.size] = data + _CHECK.pack(zlib.crc32(data))
+    def place(self, line: int, place: tuple[int, int, int, bool, int, int]) -> None:
+        """Overwrites the position in a line, with the fields of a `BoardPlace` but the last."""
+        _PLACE.pack_into(self._memory, line * _LINE_BYTES + _PLACE_AT, *place, hash(place))
+
+    def load(self, line: int, how: Loading, is_loading: bool) -> None:
+        """Tells whether a thread loads data."""
+        self._memory[line * _LINE_BYTES + _LOADING_AT + how] = is_loading
 
     def place_of(self, line: int) -> BoardPlace | None:
         """Returns the position in a line; None if there is none, or only halves of two."""
-        begin = line * _LINE_BYTES + _PLACE_AT
+        begin = line * _LINE_BYTES
         for _ in range(_MOST_TRIES):
-            data, check = self._memory[begin : begin + _PLACE.size], begin + _PLACE.size
-            if zlib.crc32(data) == _CHECK.unpack_from(self._memory, check)[0]:
-                return BoardPlace._make(_PLACE.unpack(data))
+            # Before the position: a worker tells a new time before it tells that its data is loaded.
+            loading = [each for each in Loading if self._memory[begin + _LOADING_AT + each]]
+            *place, check = _PLACE.unpack_from(self._memory, begin + _PLACE_AT)
+            if hash(tuple(place)) == check:
+                return BoardPlace._make((*place, max(loading, default=Loading.NONE)))
         return None
 
     def close(self) -> None:

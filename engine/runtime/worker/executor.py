@@ -27,7 +27,7 @@ from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.transport.transfers import Receiver
 from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import WorkerProgram
-from engine.runtime.worker.handlers import Method, run_in_order
+from engine.runtime.worker.handlers import Method, QueuedAction, run_in_order
 from engine.runtime.worker.microbatch_loader import MicrobatchLoader
 from engine.runtime.worker.step_end import StepEnd
 from engine.runtime.worker.worker_context import WorkerContext
@@ -94,12 +94,21 @@ class Executor:
         if not self._worker_program.is_awaited:
             self._receiver.begin()
         self.streams.begin()
-        run_in_order(self._actions, self.context.control.check, self._run)
+        self._run_all(self._actions, self.context.control.check)
+
+    def _run_all(self, entries: Sequence[QueuedAction], check: Callable[[], None]) -> None:
+        run_in_order(entries, check, self._run)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tells that the last action is over; the begin of the next one tells it too."""
+        self.context.control.at = (self.step, self._index, False)
 
     def _run(self, action: Action, text: str, run: Method) -> None:
         context, step = self.context, self.step
         strikes = context.failpoints.armed and (action.pipeline, action.stage) in self._worker_program.owned
         if strikes:
+            self._leave()
             self._strike(action, "before")
         self._index += 1
         context.board.write(context.worker, step, self.num_computed, text)
@@ -113,9 +122,9 @@ class Executor:
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))
         finally:  # the action has ended, even if the delay raises
             context.recorder.action(context.control.accepted, step, text, start_ns, now_ns())
-        context.control.at = (step, self._index, False)
         self.num_computed += action.op in COMPUTE_OPS
         if strikes:
+            self._leave()
             self._strike(action, "after")
 
     def _strike(self, action: Action, when: When) -> None:
@@ -138,9 +147,9 @@ class Executor:
         """Takes the optimizer steps of the program, after the commit of the open step."""
         self._take(commit, self._steps)
 
-    def _take(self, commit: CommitMessage, steps: Sequence[tuple[Action, str, Method]]) -> None:
+    def _take(self, commit: CommitMessage, steps: Sequence[QueuedAction]) -> None:
         self.end.clip_factor = commit.clip_factor
-        run_in_order(steps, lambda: None, self._run)
+        self._run_all(steps, lambda: None)
         replicas = self.context.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
             replicas.drop(slot)  # it has not taken the step: no worker can use it

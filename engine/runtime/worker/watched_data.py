@@ -45,35 +45,39 @@ class WatchedData:
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns `size` training samples, loaded in the main thread."""
-        return self._watched(lambda: self._data.microbatch(step, pipeline, microbatch, size))
+        return self._watched(self._data.microbatch, step, pipeline, microbatch, size)
 
     def microbatch_ahead(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
         """Returns `size` training samples, loaded in another thread."""
-        with self._whereabouts.loading(ahead=True):
-            return self._timed(lambda: self._data.microbatch(step, pipeline, microbatch, size))
+        return self._timed(True, self._data.microbatch, step, pipeline, microbatch, size)
 
     def validation(self, index: int, size: int) -> Batch:
         """Returns `size` samples that training never sees."""
-        return self._watched(lambda: self._data.validation(index, size))
+        return self._watched(self._data.validation, index, size)
 
     def await_ahead(self, wait: Callable[[], Batch]) -> Batch:
         """Returns the outcome of a wait of the main thread for another one that loads."""
-        with self._whereabouts.loading():
-            return wait()
+        return self._told(False, wait)
 
-    def _watched(self, load: Callable[[], Batch]) -> Batch:
-        with self._whereabouts.loading():
-            if self._draws or self._num_calls >= _CHECKED_CALLS:
-                return self._timed(load)
-            before = positions()
-            batch = self._timed(load)
-            after = positions()
-            self._draws = any(after[stream] != at for stream, at in before.items())
-            self._num_calls += 1
-            return batch
+    def _watched(self, load: Callable[..., Batch], *at: int) -> Batch:
+        if self._draws or self._num_calls >= _CHECKED_CALLS:
+            return self._timed(False, load, *at)
+        before = positions()
+        batch = self._timed(False, load, *at)
+        after = positions()
+        self._draws = any(after[stream] != position for stream, position in before.items())
+        self._num_calls += 1
+        return batch
 
-    def _timed(self, load: Callable[[], Batch]) -> Batch:
+    def _timed(self, ahead: bool, load: Callable[..., Batch], *at: int) -> Batch:
         start_s = time.monotonic()
-        batch = load()
+        batch = self._told(ahead, load, *at)
         self._is_slow = time.monotonic() - start_s >= _SLOW_S
         return batch
+
+    def _told(self, ahead: bool, load: Callable[..., Batch], *at: int) -> Batch:
+        self._whereabouts.load(True, ahead=ahead)
+        try:
+            return load(*at)
+        finally:
+            self._whereabouts.load(False, ahead=ahead)
