@@ -55,16 +55,31 @@ def writers(ownership: Ownership, fsdp: bool = False) -> Mapping[int, tuple[int,
     grid = ownership.grid
     if fsdp:
         return {stage: ownership.owners_of(stage) for stage in range(grid.stages)}
-    load = dict.fromkeys(ownership.workers(), 0)
-    chosen: dict[int, tuple[int, ...]] = {}
+    candidates = {}
     for stage in range(grid.stages):
         owners = ownership.owners_of(stage)
         shadows = {each for pipeline in range(grid.pipelines) for each in ownership.shadows_of(pipeline, stage)}
-        candidates = sorted(shadows - set(owners)) or sorted(shadows) or owners
-        writer = min(candidates, key=lambda worker: load[worker])
-        load[writer] += 1
-        chosen[stage] = (writer,)
-    return chosen
+        candidates[stage] = tuple(sorted(shadows - set(owners)) or sorted(shadows) or owners)
+    shared = (_shared(candidates, most) for most in range(1, grid.stages + 1))
+    chosen = next(filter(None, shared))
+    return {stage: (chosen[stage],) for stage in range(grid.stages)}
+
+
+def _shared(candidates: Mapping[int, Sequence[int]], most: int) -> dict[int, int] | None:
+    """Returns a candidate for each stage, no worker for more than `most` of them; None if that is impossible."""
+    chosen: dict[int, int] = {}
+
+    def place(stage: int, tried: set[int]) -> bool:
+        for worker in candidates[stage]:
+            if worker not in tried:
+                tried.add(worker)
+                its = [each for each, other in chosen.items() if other == worker]
+                if len(its) < most or any(place(each, tried) for each in its):
+                    chosen[stage] = worker
+                    return True
+        return False
+
+    return chosen if all(place(stage, set()) for stage in candidates) else None
 
 
 def may_go(kept: Sequence[Kept], keep: int, good: Collection[Kept], in_use: Collection[Kept] = ()) -> tuple[Kept, ...]:

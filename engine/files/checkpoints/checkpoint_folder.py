@@ -31,7 +31,8 @@ from engine.core.checkpoints.manifest import (
     step_of,
 )
 from engine.core.errors import StorageError
-from engine.files.checkpoints.disk import OwnDisk
+from engine.files.checkpoints.disk import Disk, OwnDisk
+from engine.files.checkpoints.faulty_disk import DiskTroubles, FaultyDisk
 from engine.files.checkpoints.folder_storage import FolderStorage
 from engine.files.checkpoints.storage import Bytes, Storage
 
@@ -230,10 +231,13 @@ class CheckpointFolder:
         return found, refused
 
 
-def checkpoints_at(place: str | Path, below: Path | None = None) -> CheckpointFolder:
+def checkpoints_at(
+    place: str | Path, below: Path | None = None, troubles: DiskTroubles | None = None
+) -> CheckpointFolder:
     """Returns the checkpoints in a folder, which the first file makes, or at a URL; none of them is read.
 
     No part of the path of a folder may be a link after `below`; without it, only the user's own links lead there.
+    `troubles` are the faults of the disk of a folder.
 
     Raises:
         UserError: the URL is none that can be used.
@@ -243,4 +247,5 @@ def checkpoints_at(place: str | Path, below: Path | None = None) -> CheckpointFo
 
         return CheckpointFolder(ObjectStorage(place))
     folder = Path(str(place).removeprefix("file://"))
-    return CheckpointFolder(FolderStorage(OwnDisk(folder, below), str(folder)))
+    disk: Disk = OwnDisk(folder, below)
+    return CheckpointFolder(FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder)))
