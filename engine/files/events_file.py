@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.core.errors import InvariantError, StorageError
-from engine.core.history.merge import merged
 from engine.core.history.process_records import StartedRecord
 from engine.core.history.record import AGENT, Record, StampedRecord, UnreadLine
 from engine.core.history.record_lines import (
@@ -59,10 +58,11 @@ def read_events(path: Path, start: int = 0, since: int = 0) -> Iterator[Record]:
     Raises:
         StorageError: a file cannot be read, is no file of events, or is of another version.
     """
-    records, files = list(recorded(path, start)), StepReader(path.parent)
+    history, files = history_of(recorded(path, start)), StepReader(path.parent)
     firsts = list(files.ranges())
     before = [first for first in firsts if first <= since]
-    yield from merged(records, files.actions(firsts[max(0, len(before) - 1) :], _pids(history_of(records)), since))
+    history.add_actions(files.actions(firsts[max(0, len(before) - 1) :], _pids(history), since))
+    yield from history.records
 
 
 def recorded(path: Path, start: int = 0) -> Iterator[Record]:

@@ -19,19 +19,6 @@ def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
     write_atomically(path, trajectory_text(rows))
 
 
-def read_trajectory(path: Path) -> list[TrajectoryRow]:
-    """Returns the rows in the order of the file.
-
-    Raises:
-        StorageError: the file cannot be read, or a line, which the message names, is damaged.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error}") from error
-    return trajectory_rows(text, path)
-
-
 def trajectory_text(rows: Iterable[TrajectoryRow]) -> str:
     """Returns the rows as the text of a file."""
     return "".join(",".join(line) + "\n" for line in (COLUMNS, *(row.texts() for row in rows)))

@@ -36,7 +36,7 @@ from engine.core.history.run_history import history_of
 from engine.report.compare import compare
 from engine.report.formats import for_reading, for_terminal, title_of
 from engine.report.load import TABLES, joined
-from engine.report.pages.cell_grid import CellGrid, grid_of, grid_text
+from engine.report.pages.cell_grid import CellGrid, grid_of, grid_parts
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import RunView, WorkerView
 from engine.runtime.doctor import host_checks
@@ -124,7 +124,7 @@ def commands() -> dict[str, Callable[[], Any]]:
         "live": live,
         "list runs": list_runs,
         "doctor": lambda: app(["doctor"], standalone_mode=False),
-        "matrix": lambda: print(grid_text(matrix_grid(), width_of())),
+        "matrix": lambda: print("".join(text for text, _ in grid_parts(matrix_grid(), width_of()))),
     }
 
 

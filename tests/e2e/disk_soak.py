@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from engine.core.checks.trajectory import TrajectoryRow, trajectory_hash
 from engine.core.errors import ExitCode, StorageError
 from engine.files.events_file import read_history
-from engine.files.trajectory_file import read_trajectory
+from engine.files.trajectory_file import trajectory_rows
 from engine.report.load import load
 from engine.runtime.store.embedded_etcd import find_etcd
 from tests.e2e.launcher import Launcher
@@ -108,7 +108,7 @@ def whole_run(folder: Path, store: str) -> list[TrajectoryRow]:
     """Returns the trajectory of a run whose writes do not fail."""
     launcher = Launcher(folder, (*_PLAIN, "--etcd", store), {})
     assert launcher.wait().code == 0, launcher.stderr()
-    return read_trajectory(launcher.run_folder / "trajectory.csv")
+    return trajectory_rows((launcher.run_folder / "trajectory.csv").read_text(), Path("trajectory.csv"))
 
 
 def fail_at(place: Place, folder: Path, store: str, whole: Sequence[TrajectoryRow]) -> Verdict:

@@ -16,7 +16,7 @@ import pytest
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
-from engine.files.trajectory_file import read_trajectory
+from engine.files.trajectory_file import trajectory_rows
 from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -55,7 +55,7 @@ def test_json_is_one_object_on_stdout_and_the_files_say_the_same(launch: Launch)
     assert done.stdout.count("\n") == 1
     said = json.loads(done.stdout)
     folder = launcher.folder / said["run_dir"]
-    rows = read_trajectory(folder / "trajectory.csv")
+    rows = trajectory_rows((folder / "trajectory.csv").read_text(), Path("trajectory.csv"))
     assert len(rows) == 4 * 4  # steps, layers
     assert said["outcome"] == "finished"
     assert (said["exit_code"], said["steps"], said["recoveries"]) == (0, 4, [])

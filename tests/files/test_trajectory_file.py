@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference, trajectory_hash
 from engine.core.errors import StorageError
-from engine.files.trajectory_file import read_trajectory, write_trajectory
+from engine.files.trajectory_file import trajectory_rows, trajectory_text, write_trajectory
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 COUNTS = st.integers(min_value=0, max_value=10**6)
@@ -20,10 +20,8 @@ ROWS = st.lists(
 
 
 @given(rows=ROWS)
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[TrajectoryRow]) -> None:
-    path = tmp_path_factory.getbasetemp() / "trajectory.csv"
-    write_trajectory(path, rows)
-    again = read_trajectory(path)
+def test_round_trip(rows: list[TrajectoryRow]) -> None:
+    again = trajectory_rows(trajectory_text(rows), Path("t.csv"))
     assert [(row.step, row.layer) for row in again] == [(row.step, row.layer) for row in rows]
     assert first_difference(again, rows) is None
     assert trajectory_hash(again) == trajectory_hash(rows)
@@ -44,12 +42,6 @@ def test_the_file_is_plain_csv(tmp_path: Path) -> None:
         ("step,layer,state,buffers,loss\n0,0,a,b,1.0.0\n", "t.csv:2: "),
     ],
 )
-def test_a_damaged_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "t.csv").write_text(text)
+def test_a_damaged_file_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(StorageError, match=message):
-        read_trajectory(tmp_path / "t.csv")
-
-
-def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot read '.*t\.csv'"):
-        read_trajectory(tmp_path / "t.csv")
+        trajectory_rows(text, Path("t.csv"))

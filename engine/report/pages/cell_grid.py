@@ -72,13 +72,11 @@ def _row(name: str, labels: Labels) -> str:
     return labels.get("action") or name.partition("/")[0]
 
 
-def grid_text(grid: CellGrid, width: int | None = None) -> str:
-    """Returns the grid for a terminal of `width` columns, or for any width; faults without room stand below."""
-    return "".join(text for text, _ in grid_parts(grid, width))
-
-
 def grid_parts(grid: CellGrid, width: int | None = None) -> list[tuple[str, str]]:
-    """Returns `grid_text` in parts of (text, letter); the letter is the text of a field, and empty for other texts."""
+    """Returns the grid for a terminal of `width` columns, or for any width; faults without room stand below.
+
+    Each part has its text and a letter, which is the text of a field, and empty for other texts.
+    """
     first = max((len(row) for row in grid.rows), default=0)
     blocks: list[list[tuple[str, list[str]]]] = [[]]
     for group in column_groups(grid.columns):

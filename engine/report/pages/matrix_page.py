@@ -20,7 +20,6 @@ from engine.report.pages.cell_grid import LEGEND, CellGrid, GridCell, column_gro
 from engine.report.pages.frame import Tile, asset, facts_html, html_table, policy, tiles_html
 
 _MOST_TOLD = 12  # cells of one field
-_PASSED = "P"
 
 Replay = Callable[[str], str]  # the command that runs a cell again, by its name
 
