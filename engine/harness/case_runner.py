@@ -141,7 +141,6 @@ def _concluded(
         StorageError: a file could not be written.
     """
     from engine.files.events_file import add_records, read_history
-    from engine.files.step_reader import StepReader
     from engine.files.trajectory_file import write_trajectory
 
     job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
@@ -150,8 +149,7 @@ def _concluded(
     rows = ending.view.run_state.rows
     write_trajectory(folder.trajectory, rows)
     error = "" if ending.error is None else str(ending.error)
-    is_long = folder.events.stat().st_size + StepReader(folder.path).num_bytes > _QUICK_BYTES
-    if ending.outcome == "interrupted" and is_long and not faults:
+    if ending.outcome == "interrupted" and folder.events.stat().st_size > _QUICK_BYTES and not faults:
         screen.say("a long run: its recoveries are in `bamboo report`")
         history = RunHistory(job)
     else:

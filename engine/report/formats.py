@@ -27,7 +27,7 @@ def cell_text(value: Any) -> str:
 
 
 def as_text(table: pd.DataFrame, form: str) -> str:
-    """Returns a table in one of `TEXT_FORMS`."""
+    """Returns a table as csv, json, markdown or html."""
     return _WRITERS[form](table)
 
 
@@ -116,4 +116,3 @@ def _html(table: pd.DataFrame) -> str:
 
 
 _WRITERS: dict[str, Callable[[pd.DataFrame], str]] = {"csv": _csv, "json": _json, "markdown": _markdown, "html": _html}
-TEXT_FORMS = tuple(_WRITERS)
