@@ -274,11 +274,6 @@ class PreparedMessage(ToAgent):
 
 
 @message
-class NoticeMessage(ToAgent):
-    """The worker got SIGTERM, and is going to leave."""
-
-
-@message
 class StrikeMessage(ToAgent):
     """The moment of a fault has come at this worker."""
 

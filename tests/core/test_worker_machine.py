@@ -13,7 +13,6 @@ from engine.core.messages import (
     EpochMessage,
     GoMessage,
     InventoryMessage,
-    NoticeMessage,
     PlanMessage,
     PlannedMessage,
     PreparedMessage,
@@ -24,7 +23,7 @@ from engine.core.messages import (
     ValidationMessage,
 )
 from engine.core.ownership import Grid, Ownership
-from engine.core.process_messages import ByeMessage, StopMessage
+from engine.core.process_messages import ByeMessage, NoticeMessage, StopMessage
 from engine.core.recovery.plan import EpochPlan, Plan
 from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.inputs import (

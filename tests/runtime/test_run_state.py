@@ -12,7 +12,8 @@ from engine.core.coordinator.hearing import RULES
 from engine.core.errors import ExitCode, Problem
 from engine.core.history.run_records import CommitRecord
 from engine.core.message_codec import ToAgent, kinds
-from engine.core.messages import CutMessage, FailedMessage, NoticeMessage, RaisedMessage, RefusedMessage
+from engine.core.messages import CutMessage, FailedMessage, RaisedMessage, RefusedMessage
+from engine.core.process_messages import NoticeMessage
 from engine.core.worker_exception import WorkerException
 from engine.runtime.agent.message_handlers import _OWN_PARTS
 from engine.runtime.agent.run_state import RunState, error_of

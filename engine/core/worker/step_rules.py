@@ -13,6 +13,7 @@ from engine.core.config.job import is_due
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.message_codec import Message
 from engine.core.ownership import Slot
+from engine.core.process_messages import NoticeMessage
 from engine.core.worker import inputs
 from engine.core.worker.outputs import (
     Audit,
@@ -59,7 +60,7 @@ def gives_notice(state: WorkerState, given: inputs.NoticeGiven) -> Stepped:
     """Tells the agent of the notice; once is enough."""
     if state.has_given_notice:
         return state, ()
-    return state._replace(has_given_notice=True), (Say(messages.NoticeMessage()),)
+    return state._replace(has_given_notice=True), (Say(NoticeMessage()),)
 
 
 def has_run(state: WorkerState, ended: inputs.ProgramEnded) -> Stepped:

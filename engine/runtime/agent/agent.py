@@ -31,8 +31,8 @@ from engine.core.history.run_records import GoRecord
 from engine.core.membership.events import Heard, Notice
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
-from engine.core.messages import ExitMessage, NoticeMessage, RaisedMessage
-from engine.core.process_messages import PingMessage, StopMessage
+from engine.core.messages import ExitMessage, RaisedMessage
+from engine.core.process_messages import NoticeMessage, PingMessage, StopMessage
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.node import Node
