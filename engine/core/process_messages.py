@@ -66,6 +66,11 @@ class PingMessage(ToWorker):
 
 
 @message
+class NoticeMessage(ToAgent):
+    """The worker got SIGTERM, and is going to leave."""
+
+
+@message
 class ByeMessage(ToWorker):
     """Every worker has finished, and may leave."""
 
