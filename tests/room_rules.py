@@ -24,19 +24,20 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core": frozenset(),
     "engine.core.schedules": _GROUND,
     "engine.core.program": _GROUND | {"engine.core.schedules"},
-    "engine.core.config": _PLANS,
+    "engine.core.checkpoints": _GROUND,
+    "engine.core.config": _PLANS | {"engine.core.checkpoints"},
     "engine.core.analysis": _PLANS,
     "engine.core.samples": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
-    "engine.core.worker": _GROUND | {"engine.core.config", "engine.core.recovery"},
+    "engine.core.worker": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
-    "engine.core.checkpoints": _GROUND,
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS | {"engine.core.history", "engine.core.membership"},
     "engine.core.agent": _GROUND,
     "engine.core.coordinator": _PLANS
-    | {"engine.core.recovery", "engine.core.membership", "engine.core.history", "engine.core.faults"},
+    | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
+    | {"engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
@@ -59,8 +60,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
     "engine.runtime.checkpoint": _GROUND
-    | {"engine.core.checkpoints", "engine.core.checks", "engine.files.checkpoints", "engine.models"}
-    | {"engine.runtime.stage", "engine.runtime.replica"},
+    | {"engine.core.checkpoints", "engine.core.checks", "engine.core.worker", "engine.files.checkpoints"}
+    | {"engine.models", "engine.runtime.ipc", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS
@@ -70,7 +71,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
-    | {"engine.core.checkpoints", "engine.core.store"}
+    | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints"}
     | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS

@@ -32,6 +32,7 @@ class WelcomeMessage(ToWorker):
     faults: tuple[Plain, ...]
     pair_key: str  # in hexadecimal, of the proofs between workers; empty if their sockets lie in an own namespace
     checkpoint: Plain | None = None  # a `Resumption`: training goes on after it
+    checkpoints: str = ""  # the folder or the URL of the checkpoints; empty if the job keeps none
 
 
 @message
@@ -54,6 +55,7 @@ class GoMessage(ToWorker):
 
     end: bool
     validate: bool
+    keep: bool = False  # the state after the last step is written as a checkpoint, unless that has begun
 
 
 @message
@@ -63,6 +65,7 @@ class CommitMessage(ToWorker):
     step: int
     clip_factor: float
     then: Literal["step", "end", "epoch"]
+    keep: bool = False  # the state after the step is written as a checkpoint
 
 
 @message
@@ -145,13 +148,6 @@ class BorderMessage(ToAgent, ToWorker):
 
     stage: int
     specs: tuple[tuple[tuple[int, ...], str, bool], ...]
-
-
-@message
-class PureMessage(ToAgent):
-    """The marks of some layers, by layer and name of the value, from the check before training."""
-
-    rows: tuple[tuple[str, Mapping[str, str]], ...]
 
 
 @message

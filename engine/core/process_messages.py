@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine.core.message_codec import CUT, Message, Plain, ToAgent, ToWorker, message
 
 
@@ -87,6 +89,13 @@ class KeyMessage(ToAgent, ToWorker):
     epoch: int
     key: str
     value: str
+
+
+@message
+class PureMessage(ToAgent):
+    """The marks of some layers, by layer and name of the value, from the check before training."""
+
+    rows: tuple[tuple[str, Mapping[str, str]], ...]
 
 
 @message

@@ -47,6 +47,7 @@ from engine.core.history.run_records import (
     GoRecord,
     HeirsRecord,
     JobRecord,
+    KeptRecord,
     MarkRecord,
     MovedRecord,
     NoticeRecord,
@@ -62,6 +63,7 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ThinnedRecord,
     UnconfirmedRecord,
+    UnkeptRecord,
     ValidationRecord,
 )
 from engine.core.history.step_files import StepFile, entry, span_of
@@ -103,6 +105,8 @@ SAMPLES: tuple[Record, ...] = (
     MovedRecord(worker=0, pid=8, at_ns=12, program="plan", epoch=1, step=2, bytes=3),
     CommitRecord(**AGENT, step=0, loss=0.5, grad_norm=1.0, clip_factor=1.0, last=False),
     AuditRecord(**AGENT, of=0, step=0, pipeline=0, rows=((0, "state", "buffers"),)),
+    KeptRecord(**AGENT, step=9, manifest="x", bytes=8, parts=1, copy_ns=1, write_ns=2, sync_ns=3),
+    UnkeptRecord(**AGENT, step=9, why="No space left on device"),
     ThinnedRecord(**AGENT, steps=((100, 199), (300, 399))),
     ValidationRecord(**AGENT, step=0, loss=0.25, metric=None),
     FinishedRecord(**AGENT, of=0, peak_stash=((0, 0, 4),), peak_memory_kib=1024),

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import engine.bench.figures.bench_messages
+import engine.core.checkpoints.part_messages
 import engine.core.coordinator.wire
 import engine.core.process_messages  # noqa: F401 - which registers its kinds, as those before
 from engine.core.errors import InvariantError
@@ -188,8 +189,8 @@ def test_all_forms_come_back() -> None:
 
 
 def test_a_number_without_a_fraction_is_a_float_too() -> None:
-    found = decode(b'{"kind":"commit","step":1,"clip_factor":1,"then":"end"}')
-    assert found == CommitMessage(1, 1.0, "end")
+    found = decode(b'{"kind":"commit","step":1,"clip_factor":1,"then":"end","keep":true}')
+    assert found == CommitMessage(1, 1.0, "end", keep=True)
 
 
 def test_a_slot_is_a_pair_again() -> None:

@@ -15,13 +15,12 @@ from engine.core.messages import (
     CutMessage,
     FailedMessage,
     InventoryMessage,
-    PureMessage,
     RaisedMessage,
     RefusedMessage,
     SufferedMessage,
     SuspicionMessage,
 )
-from engine.core.process_messages import DoneMessage
+from engine.core.process_messages import DoneMessage, PureMessage
 from engine.core.worker_exception import WorkerException
 from engine.models import user_code
 from engine.models.user_code import RAISED, blame, exception_of, log_exception

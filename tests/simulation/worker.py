@@ -383,6 +383,7 @@ _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
     outputs.Adopt: Worker.adopt,
     outputs.Drop: Worker.drop,
     outputs.Audit: Worker.nothing,
+    outputs.Keep: Worker.nothing,
     outputs.ReleaseSends: Worker.release_sends,
     outputs.Validate: Worker.validate,
     outputs.ReportDone: Worker.finishes,

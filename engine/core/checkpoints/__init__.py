@@ -1,1 +1,1 @@
-"""Decides which commits are kept as checkpoints, who writes them, and what a whole checkpoint is."""
+"""The commits that are kept as checkpoints, the workers that write each stage, and the form of a whole checkpoint."""

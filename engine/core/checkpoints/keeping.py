@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 from engine.core.duration import parse_duration
-from engine.core.ownership import Ownership
+from engine.core.ownership import Ownership, Slot
 
 Kept = TypeVar("Kept")
 KEEPING_FORM = "a number of steps such as 100, a duration such as 10m, 'end', or 0 for none"
@@ -80,6 +81,25 @@ def _shared(candidates: Mapping[int, Sequence[int]], most: int) -> dict[int, int
         return False
 
     return chosen if all(place(stage, set()) for stage in candidates) else None
+
+
+class StateShare(NamedTuple):
+    """A share of a checkpoint for one worker: a replica that it holds, and which shard of how many that is."""
+
+    slot: Slot
+    shard: int = 0
+    shards: int = 1
+
+
+@lru_cache(maxsize=256)
+def shares_of(ownership: Ownership, worker: int, fsdp: bool = False) -> tuple[StateShare, ...]:
+    """Returns the shares of a checkpoint that a worker writes, one for each of its stages."""
+    held = sorted(ownership.held_by(worker))
+    return tuple(
+        StateShare(next(slot for slot in held if slot[1] == stage), chosen.index(worker), len(chosen))
+        for stage, chosen in writers(ownership, fsdp).items()
+        if worker in chosen
+    )
 
 
 def may_go(kept: Sequence[Kept], keep: int, good: Collection[Kept], in_use: Collection[Kept] = ()) -> tuple[Kept, ...]:

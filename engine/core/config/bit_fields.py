@@ -37,6 +37,9 @@ NEUTRAL: Mapping[str, Any] = {
     "events_max": Job().events_max,
     "hang_after": Job().hang_after,
     "silent_after": Job().silent_after,
+    "checkpoint_every": "0",  # the twin keeps nothing
+    "keep": Job().keep,
+    "checkpoints": "",
     "name": "",
     "results": "",
 }

@@ -21,7 +21,8 @@ OptimizerName = Literal["sgd", "adamw"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
 CODE_FIELDS = ("model", "data", "schedule")  # each can name code of the user's: package.module:attribute
-ACTING = (*CODE_FIELDS, "results")  # fields that reach beyond the job: to other code, to another folder
+PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
+ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
 
 
@@ -97,6 +98,12 @@ class Job:
         "it runs; ten times as long as its slowest action of late, if that is more",
     )
     silent_after: str = _field("5s", "a worker is put out that is stopped, or answers nothing, for this time")
+    checkpoint_every: str = _field(
+        "end",
+        "keep the state as a checkpoint: every N steps (100), every span of time (10m), end: the last; 0 = off",
+    )
+    keep: int = _field(3, "newest checkpoints of a run that stay; older ones are deleted")
+    checkpoints: str = _field("", "folder or URL (s3://...) of the checkpoints; in the run's folder by default")
     results: str = _field("results", "folder that receives one folder per run")
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from engine.core.checkpoints.keeping import KEEPING_FORM, keeping_of
 from engine.core.config.job import PARTITION_FORMS, Job
 from engine.core.config.lr_schedule import LR_SCHEDULES
 from engine.core.config.partition import written
@@ -31,6 +32,7 @@ _AT_LEAST = {
     "audit": 0,
     "validate_every": 0,
     "validation_microbatches": 1,
+    "keep": 1,
 }
 # A typo should not try to start thousands of workers.
 _MAX_FORWARDS = 1_000_000
@@ -63,6 +65,8 @@ def check_job(job: Job) -> list[Problem]:
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)
     problems += [*_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
+    if keeping_of(job.checkpoint_every) is None:
+        problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
     if parse_size(job.events_max) is None:
         problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
     problems += [

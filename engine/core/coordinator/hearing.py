@@ -58,7 +58,15 @@ def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: messages.Vote
     ownership = ballot.ownership
     event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
     preparation, decisive = at_commit(state.preparation, event, state.membership, ownership)
-    return decide(new._replace(commit=commit, preparation=preparation), *decisive)
+    return decide(_keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation), *decisive)
+
+
+def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
+    """Returns the state after a commit, which is kept as a checkpoint if that is due."""
+    is_last = step >= state.membership.last_step
+    if not state.keeping.is_kept(step, is_last, now_ns - state.kept_ns):
+        return state
+    return state._replace(kept=step, kept_ns=now_ns)
 
 
 def _on_validation(state: CoordinatorState, heard: Heard[Message], outcome: messages.ValidationMessage) -> Decided:

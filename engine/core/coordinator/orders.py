@@ -164,10 +164,12 @@ def _start_training(state: CoordinatorState, effect: effects.StartTraining) -> D
 def _go(state: CoordinatorState) -> messages.GoMessage:
     """Returns the message that lets workers run their plan."""
     known = state.membership
+    end = known.phase is Phase.DRAINING
     return messages.GoMessage(
-        end=known.phase is Phase.DRAINING,
+        end=end,
         validate=known.committed > state.validated
         and is_due(state.job.validate_every, known.committed, known.committed >= known.last_step),
+        keep=known.committed >= 0 and (known.committed == state.kept or (end and state.keeping.last)),
     )
 
 
@@ -176,7 +178,7 @@ def _send_commit(state: CoordinatorState, effect: effects.AnnounceCommit) -> Dec
         return state, ()  # it was sent before, or with the epoch
     commit = required(state.commit, "the votes decide on a commit before it is announced")
     ensure(commit.step == effect.step, f"commit of step {commit.step} where {effect.step} is announced")
-    told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then)
+    told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then, keep=state.kept == commit.step)
     new = state._replace(told=told)
     outputs = (tell_all(new, told), Write(commit_record(new)))
     return (_healing(new), (*outputs, Reached("heal", effect.epoch))) if effect.then == "step" else (new, outputs)

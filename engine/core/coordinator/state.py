@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from engine.core.checkpoints.keeping import Keeping, keeping_of
 from engine.core.config.job import Job
 from engine.core.coordinator.inputs import Place
 from engine.core.duration import parse_duration
@@ -21,6 +23,7 @@ from engine.core.messages import CommitMessage, EpochMessage, PlanMessage
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.ballot import Ballot, Commit
 
+_keeping_of = lru_cache(maxsize=64)(keeping_of)
 _PATIENCE_S = 600
 _MAX_RESTARTS = 3  # of the workers, if one of them dies before the first commit
 ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys in the store
@@ -53,9 +56,11 @@ class CoordinatorState(NamedTuple):
     commit: Commit | None = None  # the last one
     started: int = 0  # the last epoch whose plan may run; 0 before training
     validated: int = -1  # the last step whose validation is known
+    kept: int = -1  # the last step whose state is kept as a checkpoint
     raised: Mapping[int, Raised] = {}
     codes: Mapping[int, int] = {}  # the exit codes of workers that have ended
-    # The following is not kept.
+    # The following is not in the store.
+    kept_ns: int = 0  # when that step was committed; at first when the coordinator began
     ballot: Ballot | None = None  # None while no vote counts
     preparation: Preparation = Preparation(0)
     epoch: EpochMessage | None = None  # the last one that was sent
@@ -71,6 +76,11 @@ class CoordinatorState(NamedTuple):
     is_stopping: bool = False
 
     @property
+    def keeping(self) -> Keeping:
+        """The rule by which commits are kept as checkpoints."""
+        return required(_keeping_of(self.job.checkpoint_every), "the field checkpoint_every is checked")
+
+    @property
     def ownership(self) -> Ownership:
         """The owners and shadows by the last decision."""
         grid = Grid(self.job.stages, self.job.microbatches, self.job.pipelines)
@@ -84,7 +94,8 @@ def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
     """
     begun = membership.committed
     told = CommitMessage(begun, 1.0, "step") if begun >= 0 else None
-    return CoordinatorState(job, membership, validated=begun, told=told, preparation=Preparation(now_ns))
+    preparation = Preparation(now_ns)
+    return CoordinatorState(job, membership, validated=begun, told=told, preparation=preparation, kept_ns=now_ns)
 
 
 def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> CoordinatorState:
@@ -111,7 +122,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> 
 
 def documents(state: CoordinatorState) -> dict[str, str]:
     """Returns the value of each key in the store, as one line of JSON."""
-    facts = {name: getattr(state, name) for name in ("started", "validated", "raised", "codes")}
+    facts = {name: getattr(state, name) for name in ("started", "validated", "kept", "raised", "codes")}
     found = {STATE: membership_state.to_json(state.membership), FACTS: json.dumps(facts, sort_keys=True)}
     return found if state.commit is None else found | {COMMIT: json.dumps(state.commit._asdict())}
 
@@ -128,11 +139,16 @@ def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
         raised = {int(worker): Raised(*each) for worker, each in facts["raised"].items()}
         codes = {int(worker): int(code) for worker, code in facts["codes"].items()}
         new = begin(job, membership, now_ns)._replace(
-            started=int(facts["started"]), validated=int(facts["validated"]), raised=raised, codes=codes
+            started=int(facts["started"]),
+            validated=int(facts["validated"]),
+            kept=int(facts["kept"]),
+            raised=raised,
+            codes=codes,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvariantError(f"these are no facts and no commit of a coordinator: {error!r}") from error
     if commit is not None and commit.step <= membership.committed:  # not one of a life before
         then: Literal["end", "step"] = "end" if membership.is_over else "step"
-        new = new._replace(commit=commit, told=CommitMessage(commit.step, commit.clip_factor, then))
+        told = CommitMessage(commit.step, commit.clip_factor, then, keep=new.kept == commit.step)
+        new = new._replace(commit=commit, told=told)
     return new._replace(owners=membership.owners)

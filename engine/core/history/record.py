@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 
 # Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
-# the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own.
-VERSION = 5
+# the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own; since version 6
+# a job keeps checkpoints.
+VERSION = 6
 AGENT = -1  # the number of the agent in records that name a worker
 
 

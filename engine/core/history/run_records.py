@@ -147,6 +147,27 @@ class AuditRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRecord(StampedRecord):
+    """The state after a step is kept as a checkpoint: its manifest, its size, and sums of the times of its parts."""
+
+    step: int
+    manifest: str
+    bytes: int
+    parts: int
+    copy_ns: int
+    write_ns: int
+    sync_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnkeptRecord(StampedRecord):
+    """The state after a step was to be kept as a checkpoint, and is not; training goes on."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ThinnedRecord(StampedRecord):
     """The actions and hashes of these steps, as (first, last), are left out: the run had grown beyond its limit."""
 

@@ -37,6 +37,7 @@ class Built(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
     `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
+    `is_sharded`: with FSDP.
     """
 
     worker: int
@@ -44,6 +45,7 @@ class Built(Input):
     validate_every: int
     audit_every: int
     step: int = 0
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.core.checkpoints.keeping import StateShare
 from engine.core.message_codec import ToAgent
 from engine.core.messages import CommitMessage, EpochMessage, OwnPhase, PlanMessage, PrepareMessage
 from engine.core.ownership import Ownership, Slot
@@ -148,6 +149,14 @@ class Audit(Output):
 
     step: int
     slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Output):
+    """Begins to write a checkpoint of some slots after a step; the next step is taken only when there is a copy."""
+
+    step: int
+    shares: tuple[StateShare, ...]
 
 
 @dataclass(frozen=True, slots=True)

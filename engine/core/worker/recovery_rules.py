@@ -36,7 +36,7 @@ from engine.core.worker.outputs import (
     Validate,
 )
 from engine.core.worker.state import Mode, WorkerState
-from engine.core.worker.step_rules import Stepped, audit, go_on, suspects
+from engine.core.worker.step_rules import Stepped, audit, go_on, keeps, suspects
 
 
 def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
@@ -122,7 +122,7 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
 
 def catches_up(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
     """Goes on with the plan after the commit that this worker had missed."""
-    return _caught_up(state._replace(step=state.step + 1), audit(state, taken.commit, state.held))
+    return _caught_up(state._replace(step=state.step + 1, kept=()), audit(state, taken.commit, state.held))
 
 
 def _caught_up(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
@@ -179,6 +179,8 @@ def _goes_now(state: WorkerState) -> Stepped:
     outputs: tuple[Output, ...] = (Enter(new.ownership),)
     if new.plan is not None and not new.is_over:
         outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving))
+    if state.go.keep:
+        new, outputs = keeps(new, outputs)
     if state.go.validate:
         return new._replace(mode=Mode.VALIDATING), (*outputs, Validate(new.step - 1, new.ownership))
     return go_on(new, outputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core import messages
+from engine.core.checkpoints.keeping import shares_of
 from engine.core.config.job import is_due
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.message_codec import Message
@@ -21,6 +22,7 @@ from engine.core.worker.outputs import (
     Drop,
     End,
     Enter,
+    Keep,
     Output,
     PlanNextStep,
     ReleaseSends,
@@ -52,6 +54,7 @@ def joins(state: WorkerState, built: inputs.Built) -> Stepped:
         members=built.ownership.workers(),
         validate_every=built.validate_every,
         audit_every=built.audit_every,
+        is_sharded=built.is_sharded,
     )
     return new, (Say(messages.ReadyMessage()),)
 
@@ -87,9 +90,12 @@ def opens_step(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
     """Closes the step with its audit and validation; then the next one begins, or an epoch, or the end."""
     commit = taken.commit
     is_over = commit.then == "end"
-    new = state._replace(step=state.step + 1, is_over=is_over, opens=state.program != "usual")
+    new = state._replace(step=state.step + 1, is_over=is_over, opens=state.program != "usual", kept=())
     # A replica without a part in the step has missed it.
-    outputs = (Drop(state.held), *audit(state, commit, state.held), ReleaseSends())
+    outputs: tuple[Output, ...] = (Drop(state.held), *audit(state, commit, state.held))
+    if commit.keep:
+        new, outputs = keeps(new, outputs)
+    outputs = (*outputs, ReleaseSends())
     if commit.then == "epoch":
         return new._replace(mode=Mode.BOUNDARY), outputs  # its GoMessage orders the validation of this step
     if is_due(state.validate_every, commit.step, is_over):
@@ -133,9 +139,18 @@ def is_validated(state: WorkerState, told: messages.ValidatedMessage) -> Stepped
     return go_on(state, ()) if told.step == state.step - 1 else (state, ())
 
 
+def keeps(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
+    """Writes this worker's share of the state after the last step, as far as that has not begun."""
+    shares = shares_of(state.ownership, state.worker, state.is_sharded)
+    new = tuple(each for each in shares if each.slot not in state.kept)
+    if not new:
+        return state, before
+    return state._replace(kept=(*state.kept, *(each.slot for each in new))), (*before, Keep(state.step - 1, new))
+
+
 def audit(state: WorkerState, commit: messages.CommitMessage, slots: tuple[Slot, ...]) -> tuple[Output, ...]:
     """Returns the order to send the hashes of these slots, if an audit is due after the step."""
-    is_asked = is_due(state.audit_every, commit.step, commit.then == "end")
+    is_asked = commit.keep or is_due(state.audit_every, commit.step, commit.then == "end")
     return (Audit(commit.step, slots),) if is_asked and slots else ()
 
 

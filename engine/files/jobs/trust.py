@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.core.config.job import CODE_FIELDS, FACTORY, Job
+from engine.core.config.job import CODE_FIELDS, FACTORY, PLACES, Job
 from engine.core.errors import Problem
 from engine.core.texts import TRUST_FLAG
 from engine.files.jobs.job_value import Given
@@ -31,7 +31,8 @@ def _refused(given: Given) -> Problem | None:
         module, _, attribute = given.value.partition(":")
         why = f"bamboo would import {module} and call {attribute}; {given.foreign}"
         return given.problem("no code from this file", repr(given.value), why)
-    if given.name == "results" and given.value != Job().results:
+    if given.name in PLACES and given.value != (usual := getattr(Job(), given.name)):
         why = f"bamboo would write to that folder; {given.foreign}"
-        return given.problem(f"no folder but {Job().results!r} from this file", repr(given.value), why)
+        only = f"no folder but {usual!r}" if usual else "no folder"
+        return given.problem(f"{only} from this file", repr(given.value), why)
     return None

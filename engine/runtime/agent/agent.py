@@ -33,6 +33,7 @@ from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, RaisedMessage
 from engine.core.process_messages import NoticeMessage, PingMessage, StopMessage
+from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.node import Node
@@ -64,13 +65,12 @@ class Agent:
         faults: Sequence[Fault] = (),
         begun: int = -1,
         revive: Callable[[Agent], Resumption | None] = lambda agent: None,
+        folder: str = "",  # of the run; without it no checkpoint is kept
     ):
         """`before` is the agent of the workers that have ended; `members` begin after the step `begun`."""
         self.members = members
-        self.recorder = recorder
-        self.node = node
-        self.tick = tick
-        self._board = board
+        self.recorder, self.node = recorder, node
+        self.tick, self._board = tick, board
         self.run_state: RunState = RunState(job, begun) if before is None else before.run_state.again(begun)
         self.origin: Resumption | None = None  # to go on with, after a loss of state
         self._revive = revive
@@ -79,7 +79,8 @@ class Agent:
         self.host = HostAgent(frozenset(members))
         self.grace_ns = round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
-        self._own_parts = OwnParts(self.run_state, recorder, self.injector)
+        self.checkpoints = Checkpoints(job, folder, self.run_state, recorder)
+        self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints)
         if before is not None:
             self.injector.go_on(before.injector)
         self.is_restarting = False
@@ -97,8 +98,9 @@ class Agent:
         with self.failing():
             if worker in self.node.state.out:
                 return
-            if not (self.is_stopping and isinstance(message, RaisedMessage)):  # a consequence of the end
-                self._own_parts.take(member, message)
+            is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
+            if not is_of_end and self._own_parts.take(member, message):
+                return
             if isinstance(message, NoticeMessage):
                 grace_ns = self.injector.injection.grace_ns(worker) or self.grace_ns
                 self.decide(Notice(now_ns(), worker, grace_ns))
@@ -154,6 +156,7 @@ class Agent:
 
     def _tell(self, tell: outputs.Tell) -> None:
         self._told_ns = now_ns()
+        self.checkpoints.await_parts(tell.message, self.node.state)
         tell_all((self.members[worker] for worker in tell.workers if worker in self.members), tell.message)
 
     def _write(self, write: outputs.Write) -> None:
@@ -171,9 +174,8 @@ class Agent:
 
     def _ends(self, stop: outputs.Stop) -> None:
         parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
-        out = [self.members[worker] for worker in self.node.state.out]
-        logs = [f"worker {each.worker} (pid {each.child.pid}) wrote {each.log}" for each in out]
-        self.fail(WorkerFailedError("; ".join([stop.text + parts, *logs]), stop.exit_code))
+        logs = [f"; {self.members[each].name} wrote {self.members[each].log}" for each in self.node.state.out]
+        self.fail(WorkerFailedError("".join([stop.text, parts, *logs]), stop.exit_code))
 
     def _fails(self, failed: outputs.Fail) -> None:
         member = self.members[failed.worker]
@@ -182,8 +184,7 @@ class Agent:
 
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
-        grace_ns = _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS
-        self.end_workers(ends.let_end, grace_ns)
+        self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
 
     def end_workers(self, rule: Callable[..., HostEnd], *given: int) -> None:
         """Lets a rule of `engine/core/agent/ends.py` decide on an input, now, and carries out its outputs."""
@@ -200,8 +201,7 @@ class Agent:
         member = self.members[leave.worker]
         member.is_left_behind = True
         self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
-        who = f"worker {member.worker} (pid {member.child.pid})"
-        self.run_state.note(f"{who} does not end by SIGKILL and is left behind")
+        self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
 
     def _tell_stop(self, stop: ends.StopWorkers) -> None:
         self.node.handle(Stopping(now_ns()))
@@ -248,7 +248,7 @@ class Agent:
         if self.is_to_restart:
             return
         with self.failing():
-            self.run_state.close_book()
+            self._own_parts.close()
         self.origin = self._revive(self)
         if self.origin is None:
             self.injector.close()

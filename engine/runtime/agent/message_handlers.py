@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core import messages
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.history.run_records import AuditRecord
 from engine.core.message_codec import Message
+from engine.core.process_messages import PureMessage
+from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle
@@ -22,11 +25,21 @@ class OwnParts:
     run_state: RunState
     recorder: Recorder
     injector: Injector
+    checkpoints: Checkpoints
 
-    def take(self, member: WorkerHandle, message: Message) -> None:
-        """Handles the agent's part in a message; raises the errors of the run that it shows."""
+    def take(self, member: WorkerHandle, message: Message) -> bool:
+        """Handles the agent's part in a message; returns whether that is all, and no matter of the coordinator.
+
+        Raises the errors of the run that the message shows.
+        """
         if (take := _OWN_PARTS.get(type(message))) is not None:
             take(self, member, message)
+        return isinstance(message, KeptMessage | UnkeptMessage)
+
+    def close(self) -> None:
+        """Completes the results after the end of every worker."""
+        self.run_state.close_book()
+        self.checkpoints.close()
 
 
 def _on_ready(own: OwnParts, member: WorkerHandle, ready: messages.ReadyMessage) -> None:
@@ -54,7 +67,7 @@ def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessa
 
 _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] = {
     messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
-    messages.PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
+    PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
     messages.ReadyMessage: _on_ready,
     messages.VoteMessage: lambda own, member, vote: own.run_state.vote(member.worker, vote),
     messages.AuditMessage: _on_audit,
@@ -62,6 +75,8 @@ _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] =
     messages.FinishedMessage: _on_finished,
     messages.RaisedMessage: _on_raised,
     messages.InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
+    KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
+    UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
     messages.StrikeMessage: lambda own, member, strike: own.injector.strike(strike.fault),
     messages.SufferedMessage: lambda own, member, told: own.injector.sees(
         member.worker, "suffered", told.how, told.fault

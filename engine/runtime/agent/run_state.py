@@ -5,6 +5,7 @@ Rule: the ledger outlives a coordinator. A coordinator that takes over writes so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from engine.core.checks.audit import AuditBook, AuditMarks
@@ -55,6 +56,7 @@ class RunState:
     purity: PurityBook = field(init=False)
     going_at_ns: int = 0
     launched_at_ns: int = 0  # the first of these times, also before the workers were started again
+    on_rows: Callable[[int, float, list[TrajectoryRow]], None] = lambda step, loss, rows: None
     _book: AuditBook = field(init=False)
     _loaded: LoadedBook = field(init=False)  # of the open step
     _closed: int = field(init=False)  # the last step whose rows are complete
@@ -149,6 +151,7 @@ class RunState:
                 again = f"step {row.step}, trained again after a checkpoint"
                 raise ReplicasDifferError(f"{again}: layer {row.layer} has other weights than before")
         self.rows += rows
+        self.on_rows(self.committed, self.losses[-1], rows)
 
     def validated(self, outcome: ValidationMessage) -> None:
         """Keeps the result of a validation pass."""
@@ -172,7 +175,7 @@ def error_of(
     """
     if isinstance(last, RefusedMessage):
         return UserError(last.problems)
-    worker = f"worker {member.worker} (pid {member.child.pid})"
+    worker = member.name
     if isinstance(last, RaisedMessage):
         exception = last.exception
         if exception.place and not has_commit:

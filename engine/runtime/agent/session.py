@@ -29,14 +29,14 @@ from engine.core.membership.events import Restarted
 from engine.core.membership.state import Sighting
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import Agent
+from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.recording import recording
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, WorkerView
 from engine.runtime.agent.standby import StandbyCoordinator, Start, plain_settings
-from engine.runtime.agent.start_up import Launch
+from engine.runtime.agent.start_up import Launch, recording
 from engine.runtime.agent.worker_handles import WorkerHandle, start_coordinator
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -77,7 +77,7 @@ def run_session(
     """
     _refuse_backend(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    ownership = shadowed(job, ownership, ownership.workers())
+    ownership, folder = shadowed(job, ownership, ownership.workers()), str(events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin))
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, ownership.workers(), host)
@@ -90,8 +90,10 @@ def run_session(
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
                 stack.enter_context(_renewing(node, server))
                 requests = FaultRequests(events.parent, job, ownership.workers(), recorder, injectable)
-                launch = Launch(stack, server, job, ownership, ranks or ownership.workers(), recorder, record_fds, logs)
+                ranks, place = ranks or ownership.workers(), place_of(job, folder)
+                launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
+                made = partial(made, folder=folder)
                 look = partial(_ticking, watch, requests)
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
@@ -188,6 +190,7 @@ def _ticking(
     def tick(agent: Agent) -> None:
         watch(_view(agent, board))
         requests.look(agent.injector)
+        agent.checkpoints.record()
 
     return tick
 

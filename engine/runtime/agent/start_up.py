@@ -1,24 +1,30 @@
-"""The start of the workers of a run: their processes, the guard of their transfers, and their first messages."""
+"""The start of a run: the files of its records, its workers, the guard of their transfers, and their first messages."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
+from engine.core.config.size import parse_size
 from engine.core.faults.fault import Fault, to_plain
-from engine.core.history.process_records import PairsRecord, StartedRecord
+from engine.core.history.process_records import HostRecord, PairsRecord, StartedRecord
+from engine.core.history.record import AGENT, VERSION
+from engine.core.history.run_records import JobRecord
+from engine.core.history.step_files import FOLDER, span_of
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.ipc.step_writer import StepWriter, open_steps
+from engine.runtime.ipc.thinning import Thinning
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.network_namespace import new_network
 
@@ -30,9 +36,37 @@ class Guard(NamedTuple):
     key: str = ""
 
 
+def recording(
+    stack: contextlib.ExitStack,
+    events: Path,
+    job: Job,
+    injectable: bool,
+    workers: Collection[int],
+    host: HostRecord | None,
+) -> tuple[Recorder, tuple[int, int]]:
+    """Opens the files of a run's records, and returns their descriptors for the workers.
+
+    The first record is the job, the second one the host if it is given.
+    """
+    events_fd, steps_fd = record_fds = open_events(events), open_steps(events.parent / FOLDER)
+    for fd in record_fds:
+        stack.callback(os.close, fd)
+    span, limit = span_of(job), parse_size(job.events_max)
+    thinning = Thinning(steps_fd, events_fd, workers, span, limit) if limit else None
+    recorder = Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning)
+    stack.callback(recorder.close)
+    recorder.write(JobRecord(version=VERSION, job=job, injectable=injectable))
+    if host is not None:
+        recorder.write(host)
+    return recorder, record_fds
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group."""
+    """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group.
+
+    `checkpoints` is the place for them, empty if the job keeps none.
+    """
 
     stack: contextlib.ExitStack
     server: ForkServer
@@ -42,6 +76,7 @@ class Launch:
     recorder: Recorder
     record_fds: tuple[int, int]
     logs: Path
+    checkpoints: str = ""
 
     def start(
         self, faults: Sequence[Fault], origin: Resumption | None
@@ -67,6 +102,7 @@ class Launch:
             num_lines=max(self.ownership.workers()) + 1,
             faults=tuple(to_plain(fault) for fault in faults),
             pair_key=guard.key,
+            checkpoints=self.checkpoints,
             checkpoint=None if origin is None else asdict(origin),
         )
         member.link.send(message)

@@ -33,6 +33,11 @@ class WorkerHandle:
     peak_memory_kib: int = 0
     is_left_behind: bool = False  # SIGKILL has not ended it
 
+    @property
+    def name(self) -> str:
+        """Its number and its process, in words."""
+        return f"worker {self.worker} (pid {self.child.pid})"
+
     def release(self) -> None:
         """Closes the descriptors of a worker, and kills it if it has not ended."""
         self.link.close()

@@ -87,15 +87,16 @@ def from_bytes(data: bytes, strides: Strides) -> dict[str, Tensor]:
 
     try:
         found: dict[str, Tensor] = load(data)
-        return found | {name: _laid_out(found[name], stride) for name, stride in strides}
+        return found | {name: laid_out(found[name], stride) for name, stride in strides}
     except (SafetensorError, AssertionError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise StorageError(f"this is no file of a layer: {error!r:.300}") from error
 
 
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
-    overwrite(laid_out, tensor)
-    return laid_out
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns a copy of a tensor with these strides; raises RuntimeError for impossible ones."""
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+    overwrite(copy, tensor)
+    return copy
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -19,8 +19,8 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
 from engine.core.message_codec import CUT, cut, in_messages
-from engine.core.messages import PureMessage
 from engine.core.ownership import Ownership
+from engine.core.process_messages import PureMessage
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
 from engine.runtime.ipc.recorder import now_ns

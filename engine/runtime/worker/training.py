@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.core import messages
-from engine.core.errors import TransferFailedError
+from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord
 from engine.core.message_codec import CUT, cut, in_messages
 from engine.core.ownership import Ownership
@@ -44,7 +44,8 @@ class Training:
         self.context = context
         self._protocol = protocol
         self._grid = ownership.grid
-        self._built = inputs.Built(context.worker, ownership, context.job.validate_every, context.job.audit, step)
+        job = context.job
+        self._built = inputs.Built(context.worker, ownership, job.validate_every, job.audit, step, job.fsdp > 0)
         self._plane = plane
         self._forming: GroupFormation | None = None
         self._executor = Executor(context, step)
@@ -71,6 +72,7 @@ class Training:
             outputs.Adopt: self._adopt,
             outputs.Drop: self._drop,
             outputs.Audit: self._audit,
+            outputs.Keep: self._keep,
             outputs.ReleaseSends: lambda release: self._plane.release_sent(),
             outputs.Validate: self._validate,
             outputs.ReportDone: self._report_done,
@@ -168,10 +170,12 @@ class Training:
         return inputs.ProgramEnded()
 
     def _take_step(self, output: outputs.TakeStep) -> inputs.Input:
+        self._join_copy()
         self._executor.take_step(output.commit)
         return inputs.StepTaken(output.commit)
 
     def _catch_up(self, output: outputs.CatchUp) -> inputs.Input:
+        self._join_copy()
         self._executor.catch_up(output.commit)
         return inputs.StepTaken(output.commit)
 
@@ -204,7 +208,16 @@ class Training:
             for part in in_messages(rows):
                 self.context.control.send(messages.AuditMessage(output.step, pipeline, part))
 
+    def _keep(self, output: outputs.Keep) -> None:
+        required(self.context.checkpoints, "a job that keeps a step has a place for it").keep(output)
+
+    def _join_copy(self) -> None:
+        if self.context.checkpoints is not None:
+            self.context.checkpoints.join_copy()
+
     def _report_done(self, output: outputs.ReportDone) -> None:
+        if self.context.checkpoints is not None:
+            self.context.checkpoints.join_writes()
         control, stages = self.context.control, self.context.replicas.stages
         peaks = tuple((*slot, stages[slot].peak_stash) for slot in output.slots)
         control.send(messages.FinishedMessage(control.accepted, peaks, _peak_memory_kib()))

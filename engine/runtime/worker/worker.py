@@ -33,6 +33,7 @@ from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
 from engine.runtime.checkpoint.loader import load
+from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -194,8 +195,9 @@ def join(
     replicas.learn(borders)
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut)
     shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
+    checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints) if welcome.checkpoints else None
     context = WorkerContext(
-        job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards
+        job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards, checkpoints
     )
     return GroupMember(context, ownership, plane)
 

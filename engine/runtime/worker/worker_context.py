@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.core.config.job import Job
 from engine.models.data import Data
+from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
@@ -32,3 +33,4 @@ class WorkerContext:
     failpoints: Failpoints
     backend: TransportBackend
     shards: ShardedStages | None = None
+    checkpoints: CheckpointWriter | None = None

@@ -1,0 +1,179 @@
+"""The agent's part in checkpoints: it gathers the parts, writes the manifests, and removes old checkpoints.
+
+Rules: manifests are written by a thread, so that no worker waits for a disk. Its results are recorded by the agent's
+main thread. Without the disk training goes on: the user is told, and the checkpoint before stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.core.checkpoints import gathering
+from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
+from engine.core.checkpoints.manifest import LayerHash, Manifest
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.checks.trajectory import TrajectoryRow
+from engine.core.config.bit_fields import bit_facts
+from engine.core.config.job import Job
+from engine.core.errors import StorageError
+from engine.core.history.run_records import KeptRecord, UnkeptRecord
+from engine.core.membership.state import State
+from engine.core.message_codec import ToWorker
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.host_facts import host_facts
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.ipc.recorder import Recorder
+
+FOLDER = "checkpoints"  # in the folder of a run
+_END_S = 30.0  # that the end of a run waits for the last manifest
+
+
+def place_of(job: Job, run: str) -> str:
+    """Returns the folder or the URL of the checkpoints of a job that runs in the folder `run`; empty if it keeps none.
+
+    A path is absolute. Without a folder of the run there are none.
+    """
+    if not run or job.checkpoint_every.strip() == "0":
+        return ""
+    if "://" in job.checkpoints:
+        return job.checkpoints
+    return str(Path(job.checkpoints or Path(run, FOLDER)).absolute())
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A checkpoint under way: its epoch, its loss once its hashes are complete, and the times of its parts."""
+
+    epoch: int
+    loss: float = 0.0
+    copy_ns: int = 0
+    write_ns: int = 0
+    sync_ns: int = 0
+
+
+class Checkpoints:
+    """The checkpoints of the job that runs in the folder `run`; without one there are none.
+
+    Raises UserError for a URL that cannot be used.
+    """
+
+    def __init__(self, job: Job, run: str, run_state: RunState, recorder: Recorder):
+        self.place = place_of(job, run)
+        self._folder = checkpoints_at(self.place)
+        self._job = job
+        self._run = Path(run).absolute().name
+        self._note, run_state.on_rows = run_state.note, self.close_step
+        self._recorder = recorder
+        self.newest: KeptRecord | None = None
+        self._gathering = Gathering()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[KeptRecord | UnkeptRecord | str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def await_parts(self, told: ToWorker, known: State) -> None:
+        """Awaits the parts of a checkpoint, if a message to the workers orders one of the last commit."""
+        if not (self.place and _keeps(told)):
+            return
+        self._gathering = gathering.begin(self._gathering, known.committed)
+        if known.committed in self._gathering.pending:
+            self._under_way.setdefault(known.committed, _UnderWay(known.epoch))
+
+    def kept(self, told: KeptMessage) -> None:
+        """Takes a part that is on disk."""
+        if (found := self._under_way.get(told.step)) is not None:
+            found.copy_ns += told.copy_ns
+            found.write_ns += told.write_ns
+            found.sync_ns += told.sync_ns
+        self._go_on(gathering.add_part(self._gathering, told.step, told.part))
+
+    def unkept(self, told: UnkeptMessage) -> None:
+        """Gives up a checkpoint of which a worker cannot write its own share."""
+        self._go_on(gathering.give_up(self._gathering, told.step, told.why))
+
+    def close_step(self, step: int, loss: float, rows: Iterable[TrajectoryRow]) -> None:
+        """Takes the hashes of a step, which are complete and agree; there are no `rows` otherwise."""
+        if (found := self._under_way.get(step)) is not None:
+            found.loss = loss
+        hashes = tuple(LayerHash(row.layer, row.state, row.buffers) for row in rows)
+        self._go_on(gathering.close(self._gathering, step, hashes))
+
+    def close(self) -> None:
+        """Gives up the checkpoints that are not whole, and waits for the manifests of the others, at most `_END_S`."""
+        self._go_on(gathering.give_up_all(self._gathering))
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join(_END_S)
+        self.record()
+
+    def record(self) -> None:
+        """Records what the thread has done, and tells the user of a checkpoint that could not be kept."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                record = self._results.get_nowait()
+                if isinstance(record, str):
+                    self._note(record)
+                    continue
+                self._recorder.write(record)
+                if isinstance(record, KeptRecord):
+                    self.newest = record
+                else:
+                    self._note(f"step {record.step} is not kept as a checkpoint: {record.why}")
+
+    def _go_on(self, found: Gathered) -> None:
+        self._gathering, settled = found
+        for each in settled:
+            under_way = self._under_way.pop(each.step)
+            if isinstance(each, GivenUp):
+                self._results.put(UnkeptRecord(step=each.step, why=each.why))
+            else:
+                self._order(each, under_way)
+        self.record()
+
+    def _order(self, whole: Whole, under_way: _UnderWay) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._publish_all, name="checkpoints", daemon=True)
+            self._thread.start()
+        self._orders.put((whole, under_way))
+
+    def _publish_all(self) -> None:
+        facts = bit_facts(host_facts(Path.cwd()))
+        while (order := self._orders.get()) is not None:
+            whole, under_way = order
+            try:
+                self._results.put(self._published(facts, whole, under_way))
+            except Exception as error:  # training goes on
+                self._results.put(UnkeptRecord(step=whole.step, why=str(error) or repr(error)))
+                continue
+            try:
+                self._folder.prune(self._job.keep, self._run)
+            except StorageError as error:
+                self._results.put(f"old checkpoints stay: {error}")
+
+    def _published(self, facts: Mapping[str, object], whole: Whole, under_way: _UnderWay) -> KeptRecord:
+        manifest = Manifest(
+            run=self._run,
+            step=whole.step,
+            epoch=under_way.epoch,
+            loss=under_way.loss,
+            job=asdict(self._job.masked),
+            facts=facts,
+            layers=whole.hashes,
+            parts=whole.parts,
+        )
+        name = self._folder.publish(manifest)
+        times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}
+        size = manifest.num_bytes
+        return KeptRecord(step=whole.step, manifest=name.file, bytes=size, parts=len(whole.parts), **times)
+
+
+def _keeps(told: ToWorker | None) -> bool:
+    if isinstance(told, EpochMessage):
+        return _keeps(told.commit) or _keeps(told.go)
+    return isinstance(told, CommitMessage | GoMessage) and told.keep

@@ -1,0 +1,117 @@
+"""Writes a worker's share of checkpoints: copies it in a thread, then writes it while training goes on.
+
+    Keep --> copy in a thread ------> write, hash and sync in another thread --> KeptMessage for each part
+             the next step waits      nobody waits; at the end of the job the worker does
+
+Rules: memory holds two copies at most, one that is being written and one that waits for it. A third waits for room, and
+the next step for it, but no longer than `_ROOM_S`; then this checkpoint is not kept. No error here ends the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.errors import StorageError
+from engine.core.worker.outputs import Keep
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.runtime.checkpoint.layer_file import as_file
+from engine.runtime.checkpoint.snapshot import LayerState, state_of
+from engine.runtime.ipc.control import Control
+from engine.runtime.replica.replicas import Replicas
+
+_ROOM_S = 10.0
+END_S = 60.0  # that a worker which has finished waits for its writes
+
+
+class CheckpointWriter:
+    """Writes the shares of one worker in `place`, a folder or a URL; reports to the agent."""
+
+    def __init__(self, control: Control, replicas: Replicas, place: str):
+        self._control = control
+        self._replicas = replicas
+        self._folder = checkpoints_at(place)
+        self._room = threading.Semaphore(2)
+        self._writes = threading.Lock()
+        self._copied = threading.Event()
+        self._copied.set()
+        self._num_open = 0
+        self._count = threading.Lock()
+
+    def keep(self, order: Keep) -> None:
+        """Begins to copy and to write the state after a step."""
+        self.join_copy()
+        stages = self._replicas.stages
+        states = [state for share in order.shares for state in state_of(share, stages)]
+        self._copied.clear()
+        self._open(1)
+        threading.Thread(target=self._write, args=(order.step, states), name="checkpoint", daemon=True).start()
+
+    def join_copy(self) -> None:
+        """Waits until the copy is whole: from then on the state may change."""
+        self._copied.wait()
+
+    def join_writes(self) -> None:
+        """Waits until all is written, at most `END_S`; raises Stopped or Fenced."""
+        until_s = time.monotonic() + END_S
+        alarm = threading.Timer(END_S, self._control.wake)
+        alarm.daemon = True
+        if self._num_open:
+            alarm.start()
+        try:
+            self._control.wait_until(lambda: True if not self._num_open or time.monotonic() >= until_s else None)
+        finally:
+            alarm.cancel()
+
+    def _write(self, step: int, states: list[LayerState]) -> None:
+        try:
+            with self._given_room():
+                copied, copy_ns = self._copy(states)
+                with self._writes:
+                    while copied:
+                        self._write_part(step, copied.pop(0), copy_ns)
+                        copy_ns = 0
+        except Exception as error:  # training goes on
+            with contextlib.suppress(OSError):  # a worker that is a thread may have ended
+                self._control.send(UnkeptMessage(step, str(error) or repr(error)))
+        finally:
+            self._copied.set()
+            self._open(-1)
+            self._control.wake()
+
+    @contextlib.contextmanager
+    def _given_room(self) -> Iterator[None]:
+        if not self._room.acquire(timeout=_ROOM_S):
+            raise StorageError(f"the two checkpoints before it were not written within {_ROOM_S:g} s")
+        try:
+            yield
+        finally:
+            self._room.release()
+
+    def _copy(self, states: Iterable[LayerState]) -> tuple[list[LayerState], int]:
+        start_ns = time.monotonic_ns()
+        copied = [state.copied() for state in states]
+        self._copied.set()
+        return copied, time.monotonic_ns() - start_ns
+
+    def _write_part(self, step: int, state: LayerState, copy_ns: int) -> None:
+        file = as_file(state.fixed)
+        began_ns = written_ns = time.monotonic_ns()
+
+        def chunks() -> Iterator[memoryview]:
+            nonlocal written_ns
+            yield from file.chunks()
+            written_ns = time.monotonic_ns()  # the last chunk is written when the next one is asked for
+
+        part = self._folder.write_part(
+            step, state.layer, chunks(), shard=state.shard, shards=state.shards, strides=file.strides
+        )
+        sync_ns = time.monotonic_ns() - written_ns
+        self._control.send(KeptMessage(step, part, copy_ns, written_ns - began_ns, sync_ns))
+
+    def _open(self, more: int) -> None:
+        with self._count:
+            self._num_open += more
