@@ -104,8 +104,3 @@ class UnprovenMessage(ToAgent):
 
     peer: int | None
     text: str
-
-
-@message
-class NoticeMessage(ToAgent):
-    """The worker got SIGTERM, and is going to leave."""
