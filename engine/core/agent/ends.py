@@ -60,8 +60,9 @@ class HostAgent(NamedTuple):
     @property
     def due_ns(self) -> float:
         """The time of the next deadline."""
-        gone_ns = (self.killed_ns[worker] + GONE_NS for worker in self.unsettled)
-        return min((self.deadline_ns, *gone_ns))
+        if not self.killed_ns:  # it is asked for at each message
+            return self.deadline_ns
+        return min((self.deadline_ns, *(self.killed_ns[worker] + GONE_NS for worker in self.unsettled)))
 
     @property
     def unsettled(self) -> frozenset[int]:

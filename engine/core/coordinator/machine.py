@@ -52,7 +52,7 @@ def is_to_be_kept(
 
     An answer that has no effect is not kept: the next coordinator asks again.
     """
-    if new.membership.decided() == old.membership.decided():
+    if new.membership is old.membership or new.membership.decided() == old.membership.decided():
         return False
     is_answer = isinstance(given, Heard) and isinstance(given.message, Answer)
     return not is_answer or any(isinstance(each, Tell | Kill | Release | Stop) for each in outputs)

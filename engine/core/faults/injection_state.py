@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 from engine.core.config.job import Job
@@ -130,7 +131,7 @@ class Injection(NamedTuple):
     @property
     def due_ns(self) -> float:
         """The time of the next late work."""
-        return min((each.due_ns for each in self.late), default=float("inf"))
+        return min([each.due_ns for each in self.late], default=inf)
 
     @property
     def known(self) -> frozenset[str]:
