@@ -95,7 +95,7 @@ class Agent:
     def hear(self, member: WorkerHandle, message: Message) -> None:
         """Handles a message of a worker; one of a worker that is out is ignored, as it may not know that it is out."""
         worker = member.worker
-        try:  # not `failing`, which takes as long as the rule of a message
+        with self.failing():
             if worker in self.node.state.out:
                 return
             is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
@@ -109,8 +109,6 @@ class Agent:
             found = self.decide(Heard(now_ns(), worker, message, self.node.name))
             if isinstance(message, RaisedMessage) and not any(isinstance(each, outputs.Fail) for each in found):
                 self.injector.sees(worker, "raised", message.exception.error)
-        except BambooError as error:
-            self.fail(error)
 
     def sees_end(self, member: WorkerHandle) -> None:
         """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""
@@ -142,7 +140,7 @@ class Agent:
     def decide(self, given: CoordinatorInput) -> tuple[outputs.CoordinatorOutput, ...]:
         """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
         found: tuple[outputs.CoordinatorOutput, ...] = ()
-        try:
+        with self.failing():
             owners = self.node.coordination.owners
             found = self.node.handle(given)
             if self.node.coordination.owners != owners:
@@ -150,8 +148,6 @@ class Agent:
             self._told_ns = 0
             for output in found:
                 _CARRY_OUT[type(output)](self, output)
-        except BambooError as error:
-            self.fail(error)
         return found
 
     def broadcast(self, message: ToWorker) -> None:
