@@ -35,6 +35,7 @@ COMMANDS = {
     "init": "Write a job, a scenario and a matrix of it; with --ci also a workflow.",
     "report": "Report a run: tables, a page that opens without a network, a trace.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.",
+    "export": "Write the weights of a run for other programs: safetensors, torch, or a folder of shards.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",
     "checkpoint": "The checkpoints of a run: list them, verify every byte, delete old ones.",
     "list": "List scenarios, matrices, models, data, schedules or runs",
@@ -46,6 +47,7 @@ _PLACES = {
     "list": ("stock.listing", "show_list"),
     "clean": ("stock.clean", "clean"),
     "checkpoint": ("stock.checkpoint", "checkpoint"),
+    "export": ("stock.export", "export"),
 }
 
 

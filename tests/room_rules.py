@@ -60,7 +60,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
     "engine.runtime.checkpoint": _GROUND
-    | {"engine.core.checkpoints", "engine.core.checks", "engine.core.worker", "engine.files.checkpoints"}
+    | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
+    | {"engine.files", "engine.files.checkpoints"}
     | {"engine.models", "engine.runtime.ipc", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
@@ -71,7 +72,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
-    | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints"}
+    | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
     | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS
@@ -83,8 +84,14 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.bench.peers": _HOST | _PLANS | _ARRAYS | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
-    | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
-    | {"engine.runtime.agent", "engine.files.checkpoints"},
+    | {
+        "engine.files.jobs",
+        "engine.files.scenarios",
+        "engine.runtime.store",
+        "engine.runtime.doctor",
+        "engine.runtime.faults",
+    }
+    | {"engine.runtime.agent", "engine.runtime.checkpoint", "engine.files.checkpoints"},
 }
 COMMANDS = (
     "bamboo_cli",

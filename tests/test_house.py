@@ -178,6 +178,7 @@ def test_nothing_read_chooses_the_code_that_runs() -> None:
         "from multiprocessing.connection import Client",
         "from torch import load",
         "torch.load(path)",
+        "torch.load(path, weights_only=False)",
         "torch.save(state, path)",
         "yaml.load(text, Loader=L)",
         "eval(text)",

@@ -35,10 +35,11 @@ def twin_rows(
     from engine.core.history.verdict_records import TwinRecord
     from engine.files.events_file import add_records
     from engine.files.host_facts import host_facts
+    from engine.files.jobs.given_weights import with_weights_hash
     from engine.files.twin_file import keep_twin, kept_twin, source_hash
 
     sources = source_hash(Path(__file__).parents[1])
-    name = fingerprint(job, host_facts(Path.cwd()), sources)
+    name = fingerprint(with_weights_hash(job), host_facts(Path.cwd()), sources)
     twin = None
     if name:
         try:
@@ -63,13 +64,14 @@ def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
     from engine.core.config.job import Job
     from engine.files.atomic_write import open_to_read
     from engine.files.host_facts import host_facts
+    from engine.files.jobs.given_weights import with_weights_hash
     from engine.files.twin_file import source_hash
 
     facts, sources = host_facts(Path.cwd()), source_hash(Path(__file__).parents[1])
     names = set()
     for run in runs:
         with contextlib.suppress(*_UNREADABLE), open(open_to_read(run.run_json), "rb") as file:
-            names.add(fingerprint(Job(**json.load(file)["job"]), facts, sources))
+            names.add(fingerprint(with_weights_hash(Job(**json.load(file)["job"])), facts, sources))
     return {name for name in names if name}
 
 

@@ -16,6 +16,7 @@ from engine.core.worker import outputs
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.checkpoint.layer_file import as_file
+from engine.runtime.checkpoint.state_dict_names import aliases, transient_buffers
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.training import Training
 from tests.runtime.thread_runs import run_in_threads
@@ -32,7 +33,15 @@ def run_and_keep(job: Job, place: Path) -> tuple[Ending, list[Resumption]]:
             stage = training.context.replicas.stages[slot]
             for layer in stage.layers.keys() - of_step.keys():
                 file = as_file(_tensors(stage, layer))
-                of_step[layer] = folder.write_part(output.step, layer, file.chunks(), strides=file.strides)
+                module = stage.layers[layer]
+                of_step[layer] = folder.write_part(
+                    output.step,
+                    layer,
+                    file.chunks(),
+                    strides=file.strides,
+                    transient=transient_buffers(module),
+                    aliases=aliases(module),
+                )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Training, "_audit", keep)
@@ -42,7 +51,10 @@ def run_and_keep(job: Job, place: Path) -> tuple[Ending, list[Resumption]]:
         rows = sorted((row.layer, row.state, row.buffers) for row in ending.view.run_state.rows if row.step == step)
         layers = tuple(LayerHash(*row) for row in rows)
         in_order = tuple(of_step[layer] for layer in sorted(of_step))
-        manifest = Manifest(run="r", step=step, epoch=1, loss=1.0, job={}, facts={}, layers=layers, parts=in_order)
+        names = tuple(ending.view.run_state.layers)
+        manifest = Manifest(
+            names=names, run="r", step=step, epoch=1, loss=1.0, job={}, facts={}, layers=layers, parts=in_order
+        )
         kept.append(Resumption(step, str(place), folder.publish(manifest).file, "r"))
     return ending, kept
 

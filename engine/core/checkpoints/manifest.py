@@ -35,7 +35,9 @@ class DamagedCheckpointError(StorageError):
 class Part:
     """One file of a checkpoint: a layer, or one shard of it, with the size in bytes and the SHA-256 (hex).
 
-    `strides` are those of the tensors that are not contiguous, by the name of the tensor, in elements.
+    `strides` are those of the tensors that are not contiguous, by the name of the tensor, in elements. `transient` are
+    the buffers that a state_dict leaves out. `aliases` are (name in a state_dict, name of the tensor in the file) where
+    a tensor has more than one name.
     """
 
     layer: int
@@ -45,6 +47,8 @@ class Part:
     size: int
     sha256: str
     strides: Strides = ()
+    transient: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class LayerHash:
 class Manifest:
     """A whole checkpoint: the state of a job after the commit of `step`, which `parts` hold.
 
-    `job` is without secret values, `facts` are those of the host. `data_files` are (name, size in bytes, SHA-256).
+    `names` are those of the layers. `job` is without secret values, `facts` are those of the host. `data_files` are
+    (name, size in bytes, SHA-256).
     `init` is the hash of the weights that the user gave, empty without them; `run` is the name of the run's folder.
     """
 
@@ -72,6 +77,7 @@ class Manifest:
     layers: tuple[LayerHash, ...]
     parts: tuple[Part, ...]
     data_files: tuple[tuple[str, int, str], ...] = ()
+    names: tuple[str, ...] = ()
     init: str = ""
     run: str = ""
     format: int = FORMAT

@@ -80,6 +80,9 @@ class Job:
     activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
     backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
     seed: int = _field(0, "seed of weights, data and dropout")
+    init: str = _field(
+        "", "begin with these weights: FILE.safetensors, FILE.pt, or a folder; names and shapes as in the state_dict"
+    )
     threads: int = _field(1, "compute threads of each worker; another count changes bits")
     check_pure: bool = _field(
         True,

@@ -77,12 +77,21 @@ class CheckpointFolder:
         return self._storage.place
 
     def write_part(
-        self, step: int, layer: int, chunks: Iterable[Bytes], *, shard: int = 0, shards: int = 1, strides: Strides = ()
+        self,
+        step: int,
+        layer: int,
+        chunks: Iterable[Bytes],
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        strides: Strides = (),
+        transient: tuple[str, ...] = (),
+        aliases: tuple[tuple[str, str], ...] = (),
     ) -> Part:
         """Writes one part of a checkpoint to come, and returns it; it is on disk then."""
         file = part_file(layer, shard, shards, os.urandom(8).hex())
         written = self._storage.create(f"{step_folder(step)}/{file}", chunks)
-        return Part(layer, shard, shards, file, written.size, written.sha256, strides)
+        return Part(layer, shard, shards, file, written.size, written.sha256, strides, transient, aliases)
 
     def publish(self, manifest: Manifest) -> CheckpointName:
         """Writes the manifest, whose parts are all written: from now on the checkpoint is there."""

@@ -27,6 +27,7 @@ from engine.core.message_codec import ToWorker
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
+from engine.files.jobs.given_weights import weights_hash
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.ipc.recorder import Recorder
 
@@ -68,7 +69,8 @@ class Checkpoints:
         self._folder = checkpoints_at(self.place)
         self._job = job
         self._run = Path(run).absolute().name
-        self._note, run_state.on_rows = run_state.note, self.close_step
+        self._run_state = run_state
+        run_state.on_rows = self.close_step
         self._recorder = recorder
         self.newest: KeptRecord | None = None
         self._gathering = Gathering()
@@ -118,13 +120,13 @@ class Checkpoints:
             while True:
                 record = self._results.get_nowait()
                 if isinstance(record, str):
-                    self._note(record)
+                    self._run_state.note(record)
                     continue
                 self._recorder.write(record)
                 if isinstance(record, KeptRecord):
                     self.newest = record
                 else:
-                    self._note(f"step {record.step} is not kept as a checkpoint: {record.why}")
+                    self._run_state.note(f"step {record.step} is not kept as a checkpoint: {record.why}")
 
     def _go_on(self, found: Gathered) -> None:
         self._gathering, settled = found
@@ -143,11 +145,11 @@ class Checkpoints:
         self._orders.put((whole, under_way))
 
     def _publish_all(self) -> None:
-        facts = bit_facts(host_facts(Path.cwd()))
+        facts, init = bit_facts(host_facts(Path.cwd())), weights_hash(self._job.init)
         while (order := self._orders.get()) is not None:
             whole, under_way = order
             try:
-                self._results.put(self._published(facts, whole, under_way))
+                self._results.put(self._published(facts, init, whole, under_way))
             except Exception as error:  # training goes on
                 self._results.put(UnkeptRecord(step=whole.step, why=str(error) or repr(error)))
                 continue
@@ -156,7 +158,7 @@ class Checkpoints:
             except StorageError as error:
                 self._results.put(f"old checkpoints stay: {error}")
 
-    def _published(self, facts: Mapping[str, object], whole: Whole, under_way: _UnderWay) -> KeptRecord:
+    def _published(self, facts: Mapping[str, object], init: str, whole: Whole, under_way: _UnderWay) -> KeptRecord:
         manifest = Manifest(
             run=self._run,
             step=whole.step,
@@ -166,6 +168,8 @@ class Checkpoints:
             facts=facts,
             layers=whole.hashes,
             parts=whole.parts,
+            names=tuple(self._run_state.layers),
+            init=init,
         )
         name = self._folder.publish(manifest)
         times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}

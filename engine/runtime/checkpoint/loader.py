@@ -8,13 +8,12 @@ are put together first; a worker with `fsdp` then takes its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from engine.core.checkpoints.manifest import DamagedCheckpointError, Manifest, Part
+from engine.core.checkpoints.manifest import DamagedCheckpointError, Manifest
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.audit import joined_buffers
 from engine.core.errors import StorageError
@@ -37,14 +36,13 @@ def load(replicas: Replicas, origin: Resumption) -> None:
     """
     folder = checkpoints_at(origin.place)
     manifest = folder.manifest(CheckpointName(origin.step, origin.file))
-    parts = {layer: tuple(found) for layer, found in groupby(manifest.parts, lambda part: part.layer)}
     read: dict[int, _Named] = {}
     for slot in sorted(replicas.stages):
         stage = replicas.stages[slot]
         buffers: list[list[Tensor]] = [[] for _ in range(replicas.job.pipelines)]
         for index, layer in stage.layers.items():
             if index not in read:
-                read[index] = _read(folder, manifest, parts.get(index, ()))
+                read[index] = read_layer(folder, manifest, index)
                 _verify(stage, index, read[index], manifest)
             _fill(stage, index, read[index])
             for pipeline, found in enumerate(buffers):
@@ -54,10 +52,14 @@ def load(replicas: Replicas, origin: Resumption) -> None:
         stage.boundary = tuple(map(tuple, buffers)) if replicas.job.retains else ()
 
 
-def _read(folder: CheckpointFolder, manifest: Manifest, parts: Sequence[Part]) -> _Named:
-    """Returns the tensors of one layer by their names in its files."""
+def read_layer(folder: CheckpointFolder, manifest: Manifest, layer: int) -> _Named:
+    """Returns the tensors of one layer by their names in its files; shards are put together.
+
+    Raises:
+        StorageError: a file cannot be read, or is not the one that was written.
+    """
     shards = []
-    for part in parts:
+    for part in (each for each in manifest.parts if each.layer == layer):
         data = folder.part(manifest, part)
         try:
             shards.append(from_bytes(data, part.strides))

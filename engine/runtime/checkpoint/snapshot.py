@@ -8,7 +8,7 @@ Elsewhere the buffers are live, and are copied at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.core.checkpoints.keeping import StateShare
 from engine.core.ownership import Slot
 from engine.runtime.checkpoint.layer_file import laid_out
+from engine.runtime.checkpoint.state_dict_names import aliases, transient_buffers
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
 
@@ -26,7 +27,8 @@ NamedTensors = list[tuple[str, Tensor]]
 class LayerState:
     """The tensors of one layer, or of one shard of it, by their names in a checkpoint.
 
-    `live` are those that the next step changes; `fixed` are not changed any more.
+    `live` are those that the next step changes; `fixed` are not changed any more. A part has the same `transient` and
+    `aliases`.
     """
 
     layer: int
@@ -34,10 +36,12 @@ class LayerState:
     shards: int
     live: NamedTensors
     fixed: NamedTensors
+    transient: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...]
 
     def copied(self) -> LayerState:
         """Returns the state in memory that nothing else changes."""
-        return LayerState(self.layer, self.shard, self.shards, [], [*self.fixed, *copies_of(self.live)])
+        return replace(self, live=[], fixed=[*self.fixed, *copies_of(self.live)])
 
 
 def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerState]:
@@ -51,7 +55,7 @@ def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerS
             for name, tensor in by_layer[index]
         ]
         live = list(_own_tensors(layer, stage.optimizers[index]))
-        yield LayerState(index, share.shard, share.shards, live, named)
+        yield LayerState(index, share.shard, share.shards, live, named, transient_buffers(layer), aliases(layer))
 
 
 def _own_tensors(layer: nn.Module, optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:

@@ -107,7 +107,14 @@ class CheckpointWriter:
             written_ns = time.monotonic_ns()  # the last chunk is written when the next one is asked for
 
         part = self._folder.write_part(
-            step, state.layer, chunks(), shard=state.shard, shards=state.shards, strides=file.strides
+            step,
+            state.layer,
+            chunks(),
+            shard=state.shard,
+            shards=state.shards,
+            strides=file.strides,
+            transient=state.transient,
+            aliases=state.aliases,
         )
         sync_ns = time.monotonic_ns() - written_ns
         self._control.send(KeptMessage(step, part, copy_ns, written_ns - began_ns, sync_ns))

@@ -32,6 +32,7 @@ from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model, open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
+from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load
 from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
@@ -181,15 +182,20 @@ def join(
         displace(random_key(job.seed, "data") % 2**32)
         data = WatchedData(data_of(job), whereabouts)
     model = build_model(job, data.facts)
+    given = GivenWeights(job.init) if job.init and welcome.checkpoint is None else None
     events_fd, steps_fd = record_fds
     control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
     if worker == owners[0]:
+        if given is not None:
+            check_given(given, job, model)
         names = tuple(each.name for each in model.layers)
         control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples))
     starts = control.take(messages.PartitionMessage).starts
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)
     replicas = Replicas(job, model, starts, ownership.held_by(worker))
+    if given is not None:
+        given.fill(replicas)
     plane = backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)

@@ -1,0 +1,31 @@
+"""The names of weights and buffers in a model's own state_dict, from the names in a checkpoint.
+
+A layer has the name that it has in the user's nn.Sequential, or its number if two layers have one name. Optimizer state
+has no plain name, nor have buffers that are not persistent, nor those of other pipelines than the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.core.checkpoints.manifest import Manifest
+
+_OF_MODEL = ("weight/", "buffer/0/")  # beginnings of names in a part
+
+
+def layer_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns a name for each layer that no other layer has."""
+    return tuple(names) if len(set(names)) == len(names) else tuple(map(str, range(len(names))))
+
+
+def plain_names(manifest: Manifest, layer: int, stored: Iterable[str]) -> dict[str, str]:
+    """Returns for each plain name of a layer the name of its tensor in the parts, which have the `stored` names."""
+    first = next(part for part in manifest.parts if part.layer == layer)
+    prefix = layer_names(manifest.names)[layer]
+    found = {
+        f"{prefix}.{name.removeprefix(beginning)}": name
+        for name in stored
+        for beginning in _OF_MODEL
+        if name.startswith(beginning) and name.removeprefix(beginning) not in first.transient
+    }
+    return found | {f"{prefix}.{alias}": name for alias, name in first.aliases}
