@@ -360,3 +360,46 @@ def test_an_exception_before_training_fails_the_run() -> None:
     outputs = given(begun(), heard(1, raised))[1]
     assert written(outputs)[0].step == -1  # type: ignore[attr-defined]
     assert outputs[1:] == (Fail(1, raised, False),)
+
+
+def told_commits(cadence: str, times_s: list[int], last_step: int = 9) -> list[bool]:
+    """Returns for each commit, at these times, whether its state is kept."""
+    state = training(last_step=last_step)
+    state = state._replace(job=replace(state.job, checkpoint_every=cadence))
+    found = []
+    for time_s in times_s:
+        state, outputs = committed(state, time_s * S)
+        (commit,) = (each for each in told(outputs) if isinstance(each, CommitMessage))
+        found.append(commit.keep)
+    return found
+
+
+def test_commits_are_kept_by_steps_by_time_and_at_the_end() -> None:
+    assert told_commits("2", [1, 2, 3, 4, 5], last_step=4) == [False, True, False, True, True]
+    assert told_commits("10s", [1, 11, 12, 20, 22, 23], last_step=5) == [False, True, False, False, True, True]
+    assert told_commits("end", [1, 2, 3], last_step=2) == [False, False, True]
+    assert told_commits("0", [1, 2, 3], last_step=2) == [False, False, False]
+
+
+def test_the_last_step_of_an_interrupted_run_is_kept() -> None:
+    state, _ = committed(training())
+    state, _ = step(state, Notice(7, None, S))
+    _, outputs = committed(state)
+    (commit,) = (each for each in told(outputs) if isinstance(each, CommitMessage))
+    assert (commit.step, commit.then, commit.keep) == (1, "end", True)
+
+
+def test_a_kept_commit_is_kept_by_the_next_coordinator_and_in_the_next_epoch() -> None:
+    state = training()
+    state = state._replace(job=replace(state.job, checkpoint_every="1"))
+    state, _ = committed(state)
+    resumed = resume(state.job, documents(state), 9)
+    assert resumed.told == state.told
+    assert resumed.kept == 0
+    state, outputs = given(resumed, TakenOver(10))
+    (epoch,) = (each for each in told(outputs) if isinstance(each, EpochMessage))
+    assert epoch.commit is not None
+    assert epoch.commit.keep
+    _, outputs = given(state, *answers(state))
+    (go,) = (each for each in told(outputs) if isinstance(each, GoMessage))
+    assert go.keep

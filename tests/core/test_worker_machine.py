@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.checkpoints.keeping import StateShare, shares_of
 from engine.core.errors import ExitCode, Impossible, InvariantError
 from engine.core.messages import (
     CommitMessage,
@@ -52,6 +53,7 @@ from engine.core.worker.outputs import (
     End,
     Enter,
     FormGroup,
+    Keep,
     LeaveGroup,
     LoadPlan,
     MakePlan,
@@ -266,6 +268,51 @@ def test_an_audit_comes_when_it_is_due() -> None:
     assert step(voted(1, audit_every=3), StepTaken(commit(1)))[1] == (Drop(HELD), ReleaseSends(), Run("usual"))
     _, outputs = step(voted(2, audit_every=3), StepTaken(commit(2)))
     assert outputs == (Drop(HELD), Audit(2, HELD), ReleaseSends(), Run("usual"))
+
+
+def kept(number: int, then: Any = "step") -> CommitMessage:
+    return replace(commit(number, then), keep=True)
+
+
+# Worker 0 is the shadow of stage 1, and with every owner but itself gone it owns both stages.
+SHARES = (StateShare((0, 1)),)
+
+
+def test_a_kept_step_is_hashed_and_written_before_the_next_one_runs() -> None:
+    state, outputs = step(voted(2), StepTaken(kept(2)))
+    assert outputs == (Drop(HELD), Audit(2, HELD), Keep(2, SHARES), ReleaseSends(), Run("usual"))
+    assert state.kept == ((0, 1),)
+    state, outputs = step(fed(state, ProgramEnded()), StepTaken(commit(3)))
+    assert outputs == (Drop(HELD), ReleaseSends(), Run("usual"))
+    assert state.kept == ()
+
+
+def test_the_kept_last_step_is_written_before_the_end() -> None:
+    _, outputs = step(voted(4), StepTaken(kept(4, "end")))
+    assert outputs == (Drop(HELD), Audit(4, HELD), Keep(4, SHARES), ReleaseSends(), ReportDone(((0, 0),)))
+
+
+def test_after_a_death_a_survivor_writes_the_shares_that_it_has_not_begun() -> None:
+    state = fed(voted(2), StepTaken(kept(2)))
+    state = fed(state, Told(epoch(2, commit=kept(2))), Counted(HOLDS, (0, 1)), Told(document(2, 2)))
+    state = fed(state, PlanMade(plan(2, 2)), GroupFormed(2))
+    state, outputs = step(state, Told(replace(GO, keep=True)))
+    assert [each for each in outputs if isinstance(each, Keep)] == [Keep(2, (StateShare((0, 0)),))]
+    assert state.kept == ((0, 1), (0, 0))
+
+
+def test_a_worker_that_has_missed_a_kept_commit_hashes_it_and_writes_when_training_goes_on() -> None:
+    state = fed(running(3), Told(epoch(2, commit=kept(3))), Counted(HOLDS, (0, 1)), Told(document(2, 3)))
+    state, outputs = step(fed(state, PlanMade(plan(2, 3))), StepTaken(kept(3)))
+    assert outputs[0] == Audit(3, HELD)
+    state, outputs = step(fed(state, GroupFormed(2)), Told(replace(GO, keep=True)))
+    assert [each for each in outputs if isinstance(each, Keep)] == [Keep(3, (StateShare((0, 0)), StateShare((0, 1))))]
+
+
+def test_with_fsdp_each_owner_writes_its_own_shard() -> None:
+    both = Ownership(Grid(1, 4, 2), (0, 1), ((), ()))
+    assert shares_of(both, 1, True) == (StateShare((1, 0), 1, 2),)
+    assert shares_of(both, 1, False) == ()
 
 
 def test_the_last_commit_leads_to_an_audit_a_validation_and_the_end() -> None:

@@ -18,7 +18,7 @@ from engine.core.worker_exception import WorkerException
 from engine.runtime.agent.message_handlers import _OWN_PARTS
 from engine.runtime.agent.run_state import RunState, error_of
 
-MEMBER: Any = SimpleNamespace(worker=1, child=SimpleNamespace(pid=7), log="logs/worker-1.log")
+MEMBER: Any = SimpleNamespace(worker=1, name="worker 1 (pid 7)", child=SimpleNamespace(pid=7), log="logs/worker-1.log")
 
 
 def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:

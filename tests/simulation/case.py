@@ -71,6 +71,7 @@ class Case:
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
     validate_every: int = 0
+    keep_every: int = 0  # steps; 0 keeps the last one
     steps: int = 3
     seed: int = 0
     spread: int = 0

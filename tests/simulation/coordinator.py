@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from engine.core.checkpoints.part_messages import keeps
 from engine.core.config.job import Job
 from engine.core.coordinator import outputs
 from engine.core.coordinator.inputs import CoordinatorInput
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def job_of(
-    stages: int, pipelines: int, microbatches: int, redundancy: Any, level: int, steps: int, validate_every: int
+    stages: int,
+    pipelines: int,
+    microbatches: int,
+    redundancy: Any,
+    level: int,
+    steps: int,
+    validate_every: int,
+    keep_every: int = 0,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
@@ -39,6 +47,7 @@ def job_of(
         redundancy_level=level,
         audit=0,
         validate_every=validate_every,
+        checkpoint_every=str(keep_every or "end"),
     )
 
 
@@ -110,6 +119,8 @@ class Coordinator:
         for output in found:
             if isinstance(output, outputs.Tell):
                 world.judge.told(output.message)
+                if keeps(output.message):
+                    world.await_parts(world.membership.committed)
                 for number in output.workers:
                     world.tell(world.workers[number], output.message)
                     if not world.reach():

@@ -86,6 +86,13 @@ class Judge:
             what = f"{' and '.join(wrong)} of slot {replica.slot} differ"
             raise Violation(f"worker {worker.number}: {what} at the beginning of step {replica.version}")
 
+    def kept(self, worker: Executor, step: int, slot: Slot) -> None:
+        """Checks a replica that is to be written as a checkpoint: whole, and as it was after the step."""
+        replica = worker.replicas.get(slot)
+        if replica is None or replica.version != step + 1 or worker.step != step + 1:
+            raise Violation(f"worker {worker.number} keeps slot {slot} of step {step}, which it does not hold")
+        self._compare(worker, replica)
+
     def computed(self, worker: Executor, action: tuple[Any, ...]) -> None:
         """Notes a forward or backward of a worker, whose values others may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
@@ -260,6 +267,9 @@ class Judge:
             steps = state.last_step + 1
             if len(self.outcomes) != steps or (steps != self.world.case.steps and not self.stopped):
                 raise Violation(f"finished after {len(self.outcomes)} steps")
+            has_all = not state.lost_stages and state.members and len(state.done) == len(state.members)
+            if has_all and state.last_step not in self.world.whole:
+                raise Violation(f"the state after the last step, {state.last_step}, is not kept")
             for number in () if state.lost_stages else state.members:
                 worker = self.world.workers[number]
                 if worker.step != steps:

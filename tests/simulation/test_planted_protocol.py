@@ -413,3 +413,35 @@ def test_cases_pass_where_nothing_is_planted() -> None:
     cases = [*take_overs(KILLED, 5), *startup_deaths(SMALL), LEAVING, *hand_overs(replace(SMALL, steps=4), 29)]
     for case in cases:
         assert run(case).problem == "", case.text()
+
+
+# Checkpoints
+
+
+def test_a_share_of_a_dead_worker_is_written_by_no_other(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(recovery_rules, "keeps", lambda state, before: (state, before))
+    caught((replace(SMALL, faults=(Fault(each, "stepped", SMALL.steps),)) for each in range(3)), "is not kept")
+
+
+def test_a_step_is_taken_before_it_is_copied(monkeypatch: Patch) -> None:
+    kept = Worker.keep
+
+    def late(self: Worker, output: outputs.Keep) -> None:
+        def keep() -> None:
+            kept(self, output)
+
+        self.world.push(30_000_000, keep)
+
+    monkeypatch.setitem(driver._DO, outputs.Keep, late)
+    caught([replace(SMALL, keep_every=1)], "which it does not hold")
+
+
+def test_the_next_coordinator_forgets_that_a_commit_is_kept(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(coordinator, "resume", lambda *words: state.resume(*words)._replace(kept=-1))
+    monkeypatch.setattr(orders, "_go", lambda of, go=orders._go: replace(go(of), keep=False))
+    caught((replace(SMALL, deaths=(at,)) for at in range(1, 60)), "is not kept")
+
+
+def test_a_worker_is_done_before_its_share_is_on_disk(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(driver._DO, outputs.ReportDone, lambda worker, output: worker.reports())
+    caught(troubled(60), "is not kept")

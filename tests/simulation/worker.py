@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core import messages
+from engine.core.checkpoints.manifest import Part
+from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.membership.standstill import LEAST_QUIET_NS
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership, Slot
 from engine.core.worker import inputs, outputs
 from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.machine import step
-from engine.core.worker.state import WorkerState
+from engine.core.worker.state import Mode, WorkerState
 from tests.simulation.actions import take_arrived
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
@@ -45,6 +47,9 @@ class Worker(Joining):
         self.ready: Compiled | None = None
         self.thinks_until = 0  # in the planner thread
         self.next_step: tuple[int, Any] = (0, None)  # when it is planned
+        self.copied_at = 0  # its last share of a checkpoint
+        self.writes = 0  # shares that are not on disk
+        self.is_reporting = False  # that all is done, once all is on disk
 
     @property
     def epoch(self) -> int:
@@ -286,6 +291,10 @@ class Worker(Joining):
 
     def take_steps(self, output: outputs.TakeStep | outputs.CatchUp) -> Answer:
         """Takes the step."""
+        if self.copied_at > self.world.now:
+            self.work = output
+            self.later(self.copied_at - self.world.now, self.takes_copied, output)
+            return None
         slots: Sequence[Slot] = self.steps
         if isinstance(output, outputs.CatchUp):
             self.world.turns.add("worker catches up")
@@ -299,6 +308,31 @@ class Worker(Joining):
             self.take_step(output.commit.clip_factor, slots)
             self.come_to("stepped")
         return inputs.StepTaken(output.commit)
+
+    def takes_copied(self, output: outputs.TakeStep | outputs.CatchUp) -> None:
+        """Takes the step that has waited for the copy of a checkpoint."""
+        if (given := self.take_steps(output)) is not None and self.alive:
+            self.answer(given)
+
+    def keep(self, output: outputs.Keep) -> Answer:
+        """Copies and writes replicas as of the boundary before the open step."""
+        for share in output.shares:
+            self.world.judge.kept(self, output.step, share.slot)
+        self.copied_at = max(self.copied_at, self.world.now + self.world.lag())
+        self.writes += 1
+        self.world.push(self.copied_at - self.world.now + self.world.planning(), self.written, output)
+        return None
+
+    def written(self, output: outputs.Keep) -> None:
+        """Tells that its share is on disk, and that it is done if it has waited for that."""
+        if self.puts_off(self.written, output):
+            return
+        self.writes -= 1
+        for share in output.shares:
+            part = Part(share.slot[1], share.shard, share.shards, "", 0, "")
+            self.world.say(self.number, KeptMessage(output.step, part, 0, 0, 0))
+        if self.is_reporting and not self.writes and self.state.mode is Mode.DONE:
+            self.reports()
 
     def adopt(self, output: outputs.Adopt) -> Answer:
         """Builds replicas from those of other pipelines."""
@@ -342,9 +376,16 @@ class Worker(Joining):
         self.wake()
 
     def finishes(self, output: outputs.ReportDone) -> Answer:
-        """Says that all is done."""
-        self.world.say(self.number, messages.FinishedMessage(self.state.epoch, (), 0))
+        """Says that all is done, once its checkpoints are on disk."""
+        self.is_reporting = True
+        if not self.writes:
+            self.reports()
         return None
+
+    def reports(self) -> None:
+        """Says that all is done."""
+        self.is_reporting = False
+        self.world.say(self.number, messages.FinishedMessage(self.state.epoch, (), 0))
 
     def ends_process(self, output: outputs.End) -> Answer:
         """Ends the process."""
@@ -383,7 +424,7 @@ _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
     outputs.Adopt: Worker.adopt,
     outputs.Drop: Worker.drop,
     outputs.Audit: Worker.nothing,
-    outputs.Keep: Worker.nothing,
+    outputs.Keep: Worker.keep,
     outputs.ReleaseSends: Worker.release_sends,
     outputs.Validate: Worker.validate,
     outputs.ReportDone: Worker.finishes,

@@ -14,6 +14,10 @@ from random import Random
 from typing import Any
 
 from engine.core import messages
+from engine.core.checkpoints import gathering
+from engine.core.checkpoints.gathering import Gathering
+from engine.core.checkpoints.manifest import LayerHash
+from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.state import begin
 from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver
@@ -77,6 +81,7 @@ class World:
         self.job = job_of(
             *(case.stages, case.pipelines, case.microbatches, case.redundancy, case.level, case.steps),
             case.validate_every,
+            case.keep_every,
         )
         self.grid = grid
         self.members = self.ownership.workers()
@@ -96,6 +101,8 @@ class World:
         self.reached = 0  # moments of the present coordinator
         self.is_stopped = False
         self.links = Links(self)
+        self.gathering = Gathering()  # at the host agent
+        self.whole: set[int] = set()  # the steps of whole checkpoints
         self.judge = Judge(self, grid)
         self._start()
 
@@ -254,6 +261,9 @@ class World:
     def _hear(self, number: int, message: ToAgent, start: int) -> None:
         if start != self.starts or self.is_restarting:
             return
+        if isinstance(message, KeptMessage):
+            self._part_came(number, message)
+            return
         if self.membership.phase is Phase.FORMING:
             self.told_early.append((number, message))
         elif not self.coordinator.alive and not self.loses:
@@ -262,6 +272,17 @@ class World:
             return
         self.note(_WORDS.get(type(message), _OTHER), number)
         self.coordinator.take(Heard, number, message, _NODES[number])
+
+    def await_parts(self, step: int) -> None:
+        """Awaits the parts of the checkpoint of a step, whose hashes agree; a stage counts as a layer."""
+        self.gathering = gathering.begin(self.gathering, step)
+        layers = tuple(LayerHash(stage, "", "") for stage in range(self.case.stages))
+        self.gathering, _ = gathering.close(self.gathering, step, layers)
+
+    def _part_came(self, number: int, told: KeptMessage) -> None:
+        if number not in self.membership.out:
+            self.gathering, settled = gathering.add_part(self.gathering, told.step, told.part)
+            self.whole.update(each.step for each in settled if isinstance(each, gathering.Whole))
 
     def note(self, *numbers: int) -> None:
         """Adds to the hash of the history."""

@@ -1,9 +1,17 @@
-"""The control messages of a worker about the parts of a checkpoint that it writes."""
+"""The control messages of a worker about the parts of a checkpoint that it writes, and those that order one."""
 
 from __future__ import annotations
 
 from engine.core.checkpoints.manifest import Part
-from engine.core.message_codec import TextsToAgent, ToAgent, message
+from engine.core.message_codec import TextsToAgent, ToAgent, ToWorker, message
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage
+
+
+def keeps(told: ToWorker | None) -> bool:
+    """Returns whether a message to the workers orders a checkpoint of the last committed step."""
+    if isinstance(told, EpochMessage):
+        return keeps(told.commit) or keeps(told.go)
+    return isinstance(told, CommitMessage | GoMessage) and told.keep
 
 
 @message

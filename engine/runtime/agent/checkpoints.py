@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
 from engine.core.checkpoints.manifest import LayerHash, Manifest
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage, keeps
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.bit_fields import bit_facts
 from engine.core.config.job import Job
@@ -24,7 +24,6 @@ from engine.core.errors import StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
-from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
 from engine.files.jobs.given_weights import weights_hash
@@ -81,7 +80,7 @@ class Checkpoints:
 
     def await_parts(self, told: ToWorker, known: State) -> None:
         """Awaits the parts of a checkpoint, if a message to the workers orders one of the last commit."""
-        if not (self.place and _keeps(told)):
+        if not (self.place and keeps(told)):
             return
         self._gathering = gathering.begin(self._gathering, known.committed)
         if known.committed in self._gathering.pending:
@@ -175,9 +174,3 @@ class Checkpoints:
         times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}
         size = manifest.num_bytes
         return KeptRecord(step=whole.step, manifest=name.file, bytes=size, parts=len(whole.parts), **times)
-
-
-def _keeps(told: ToWorker | None) -> bool:
-    if isinstance(told, EpochMessage):
-        return _keeps(told.commit) or _keeps(told.go)
-    return isinstance(told, CommitMessage | GoMessage) and told.keep
