@@ -87,6 +87,31 @@ def test_an_error_of_a_read_refuses_a_checkpoint_and_the_older_one_is_taken() ->
     assert case.told[0].startswith("read of step-00000000/manifest-")
 
 
+class UnsureDisk(PowerDisk):
+    """A disk that gives a manifest its name, and then cannot say whether the name is on disk."""
+
+    def rename(self, name: str, new: str) -> None:
+        super().rename(name, new)
+        self.is_renamed = True
+
+    def sync_folder(self, name: str) -> None:
+        if getattr(self, "is_renamed", False):
+            self.is_renamed = False
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync_folder(name)
+
+
+def test_a_manifest_whose_name_may_not_be_on_disk_is_taken_back() -> None:
+    folder = CheckpointFolder(FolderStorage(UnsureDisk(), "memory"))
+    with pytest.raises(StorageError, match="Input/output error"):
+        save(folder, 0)
+    assert folder.names() == ()
+    parts = [name.partition("/")[2] for name in folder.orphans()]
+    folder.remove_parts(0, parts)
+    assert len(parts) == 2
+    assert folder.orphans() == ()
+
+
 def test_a_changed_byte_is_found_by_the_reader() -> None:
     for number in range(0, 1000, 7):
         case = Case()

@@ -97,7 +97,12 @@ class CheckpointFolder:
         """Writes the manifest, whose parts are all written: from now on the checkpoint is there."""
         data = manifest_bytes(manifest)
         name = CheckpointName(manifest.step, manifest_file(data))
-        self._storage.publish(str(name), data)
+        try:
+            self._storage.publish(str(name), data)
+        except StorageError:
+            with suppress(StorageError):  # it may have its name already; the caller removes the parts
+                self._storage.remove(str(name))
+            raise
         return name
 
     def names(self) -> tuple[CheckpointName, ...]:
@@ -184,6 +189,10 @@ class CheckpointFolder:
         self._storage.remove(str(name))
         self._storage.sync_folder(folder)
         self._remove_all(folder, (part.file for part in parts))
+
+    def remove_parts(self, step: int, files: Iterable[str]) -> None:
+        """Removes parts of a step that no manifest names or will name, then the folder if it is empty."""
+        self._remove_all(step_folder(step), files)
 
     def orphans(self) -> tuple[str, ...]:
         """Returns the parts that no manifest names; those beside a manifest that cannot be read are none."""

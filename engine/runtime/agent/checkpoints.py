@@ -1,7 +1,8 @@
 """The agent's part in checkpoints: it gathers the parts, writes the manifests, and removes old checkpoints.
 
 Rules: manifests are written by a thread, so that no worker waits for a disk. Its results are recorded by the agent's
-main thread. Without the disk training goes on: the user is told, and the checkpoint before stays.
+main thread. Without the disk training goes on: the user is told, and the checkpoint before stays. Parts that no
+manifest names are removed: a disk that is full would else stay full.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
@@ -27,10 +29,10 @@ from engine.core.message_codec import ToWorker
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
 from engine.files.jobs.given_weights import weights_hash
+from engine.files.run_folder import CHECKPOINTS_FOLDER
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.ipc.recorder import Recorder
 
-FOLDER = "checkpoints"  # in the folder of a run
 _END_S = 30.0  # that the end of a run waits for the last manifest
 
 
@@ -43,18 +45,26 @@ def place_of(job: Job, run: str) -> str:
         return ""
     if "://" in job.checkpoints:
         return job.checkpoints
-    return str(Path(job.checkpoints or Path(run, FOLDER)).absolute())
+    return str(Path(job.checkpoints or Path(run, CHECKPOINTS_FOLDER)).absolute())
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A checkpoint under way: its epoch, its loss once its hashes are complete, and the times of its parts."""
+    """A checkpoint under way: its epoch, its loss once its hashes are complete, times and names of its parts."""
 
     epoch: int
     loss: float = 0.0
     copy_ns: int = 0
     write_ns: int = 0
     sync_ns: int = 0
+    files: list[str] = field(default_factory=list)
+
+
+class _Spare(NamedTuple):
+    """Parts of a step that no manifest will name."""
+
+    step: int
+    files: list[str]
 
 
 class Checkpoints:
@@ -74,7 +84,7 @@ class Checkpoints:
         self.newest: KeptRecord | None = None
         self._gathering = Gathering()
         self._under_way: dict[int, _UnderWay] = {}
-        self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | _Spare | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[KeptRecord | UnkeptRecord | str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -88,10 +98,14 @@ class Checkpoints:
 
     def kept(self, told: KeptMessage) -> None:
         """Takes a part that is on disk."""
-        if (found := self._under_way.get(told.step)) is not None:
-            found.copy_ns += told.copy_ns
-            found.write_ns += told.write_ns
-            found.sync_ns += told.sync_ns
+        found = self._under_way.get(told.step)
+        if found is None:  # it came too late
+            self._order(_Spare(told.step, [told.part.file]))
+            return
+        found.copy_ns += told.copy_ns
+        found.write_ns += told.write_ns
+        found.sync_ns += told.sync_ns
+        found.files.append(told.part.file)
         self._go_on(gathering.add_part(self._gathering, told.step, told.part))
 
     def unkept(self, told: UnkeptMessage) -> None:
@@ -133,29 +147,40 @@ class Checkpoints:
             under_way = self._under_way.pop(each.step)
             if isinstance(each, GivenUp):
                 self._results.put(UnkeptRecord(step=each.step, why=each.why))
+                self._order(_Spare(each.step, under_way.files))
             else:
-                self._order(each, under_way)
+                self._order((each, under_way))
         self.record()
 
-    def _order(self, whole: Whole, under_way: _UnderWay) -> None:
+    def _order(self, order: tuple[Whole, _UnderWay] | _Spare) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._publish_all, name="checkpoints", daemon=True)
             self._thread.start()
-        self._orders.put((whole, under_way))
+        self._orders.put(order)
 
     def _publish_all(self) -> None:
         facts, init = bit_facts(host_facts(Path.cwd())), weights_hash(self._job.init)
         while (order := self._orders.get()) is not None:
+            if isinstance(order, _Spare):
+                self._remove(order)
+                continue
             whole, under_way = order
+            named = {part.file for part in whole.parts}
             try:
                 self._results.put(self._published(facts, init, whole, under_way))
             except Exception as error:  # training goes on
                 self._results.put(UnkeptRecord(step=whole.step, why=str(error) or repr(error)))
+                self._remove(_Spare(whole.step, under_way.files))
                 continue
+            self._remove(_Spare(whole.step, [file for file in under_way.files if file not in named]))
             try:
                 self._folder.prune(self._job.keep, self._run)
             except StorageError as error:
                 self._results.put(f"old checkpoints stay: {error}")
+
+    def _remove(self, spare: _Spare) -> None:
+        with contextlib.suppress(StorageError):  # `bamboo clean` finds them
+            self._folder.remove_parts(*spare)
 
     def _published(self, facts: Mapping[str, object], init: str, whole: Whole, under_way: _UnderWay) -> KeptRecord:
         manifest = Manifest(

@@ -1,0 +1,46 @@
+"""The agent removes the parts that no manifest will name: a disk that is full would else stay full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.checks.trajectory import TrajectoryRow
+from engine.core.config.job import Job
+from engine.core.history.run_records import KeptRecord, UnkeptRecord
+from engine.core.messages import CommitMessage
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.runtime.agent.checkpoints import Checkpoints
+from tests.files.made_checkpoints import sha256
+
+
+def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> None:
+    notes: list[str] = []
+    records: list[Any] = []
+    state = SimpleNamespace(note=notes.append, layers=["first"], on_rows=None)
+    recorder = SimpleNamespace(write=records.append)
+    agent = Checkpoints(Job(checkpoint_every="1"), str(tmp_path), cast(Any, state), cast(Any, recorder))
+    folder = checkpoints_at(agent.place)
+
+    def write(step: int) -> None:
+        agent.kept(KeptMessage(step, folder.write_part(step, 0, [b"x"]), 0, 0, 0))
+
+    for step in range(2):
+        agent.await_parts(
+            CommitMessage(step, 1.0, "step", keep=True), cast(Any, SimpleNamespace(committed=step, epoch=1))
+        )
+        if step == 0:
+            agent.unkept(UnkeptMessage(step, "the disk is full"))
+            write(step)  # too late
+        else:
+            write(step)
+            write(step)  # twice: the first counts
+            agent.close_step(step, 0.5, [TrajectoryRow(step, 0, sha256("state"), sha256(""), 0.5)])
+    agent.close()
+    assert [type(each) for each in records] == [UnkeptRecord, KeptRecord]
+    assert notes == ["step 0 is not kept as a checkpoint: the disk is full"]
+    assert folder.orphans() == ()
+    assert [name.step for name in folder.names()] == [1]
+    assert len(folder.verify(folder.names()[0]).parts) == 1
