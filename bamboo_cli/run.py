@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,13 +26,17 @@ from bamboo_cli.options.faults import (
     scenario_of,
 )
 from bamboo_cli.options.job import takes_job
+from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 
 if TYPE_CHECKING:
     from engine.core.config.job import Job
+    from engine.core.faults.fault import Fault
+    from engine.core.faults.scenario import Scenario
     from engine.harness.case_result import CaseResult
+    from engine.harness.case_runner import Case
     from engine.runtime.process.fork_client import ForkServer
 
 EPILOG = (
@@ -57,6 +63,8 @@ def run(
         bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
     ] = False,
     standby: Standby = False,
+    resume: Resume = "",
+    other_bits: OtherBits = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
     explained: Annotated[
@@ -68,7 +76,7 @@ def run(
 
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin)
     faults = expand(scenario, resolved.job.seed)
-    grace_s = grace_seconds(grace)
+    options = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES, "standby": standby}
     if resolved.with_faults and not faults:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if explained:
@@ -79,18 +87,24 @@ def run(
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
         from bamboo_cli.terminal.live import screen
-        from engine.harness.case_runner import Case, folder_name, run_case
+        from engine.harness.case_runner import run_case
         from engine.runtime.process.interrupts import holding
 
-        name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
-        case = Case(name, scenario, faults, resolved.origins, None, grace_s, injectable is YesNo.YES, standby)
         try:
             with holding(), _server(in_process, standby) as server:
-                result = run_case(case, etcd_settings(etcd, etcd_plain_http), screen(tee=tee), server)
-                code = _print_result(result, resolved, as_json)
+                case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
+                code = _print_result(run_case(case, store, screen(tee=tee), server), resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None
         raise typer.Exit(code)
+
+
+def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **options: Any) -> Case:
+    from engine.harness.case_runner import Case, folder_name
+
+    name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
+    options |= {"origin": resolved.origin, "other_bits": resolved.other_bits}
+    return Case(name, scenario, tuple(faults), resolved.origins, **options)
 
 
 def _server(in_process: bool, standby: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
@@ -143,28 +157,33 @@ def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
     """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON."""
     from bamboo_cli.terminal.live import untold
+    from engine.files.jobs.checkpoint_choice import resume_command
 
     if result.error is not None:
         for line in str(_with_origins(result.error, resolved)).splitlines():
             echo(f"bamboo: {line}", err=True)
-    if summary["exit_code"] == ExitCode.STATE_LOST:
+    resume = "" if summary["outcome"] == "finished" else resume_command(Path(summary["run_dir"]), resolved.job)
+    if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):
         from engine.harness.state_lost import state_lost_lines
 
-        for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"]):
+        for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"], resume):
             echo(f"  {line}", err=True)
     for line in untold(result.recovery_lines(), err=as_json):
         echo(line, err=as_json)
     echo("; ".join(_summary_parts(summary, result, resolved.job)), err=as_json)
     echo(summary["run_dir"], err=as_json)
     if not as_json:
-        echo(f"next: {'  |  '.join(_next_commands(summary, result, resolved.job))}", err=True)
+        commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved.job)]
+        echo(f"next: {'  |  '.join(commands)}", err=True)
 
 
 def _summary_parts(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
     """Returns the parts of the summary line."""
     outcome = summary["outcome"]
     parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
-    if summary["steps"]:
+    if summary["resumed_after"] is not None:
+        parts.append(f"begun after step {summary['resumed_after']}")
+    if summary["loss_last"] is not None:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
         if outcome != "finished":
             parts.append(f"last committed step {summary['steps'] - 1}")

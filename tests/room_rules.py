@@ -33,7 +33,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,
-    "engine.core.faults": _PLANS | {"engine.core.checkpoints", "engine.core.history", "engine.core.membership"},
+    "engine.core.faults": _PLANS | {"engine.core.history", "engine.core.membership"},
     "engine.core.agent": _GROUND,
     "engine.core.coordinator": _PLANS
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
@@ -41,7 +41,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
-    "engine.files.jobs": _PLANS | {"engine.files"},
+    "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
     "engine.models": _GROUND | {"engine.core.config", "engine.core.samples"},
@@ -63,13 +63,12 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
     | {"engine.files", "engine.files.checkpoints"}
     | {"engine.models", "engine.runtime.ipc", "engine.runtime.stage", "engine.runtime.replica"},
-    "engine.runtime.faults": _HOST
-    | {"engine.core.faults", "engine.files.checkpoints", "engine.runtime.stage", "engine.runtime.replica"},
+    "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
-    | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"},
+    | {"engine.core.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
@@ -85,14 +84,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.bench.peers": _HOST | _PLANS | _ARRAYS | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
-    | {
-        "engine.files.jobs",
-        "engine.files.scenarios",
-        "engine.runtime.store",
-        "engine.runtime.doctor",
-        "engine.runtime.faults",
-    }
-    | {"engine.runtime.agent", "engine.runtime.checkpoint", "engine.files.checkpoints"},
+    | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
+    | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.files.jobs", "engine.runtime.agent"}
+    | {"engine.runtime.checkpoint"},
 }
 COMMANDS = (
     "bamboo_cli",

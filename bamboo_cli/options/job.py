@@ -12,17 +12,21 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from bamboo_cli.options import completion
+from bamboo_cli.options.resume import resolve_resumed
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
+
+if TYPE_CHECKING:
+    from engine.files.strict_yaml import Document
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
@@ -45,7 +49,12 @@ def takes_job(
     def with_job(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
-        command(resolve_options(values | dict(instead), program_only, is_plan), **own_values)
+        resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan)
+        if text := own_values.get("resume"):
+            resolved = resolve_resumed(text, own_values["other_bits"], values["results"], resolve)
+        else:
+            resolved = resolve()
+        command(resolved, **own_values)
 
     # Typer reads the signature of a function, then its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -53,10 +62,12 @@ def takes_job(
     return with_job
 
 
-def resolve_options(values: Mapping[str, Any], program_only: bool, is_plan: bool) -> Resolved:
+def resolve_options(
+    values: Mapping[str, Any], program_only: bool, is_plan: bool, kept: Document | None = None
+) -> Resolved:
     """Returns the job of a command's values, its file and the environment; raises UserError with every problem.
 
-    For a plan no code of the user's is imported.
+    For a plan no code of the user's is imported. `kept` is the job of a checkpoint.
     """
     # The YAML reader takes 20 ms to import: too slow for --help.
     from engine.files.jobs.job_file import resolve_job
@@ -65,7 +76,7 @@ def resolve_options(values: Mapping[str, Any], program_only: bool, is_plan: bool
     flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
-    resolved = resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check)
+    resolved = resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check, kept=kept)
     tell_untrusted(resolved.foreign if is_plan else (), check)
     return resolved
 

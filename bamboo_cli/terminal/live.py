@@ -89,7 +89,7 @@ class LivePicture:
     def _show(self, view: RunView) -> None:
         now_s = time.monotonic()
         computed = {each.worker: each.progress.num_computed for each in view.workers}
-        num_steps = len(view.run_state.losses)
+        num_steps = view.run_state.committed + 1
         if (
             not self._history
             or self._history[-1][2] != num_steps
@@ -156,15 +156,15 @@ class LivePicture:
             late = [each for each in view.workers if each.state == "starting"]
             ready = f"{len(view.workers) - len(late)} of {len(view.workers)} workers ready"
             return f"starting: {ready}; waiting for {awaited(late)}" if late else "step 0" + self._wait(view)
-        text = f"step {len(run_state.losses)}/{self.job.steps}  loss {run_state.losses[-1]:.4f}"
+        text = f"step {run_state.committed + 1}/{self.job.steps}  loss {run_state.losses[-1]:.4f}"
         if run_state.validations:
             text += f"  validation {run_state.validations[max(run_state.validations)][0]:.4f}"
-        return text + (self._wait(view) or self._time_left(len(run_state.losses)))
+        return text + (self._wait(view) or self._time_left(run_state.committed + 1))
 
     def _wait(self, view: RunView) -> str:
         """Returns for how long no step was committed, and the workers that training waits for; empty at first."""
         still_s = self._history[-1][0] - self._moved_s
-        if still_s < _STILL_S or len(view.run_state.losses) == self.job.steps:
+        if still_s < _STILL_S or view.run_state.committed + 1 == self.job.steps:
             return ""
         workers = awaited(view.workers)
         return f"  no step for {still_s:.0f} s" + (f": waiting for {workers}" if workers else "")
@@ -181,11 +181,11 @@ class LivePicture:
         notable = [each.worker for each in view.workers if each.state != "running" or self._has_inherited(each)]
         is_narrow = self._console.width < _NARROW
         shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES - 3 * is_narrow)
-        is_recovering = self._recovering_at == len(view.run_state.losses)
+        is_recovering = self._recovering_at == view.run_state.committed + 1
         table = fitted(
             _TITLES, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width, remedy=_REMEDY
         )
-        bar = ProgressBar(total=self.job.steps, completed=len(view.run_state.losses), width=40)
+        bar = ProgressBar(total=self.job.steps, completed=view.run_state.committed + 1, width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
         return Group(Text(self._line(view)), Padding(bar, 0), table, *([Text(others, style="dim")] if others else []))
 

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.core.checkpoints.ladder import Ladder
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.expectations import Observed, why_no_twin
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
@@ -26,7 +28,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ScenarioRecord
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.case_result import CaseResult, judged
-from engine.harness.run_end import failure_recorded, note_forced_end, record_failure
+from engine.harness.run_end import failure_recorded, note_forced_end, record_failure, summary_of
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
@@ -47,7 +49,8 @@ class Case:
     """A run to make: a scenario and its concrete faults.
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits.
+    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits. It
+    begins after the checkpoint `origin`, perhaps with `other_bits` than the run of that one.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Case:
     grace_s: float = 120.0
     injectable: bool = True
     standby: bool = False
+    origin: Resumption | None = None
+    other_bits: bool = False
 
 
 def folder_name(text: str, otherwise: str) -> str:
@@ -109,6 +114,8 @@ def _run_in(
     started_s: float,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
+    from engine.harness.state_lost import Restarts
+    from engine.runtime.agent.checkpoints import place_of
     from engine.runtime.doctor.leak_check import LeakCheck
 
     if case.file is not None:
@@ -117,11 +124,16 @@ def _run_in(
     traces = LeakCheck() if case.scenario.expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
     options: dict[str, Any] = {name: getattr(case, name) for name in ("faults", "grace_s", "injectable", "standby")}
-    ending = drive(case.scenario.job, folder, run_id=folder.path.name, **options)
+    job = case.scenario.job
+    restarts = Restarts(
+        Ladder(job.restarts), place_of(job, str(folder.path)), folder.path.name, screen.say, case.origin
+    )
+    options |= {"origin": case.origin, "revive": restarts.revive}
+    ending = drive(job, folder, run_id=folder.path.name, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:
-        return _concluded(folder, case, ending, _summary(folder, ending, wall_s), left, screen, drive)
+        return _concluded(folder, case, ending, summary_of(folder, ending, wall_s), left, screen, drive)
     except StorageError as error:
         return _unstored(folder, case, ending, wall_s, error)
 
@@ -155,7 +167,8 @@ def _concluded(
     else:
         history = read_history(folder.events)
     seen = Observed(ending.exit_code, error, history, leftovers=left)
-    if why := why_no_twin(expect, faults, seen):
+    other = "the run was resumed with other bits" if case.other_bits else ""
+    if why := why_no_twin(expect, faults, seen) or other:
         add_records(folder.events, NotComparedRecord(why=why))
     else:
         seen = replace(seen, twin=_compared(job, seen.history, rows, folder, screen, drive))
@@ -173,7 +186,7 @@ def _unstored(folder: RunFolder, case: Case, ending: Ending, wall_s: float, erro
     seen = Observed(ending.exit_code, str(cause), RunHistory(case.scenario.job))
     result = judged(case.scenario, case.faults, folder.path, seen)
     record_failure(folder, cause)
-    summary = _summary(folder, ending, wall_s)
+    summary = summary_of(folder, ending, wall_s)
     return replace(result, run_error=cause, summary=summary, is_scenario=case.file is not None)
 
 
@@ -213,31 +226,6 @@ def _compared(
         return error
     add_records(folder.events, found)
     return found
-
-
-def _summary(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
-    """Returns the result of a run for `run.json`."""
-    from engine.core.checks.trajectory import trajectory_hash
-
-    run_state = ending.view.run_state
-    last = max(run_state.validations, default=None)
-    return {
-        "run_dir": str(folder.path),
-        "outcome": ending.outcome,
-        "exit_code": ending.exit_code,
-        "error": None if ending.error is None else str(ending.error),
-        "steps": len(run_state.losses),
-        "loss_first": run_state.losses[0] if run_state.losses else None,
-        "loss_last": run_state.losses[-1] if run_state.losses else None,
-        "validation_loss": None if last is None else run_state.validations[last][0],
-        "validation_metric": None if last is None else run_state.validations[last][1],
-        "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
-        "missing": list(ending.missing),
-        "wall_s": round(wall_s, 3),
-        "launch_s": round((run_state.going_at_ns - ending.started_at_ns) / 1e9, 3) if run_state.going_at_ns else None,
-        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
-        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
-    }
 
 
 def whole_text(loaded: Loaded) -> str:
@@ -283,6 +271,8 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
         "injectable": case.injectable,
         "host": host_facts(Path.cwd()),
     }
+    if case.origin is not None:
+        facts["resumed"] = asdict(case.origin)
     if case.file is not None:
         facts["scenario"] = {
             "name": case.scenario.name,

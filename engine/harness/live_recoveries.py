@@ -44,7 +44,7 @@ class LiveRecoveries:
     def look(self, view: RunView) -> list[str]:
         """Takes the next view; returns one line for each recovery that ended since the last view."""
         self.owners = self.owners or {slot: each.worker for each in view.workers for slot in each.slots}
-        num_steps = len(view.run_state.losses)
+        num_steps = view.run_state.committed + 1
         gone = {each.worker for each in view.workers if each.state in GONE}
         for each in view.workers:
             if each.worker not in gone:

@@ -1,4 +1,4 @@
-"""Records the end of a run whose command ends before its verdict.
+"""The end of a run: its summary; and the records of one whose command ends before its verdict.
 
 Without these records the run would look like one whose launcher was killed.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import BY_SIGNAL, BambooError, StorageError
 from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
+    from engine.runtime.agent.run_view import Ending
 
 
 @contextlib.contextmanager
@@ -45,3 +46,30 @@ def note_forced_end(folder: RunFolder, number: int) -> None:
 
     if folder.events.exists():
         add_records(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
+
+
+def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
+    """Returns the result of a run for `run.json`."""
+    from engine.core.checks.trajectory import trajectory_hash
+
+    run_state = ending.view.run_state
+    launched_at_ns = run_state.launched_at_ns
+    last = max(run_state.validations, default=None)
+    return {
+        "run_dir": str(folder.path),
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "error": None if ending.error is None else str(ending.error),
+        "steps": run_state.committed + 1,
+        "resumed_after": run_state.begun if run_state.begun >= 0 else None,
+        "loss_first": run_state.losses[0] if run_state.losses else None,
+        "loss_last": run_state.losses[-1] if run_state.losses else None,
+        "validation_loss": None if last is None else run_state.validations[last][0],
+        "validation_metric": None if last is None else run_state.validations[last][1],
+        "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
+        "missing": list(ending.missing),
+        "wall_s": round(wall_s, 3),
+        "launch_s": round((launched_at_ns - ending.started_at_ns) / 1e9, 3) if launched_at_ns else None,
+        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
+        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
+    }

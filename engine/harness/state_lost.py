@@ -1,23 +1,37 @@
-"""Explains a run that lost the state of a stage: the dead workers, the committed steps, the reason and the advice.
+"""The loss of the state of a stage: goes on from a checkpoint, or explains it.
+
+The explanation has the dead workers, the committed steps, the reason and the advice.
 
 Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, any
-equal number of workers may be gone at once. Nothing helps a model that hangs on every worker.
+equal number of workers may be gone at once. Nothing helps a model that hangs on every worker. A checkpoint that
+a worker refuses before training counts as a wrong one: the next older one is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from engine.core.checkpoints.ladder import Ladder, next_rung
+from engine.core.checkpoints.manifest import Manifest
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.config.job import Job
 from engine.core.config.job_wants import holders
+from engine.core.errors import BambooError, ExitCode, WorkerFailedError
 from engine.core.exclusion import Cause
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import Record
 from engine.core.history.run_records import CommitRecord, EpochRecord
 from engine.core.ownership import Slot
 from engine.core.texts import numbered
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.jobs.checkpoint_choice import tell_refused
+
+if TYPE_CHECKING:
+    from engine.runtime.agent.agent import Agent
 
 
 @dataclass(slots=True)
@@ -82,7 +96,7 @@ def fewest_holders(job: Job) -> int:
 def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:
     """Returns the loss that the records of a run show."""
     log = RecoveryLog()
-    lost = LostState(job, job.stages // job.stages_per_worker * job.pipelines)
+    lost = LostState(job, job.num_workers)
     members, is_quiet = lost.workers, True
     for record in records:
         owners = log.history.owners  # before
@@ -119,15 +133,74 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
     return f"worker {worker} ({named}): {where}"
 
 
-def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int) -> list[str]:
-    """Returns the explanation as lines; `num_committed` is the number of committed steps."""
+def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int, resume: str = "") -> list[str]:
+    """Returns the explanation as lines; `num_committed` is the number of committed steps.
+
+    `resume` is the command that goes on from a checkpoint, if there is one.
+    """
     lost = lost_state_of(job, records)
     kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
     told = [*(f"died   {how}" for how in lost.gone.values()), f"kept   {kept}", f"why    {lost.why()}"]
     if lost.hangs_everywhere:
         return [*told, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]
+    if resume:
+        return [*told, f"next   {resume}", f"       with {' or '.join(lost.advice())} it would survive this"]
     return [
         *told,
         "next   there is no checkpoint to resume from: start the run again, with",
         f"       {' or '.join(lost.advice())} to survive this",
     ]
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The times at which one run goes on from a checkpoint after the loss of a state."""
+
+    ladder: Ladder
+    place: str  # of its checkpoints; empty if it keeps none
+    run: str  # the name of its folder
+    say: Callable[[str], object]
+    origin: Resumption | None = None  # of the run
+
+    def revive(self, agent: Agent) -> Resumption | None:
+        """Returns the checkpoint to go on with; None for a run that ends, with the code of the ladder's end."""
+        cause = agent.cause
+        if cause is None or agent.interrupted is not None:
+            return None
+        could_not_load = cause.exit_code == ExitCode.STORAGE and not agent.run_state.going_at_ns
+        if cause.exit_code != ExitCode.STATE_LOST and not (could_not_load and self.origin is not None):
+            return None
+        good = self._newest_good(before=self.origin.step if could_not_load and self.origin else None)
+        self.ladder, code = next_rung(self.ladder, None if good is None else good.step, time.monotonic_ns())
+        if code == ExitCode.STOPPED_RESUMABLE:
+            times = f"{self.ladder.most} restarts in an hour are used up" if self.ladder.most else "restarts are off"
+            agent.cause = WorkerFailedError(f"{cause}; {times}", code)
+        if code is not None or good is None:
+            return None
+        self.origin = good
+        why = agent.node.state.reason if cause.exit_code == ExitCode.STATE_LOST else str(cause)
+        agent.run_state.note(f"{why}; training goes on from the checkpoint of step {good.step}")
+        return good
+
+    def _newest_good(self, before: int | None) -> Resumption | None:
+        for place, run in ((self.place, self.run), *self._of_origin()):
+            if not place:
+                continue
+            try:
+                good = checkpoints_at(place).newest_good(run, refuses=lambda each: _too_new(each, before))
+            except BambooError as error:
+                self.say(f"no checkpoint can be read: {error}")
+                continue
+            tell_refused(good, place, self.say)
+            if good.name is not None:
+                return Resumption(good.name.step, place, good.name.file, run)
+        return None
+
+    def _of_origin(self) -> Iterator[tuple[str, str]]:
+        if self.origin is not None:
+            yield self.origin.place, self.origin.run
+
+
+def _too_new(manifest: Manifest, before: int | None) -> str:
+    is_new = before is not None and manifest.step >= before
+    return f"{manifest.folder}: its tensors were refused" if is_new else ""

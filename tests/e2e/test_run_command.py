@@ -90,7 +90,7 @@ def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) ->
     assert re.fullmatch(r"\d{8}-\d{6}-small-[0-9a-f]{4}", folder.name)
     assert latest.readlink() == Path(folder.name)
     assert folder.stat().st_mode & 0o777 == 0o700
-    files = ["events.jsonl", "logs", "run.json", "steps", "trajectory.csv"]
+    files = ["checkpoints", "events.jsonl", "logs", "run.json", "steps", "trajectory.csv"]
     assert sorted(each.name for each in folder.iterdir()) == files
     assert {"worker-0.log", "worker-1.log"} <= {each.name for each in (folder / "logs").iterdir()}
     facts = json.loads((folder / "run.json").read_text())

@@ -25,6 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one stage": {"stages": 1, "redundancy": "none"},
     "four stages": {"stages": 4, "redundancy": "eager", "activation_checkpoint": 2},
     "two on each": {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved"},
+    "half the workers": {"stages": 4, "workers": 2, "schedule": "gpipe"},
 }
 
 

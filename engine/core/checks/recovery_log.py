@@ -11,7 +11,7 @@ from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import USUAL, Stall, StepLengths, with_later_steps
 from engine.core.exclusion import Cause, Exclusion
-from engine.core.history.process_records import ExitRecord, FailedRecord, RestartRecord
+from engine.core.history.process_records import ExitRecord, FailedRecord, RestartRecord, ResumedRecord
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import (
@@ -64,6 +64,9 @@ class RecoveryLog:
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> verdict; its later actions are ignored
     is_over: bool = False  # no step is left
+    is_resumed: bool = False  # the open recovery goes on from a checkpoint, with so many steps lost:
+    lost: int = 0
+    ends: dict[int, tuple[int, str] | None] = field(default_factory=dict)  # last actions of workers lost before it
 
     def read(self, record: Record) -> Iterator[Recovery]:
         """Reads one record; yields the recovery that the record ends."""
@@ -85,6 +88,10 @@ class RecoveryLog:
             case RestartRecord():  # no step is committed: all begins again
                 self.signs, self.epochs, self.marks, self.actions, self.adopted = [], [], [], {}, set()
                 self.out_since = {}
+            case ResumedRecord():
+                self.is_resumed, self.lost = bool(self.epochs), record.lost
+                self.ends = {worker: self.last_action(worker) for worker in self.out_since}
+                self.out_since = {}  # other processes have these numbers now
             case MarkRecord():
                 self.marks.append((record.epoch, record.phase, record.at_ns))
                 self.adopted |= {*(record.adopted or ())}
@@ -103,7 +110,7 @@ class RecoveryLog:
         self.lengths.commit(commit.at_ns, recovered=bool(self.epochs))
         self.committed = commit.step
         self.is_over = self.is_over or commit.last
-        self.epochs, self.adopted = [], set()
+        self.epochs, self.adopted, self.is_resumed, self.lost, self.ends = [], set(), False, 0, {}
         # Workers write on their own: records of the time after a commit may stand before the commit's record.
         self.signs = [sign for sign in self.signs if sign.at_ns > commit.at_ns]
         self.marks = [mark for mark in self.marks if mark[2] > commit.at_ns]
@@ -139,11 +146,12 @@ class RecoveryLog:
             begin_ns,
             points,
             None if commit is None else commit.at_ns,
-            max(0, self.committed + 1 - step),
+            max(self.lost, self.committed + 1 - step, 0),
             None if after_end else self._stall(points, begin_ns, commit),
             frozenset(self.adopted),
             after_end,
             last.planned,
+            commit is not None and (self.is_resumed or step <= self.committed),
         )
 
     def _points_ns(self, begin_ns: int) -> dict[str, int]:
@@ -210,6 +218,8 @@ class RecoveryLog:
 
     def last_action(self, worker: int) -> tuple[int, str] | None:
         """Returns (step, action) of a worker's last finished action; None if the last few steps have none."""
+        if worker in self.ends:
+            return self.ends[worker]
         mine = [(end_ns, step, str(action)) for step, by, action, end_ns in self._entries() if by == worker]
         return max(mine)[1:] if mine else None
 

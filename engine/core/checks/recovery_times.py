@@ -51,6 +51,7 @@ class Recovery:
     adopted: frozenset[Slot] = frozenset()
     after_end: bool = False  # no step was left
     planned: bool = False  # the last epoch was made for a worker's notice
+    is_from_checkpoint: bool = False  # no worker held the state of a stage
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -83,7 +84,7 @@ class Recovery:
             return "nothing was lost"
         if self.resume_ns is None:
             return "none"
-        if self.lost_steps:
+        if self.is_from_checkpoint:
             return "checkpoint"
         out = {each.worker for each in self.verdict}
         found = {
@@ -104,6 +105,7 @@ class Recovery:
         ]
         if self.resume_ns is None:
             return "; ".join([*parts, "not recovered"])
+        parts += ["went on from a checkpoint"] * self.is_from_checkpoint
         lost = f", {counted(self.lost_steps, 'step')} lost" if not planned else ""
         return "; ".join([*parts, f"training stalled for {self.stall}{lost}"])
 

@@ -10,11 +10,13 @@ microbatch; one other worker must then have counted the microbatches before it o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from engine.core.action import ADDING_OPS, Action, Op
 from engine.core.config.job import Job
 from engine.core.history.gaps import left_out_steps
+from engine.core.history.process_records import ResumedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.step_files import done_in, span_of
 from engine.core.ownership import Slot
@@ -35,17 +37,17 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     commits = zip(history.commits.steps, history.commits.at_ns, strict=True)
     committed = {step for step, at_ns in commits if at_ns >= since_ns}
     committed.difference_update(*(range(first, last + 1) for first, last in left_out_steps(history)))
-    out_since: dict[int, int] = {}
-    for epoch in history.epochs:
-        for out in epoch.verdict:
-            out_since.setdefault(out.worker, epoch.at_ns)
+    lives = _Lives(
+        [(each.at_ns, each.step) for each in history.of(ResumedRecord)],
+        [(epoch.at_ns, out.worker) for epoch in history.epochs for out in epoch.verdict],
+    )
     found = []
     span = span_of(job)
     for first, done in _in_ranges(history):
         steps = {step for step in range(first, first + span) if step in committed}
         committed = committed - steps
-        found += _in_steps(steps, done, out_since, job)
-    return found + _in_steps(committed, (), out_since, job)
+        found += _in_steps(steps, done, lives, job)
+    return found + _in_steps(committed, (), lives, job)
 
 
 def _in_ranges(history: RunHistory) -> Iterator[tuple[int, Iterator[DoneAction]]]:
@@ -55,7 +57,7 @@ def _in_ranges(history: RunHistory) -> Iterator[tuple[int, Iterator[DoneAction]]
         yield first, ((step, end, worker, action) for worker, data in blocks for step, end, action in done_in(data))
 
 
-def _in_steps(steps: set[int], done: Iterable[DoneAction], out_since: Mapping[int, int], job: Job) -> list[str]:
+def _in_steps(steps: set[int], done: Iterable[DoneAction], lives: _Lives, job: Job) -> list[str]:
     entries: dict[tuple[int, Slot], list[SampleAction]] = {}
     for step, end_ns, worker, action in done:
         if action.op in _COUNTS:
@@ -65,14 +67,23 @@ def _in_steps(steps: set[int], done: Iterable[DoneAction], out_since: Mapping[in
         for pipeline in range(job.pipelines):
             for stage in range(job.stages):
                 slot = (pipeline, stage)
-                mine = [each for each in entries.get((step, slot), []) if _counts(each, out_since)]
+                mine = [each for each in entries.get((step, slot), []) if lives.counts(step, each)]
                 found += [f"step {step}: {text}" for text in _of_slot(mine, slot, job)]
     return found
 
 
-def _counts(entry: SampleAction, out_since: Mapping[int, int]) -> bool:
-    end_ns, worker, _ = entry
-    return worker not in out_since or end_ns <= out_since[worker]
+class _Lives(NamedTuple):
+    """The times at which a run went on from a checkpoint, with its step, and those of the verdicts on workers."""
+
+    resumed: Sequence[tuple[int, int]]
+    out: Sequence[tuple[int, int]]
+
+    def counts(self, step: int, entry: SampleAction) -> bool:
+        """Returns whether an action counts: its step was not lost later, and its worker was not out in that life."""
+        end_ns, worker, _ = entry
+        begun_ns = max((at_ns for at_ns, _ in self.resumed if at_ns < end_ns), default=0)
+        is_lost = any(kept < step and end_ns <= at_ns for at_ns, kept in self.resumed)
+        return not is_lost and not any(each == worker and begun_ns < at_ns < end_ns for at_ns, each in self.out)
 
 
 def _of_slot(entries: list[SampleAction], slot: Slot, job: Job) -> list[str]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from engine.core.action import Op
 from engine.core.checks.expectations import Check
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.faults.fault_kind import AT_ONCE
-from engine.core.history.process_records import RestartRecord
+from engine.core.history.process_records import RestartRecord, ResumedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, FaultRecord
 
@@ -47,13 +46,15 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
     mine.sort(key=lambda each: each.end_ns)
     before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
-    restarts_ns = (each.at_ns for each in history.of(RestartRecord) if each.at_ns >= strike.at_ns)
-    until_ns = next(restarts_ns, inf)  # then another process goes on as this worker
+    restarts = (*history.of(RestartRecord), *history.of(ResumedRecord))
+    until_ns = min(
+        (each.at_ns for each in restarts if each.at_ns >= strike.at_ns), default=inf
+    )  # then another process goes on as this worker
     later = [(each.step, each.action) for each in mine if strike.at_ns < each.end_ns <= until_ns]
     named = (moment.step, str(moment.action))
     victim = f"{fault.id}: worker {strike.of}"
     last = before[-1] if before else None
-    if moment.when == "after" and moment.action.op is not Op.CHECKPOINT:
+    if moment.when == "after":
         if last != named:
             yield f"{victim} was to be struck after {_text(named)}, and had done {_text(last)} last"
     else:
@@ -73,8 +74,6 @@ def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:
     """Returns (step, action) before the named one in a worker's program; it may be in the step before."""
     program, _ = initial_program(job)
     own = [str(action) for action in program[worker]]
-    if moment.action.op is Op.CHECKPOINT:  # behind the last action of its step, and itself no record
-        return moment.step, own[-1]
     place = own.index(str(moment.action))
     if place:
         return moment.step, own[place - 1]

@@ -22,6 +22,7 @@ _AS_RUN: Final = _OfRun()
 NEUTRAL: Mapping[str, Any] = {
     "stages": _AS_RUN,
     "stages_per_worker": _AS_RUN,
+    "workers": _AS_RUN,
     "placement": _AS_RUN,
     "schedule": _AS_RUN,
     "partition": _AS_RUN,
@@ -40,6 +41,7 @@ NEUTRAL: Mapping[str, Any] = {
     "checkpoint_every": "0",  # the twin keeps nothing
     "keep": Job().keep,
     "checkpoints": "",
+    "restarts": Job().restarts,
     "name": "",
     "results": "",
 }

@@ -56,6 +56,9 @@ class Job:
         "pipeline schedule: {schedules}, FILE.csv with compute lists, or package.module:generator (trusted code)",
     )
     stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
+    workers: int = _field(
+        0, "worker processes; 0 = one for the stages of each pipeline that stand together; fewer carry several of them"
+    )
     placement: PlacementChoice = _field(
         "auto", "which stages stand on one worker: loop, v (there and back), or auto: the schedule's own"
     )
@@ -107,6 +110,9 @@ class Job:
     )
     keep: int = _field(3, "newest checkpoints of a run that stay; older ones are deleted")
     checkpoints: str = _field("", "folder or URL (s3://...) of the checkpoints; in the run's folder by default")
+    restarts: int = _field(
+        3, "after the loss of a state, go on from the newest good checkpoint, at most N times in an hour; 0 = off"
+    )
     results: str = _field("results", "folder that receives one folder per run")
 
     @property
@@ -128,6 +134,16 @@ class Job:
     def has_program(self) -> bool:
         """Whether its schedule is known: the name of a generator that was not called stands for no schedule."""
         return not FACTORY.fullmatch(self.schedule)
+
+    @property
+    def most_workers(self) -> int:
+        """The number of workers without `workers`: P / V in each pipeline."""
+        return self.stages // max(1, self.stages_per_worker) * self.pipelines
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers before any failure."""
+        return self.workers or self.most_workers
 
     @property
     def retains(self) -> bool:

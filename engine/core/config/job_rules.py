@@ -28,6 +28,8 @@ _AT_LEAST = {
     "warmup_steps": 0,
     "log_every": 0,
     "fsdp": 0,
+    "workers": 0,
+    "restarts": 0,
     "activation_checkpoint": 0,
     "audit": 0,
     "validate_every": 0,
@@ -64,9 +66,9 @@ def check_job(job: Job) -> list[Problem]:
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
     problems += _check_partition(job)
-    problems += [*_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
+    problems += [*_check_workers(job), *_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
     if parse_size(job.events_max) is None:
         problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
     problems += [
@@ -98,6 +100,16 @@ def _check_shards(job: Job) -> list[Problem]:
     return [Problem("fsdp", expected, repr(job.fsdp), hint)] if expected else []
 
 
+def _check_workers(job: Job) -> list[Problem]:
+    if job.workers > max(1, job.most_workers):
+        hint = "stages / stages_per_worker x pipelines; a worker has at least one stage of one pipeline"
+        return [Problem("workers", f"a whole number <= {job.most_workers}", repr(job.workers), hint)]
+    if job.workers and job.fsdp:
+        hint = "the owners of a stage hold its shards, one in each pipeline"
+        return [Problem("workers", "0 with fsdp", repr(job.workers), hint)]
+    return []
+
+
 def _check_streams(job: Job) -> list[Problem]:
     expected = hint = ""
     if job.log_every and job.redundancy not in ("lazy", "eager"):
@@ -114,7 +126,7 @@ def _check_redundancy(job: Job) -> list[Problem]:
     if job.redundancy == "reroute" and job.pipelines == 1:
         hint = "the next pipeline takes over: give --pipelines 2 or more"
         return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
-    num_workers = job.stages // max(1, job.stages_per_worker) * job.pipelines
+    num_workers = job.num_workers
     most = max(1, num_workers - 1)
     if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
         expected = f"a whole number <= {most}"

@@ -14,6 +14,9 @@ def fresh_ownership(job: Job) -> Ownership:
     """Returns the ownership of a job before any failure."""
     placement = placement_of(job.schedule, job.placement)
     ownership = fresh(Grid(job.stages, job.microbatches, job.pipelines), job.stages_per_worker, placement)
+    if job.workers:  # neighbours together: the fewest transfers
+        owners = tuple(each * job.workers // job.most_workers for each in ownership.owners)
+        ownership = replace(ownership, owners=owners)
     return shadowed(job, ownership, ownership.workers())
 
 

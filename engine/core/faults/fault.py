@@ -27,10 +27,7 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The moment before, during or after an action of a step, at the owner of the action's slot.
-
-    A checkpoint of a stage is an action of the worker that writes it.
-    """
+    """The moment before, during or after an action of a step, at the owner of the action's slot."""
 
     step: int
     action: Action
@@ -119,7 +116,7 @@ class Fault:
 
 
 def slot_owner(action: Action) -> Owner:
-    """Returns the default victim of a fault at an action: the owner of its slot; for a checkpoint, its writer."""
+    """Returns the default victim of a fault at an action: the owner of its slot."""
     return Owner(action.pipeline, action.stage)
 
 

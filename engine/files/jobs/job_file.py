@@ -19,11 +19,20 @@ from engine.core.config.job_rules import check_job
 from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import MASK, Problem, UserError, is_secret
 from engine.files.jobs.file_kind import with_its_faults
-from engine.files.jobs.job_layers import PROJECT_FILE, Layer, environment_layer, file_layer, flag_layer, set_layer
+from engine.files.jobs.job_layers import (
+    PROJECT_FILE,
+    Layer,
+    document_layer,
+    environment_layer,
+    file_layer,
+    flag_layer,
+    set_layer,
+)
 from engine.files.jobs.job_value import A_FIELD, ARGS_FIELDS, FIELD_TYPES, Given
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
 from engine.files.jobs.trust import LYING_THERE, foreign_values
+from engine.files.strict_yaml import Document
 
 
 def resolve_job(
@@ -33,16 +42,20 @@ def resolve_job(
     flags: Mapping[str, str] | None = None,
     project: Path = Path(),
     offered: Offered = ANYTHING,
+    kept: Document | None = None,
 ) -> Resolved:
     """Returns the job that all layers make together.
 
     `settings` holds the ``FIELD=VALUE`` of each ``--set``, `flags` the text of each flag by its field, and `project` is
-    the folder of the project file ``bamboo.yaml``.
+    the folder of the project file ``bamboo.yaml``. Beside the `kept` job of a checkpoint, only the job file, ``--set``
+    and flags count.
 
     Raises:
         UserError: with every problem of every layer.
     """
     layers = [file_layer(job_file)] if job_file else []
+    if kept is not None:
+        return merge([document_layer(kept), *layers, set_layer(settings), flag_layer(flags or {})], offered)
     if record := next((each.record for each in layers), None):
         resolved = merge([*layers, set_layer(settings), flag_layer(flags or {})], offered)
         return replace(resolved, with_faults=with_its_faults(record))

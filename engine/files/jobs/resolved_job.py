@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.errors import MASK, Problem
 from engine.files.jobs.job_value import ARGS_FIELDS
@@ -14,13 +15,15 @@ class Resolved:
     """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``.
 
     `with_faults` is the command that repeats the faults too, if the job is that of a run with faults. `foreign` has the
-    values that a run takes with ``--trust-code`` only.
+    values that a run takes with ``--trust-code`` only. A job that is resumed begins after the checkpoint `origin`.
     """
 
     job: Job
     origins: dict[str, str]
     with_faults: str = ""
     foreign: tuple[Problem, ...] = ()
+    origin: Resumption | None = None
+    other_bits: bool = False  # than those of the checkpoint
 
 
 def secret_arguments(job: Job) -> list[str]:

@@ -1,0 +1,57 @@
+"""The options of `bamboo run` about a checkpoint to begin after; its job is the lowest layer of the run's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bamboo_cli.terminal.echo import echo
+
+if TYPE_CHECKING:
+    from engine.files.jobs.resolved_job import Resolved
+
+_PANEL = "Checkpoints"
+_RESULTS = "results"
+
+Resume = Annotated[
+    str,
+    typer.Option(
+        "--resume",
+        metavar="latest|RUN|DIR[@STEP]",
+        help="Go on from the newest good checkpoint of a run, of the newest run that has one (latest), or of a folder "
+        "or URL of checkpoints, with its job. Stages, schedule, redundancy, workers and so on may be others.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+OtherBits = Annotated[
+    bool,
+    typer.Option(
+        "--other-bits",
+        help="With --resume: go on although a field, this machine or a data file gives other bits.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable[..., Resolved]) -> Resolved:
+    """Returns the job that goes on from the checkpoint that `text` names; `resolve` takes the checkpoint's job.
+
+    Raises:
+        BambooError: there is no good checkpoint, or the job would give other bits.
+    """
+    from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits
+    from engine.files.strict_yaml import read_text
+
+    folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
+    found = find_checkpoint(text, folder, lambda line: echo(line, err=True))
+    source = f"{found.origin.place}/{found.manifest.folder}/{found.origin.file}"
+    resolved = resolve(kept=read_text(json.dumps(dict(found.manifest.job)), source))
+    refuse_other_bits(found, resolved.job, other_bits)
+    return replace(resolved, origin=found.origin, other_bits=other_bits)

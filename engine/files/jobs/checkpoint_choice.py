@@ -1,0 +1,162 @@
+"""Finds the checkpoint with which a run begins or goes on, and refuses one that would give other bits.
+
+Rules: a checkpoint with a wrong byte is refused by the name of its file, and the next older one is tried. A run that
+was itself resumed, and has kept nothing yet, stands for the run that it came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.core.checkpoints.manifest import Manifest
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.config.bit_fields import BitDifference, bit_differences
+from engine.core.config.job import Job
+from engine.core.errors import (
+    BambooError,
+    NothingMatchedError,
+    Problem,
+    StorageError,
+    UserError,
+)
+from engine.files.atomic_write import open_to_read
+from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
+from engine.files.host_facts import host_facts
+from engine.files.jobs.data_files import data_files
+from engine.files.jobs.resolved_job import secret_arguments
+from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
+
+_AT_STEP = re.compile(r"(.+)@([0-9]{1,12})")
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
+
+
+class Found(NamedTuple):
+    """A checkpoint of which every byte is right."""
+
+    origin: Resumption
+    manifest: Manifest
+
+
+def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> Found:
+    """Returns the checkpoint that ``latest``, a run, a folder or a URL of checkpoints stands for, ``@STEP`` behind it.
+
+    `say` gets a line about each newer one that is refused.
+
+    Raises:
+        NothingMatchedError: there is no such run, or it has no checkpoint.
+        StorageError: there are checkpoints, and none is good.
+    """
+    match = _AT_STEP.fullmatch(text)
+    name, step = (match[1], int(match[2])) if match else (text, None)
+    num_refused = 0
+    for place, run in _places(name, results):
+        good = checkpoints_at(place).newest_good(run, step)
+        num_refused += tell_refused(good, place, say)
+        if good.name is not None and good.manifest is not None:
+            origin = Resumption(good.name.step, place, good.name.file, good.manifest.run)
+            return Found(origin, good.manifest)
+    at = "" if step is None else f" of step {step}"
+    if num_refused:
+        raise StorageError(f"no checkpoint{at} of {name!r} is good: {num_refused} were refused")
+    raise NothingMatchedError(f"no checkpoint{at} in {name!r}")
+
+
+def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
+    """Says which checkpoints were refused, and why; returns their number."""
+    for each in good.refused:
+        say(f"a checkpoint is refused: {place}/{each.reason}")
+    return len(good.refused)
+
+
+def _places(name: str, results: Path) -> Iterator[tuple[str, str]]:
+    """Yields the places to look at, each with the run whose checkpoints count there; empty for any run."""
+    if "://" in name:
+        yield name, ""
+    elif name == LATEST:
+        if not (names := run_names(results)):
+            raise NothingMatchedError(f"no run in {str(results)!r} yet")
+        for each in reversed(names):
+            yield from _places_of(RunFolder(results / each))
+    elif Path(name).is_dir() and not (Path(name) / "run.json").exists():
+        yield str(Path(name).absolute()), ""
+    else:
+        yield from _places_of(find_run(results, name))
+
+
+def _places_of(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yields the place of a run's checkpoints, then that of the run that it was resumed from."""
+    facts = _facts_of(run)
+    place = facts.get("checkpoints") or str(run.checkpoints.absolute())
+    yield place, run.path.name
+    if isinstance(before := facts.get("resumed"), dict):
+        yield str(before["place"]), str(before["run"])
+
+
+def _facts_of(run: RunFolder) -> dict[str, Any]:
+    try:
+        with open(open_to_read(run.run_json), "rb") as file:
+            facts = json.load(file)
+        place = str(facts["job"].get("checkpoints") or "")
+        is_url = "://" in place
+        return {**facts, "checkpoints": place if is_url or not place else str(Path(place).absolute())}
+    except _UNREADABLE:
+        return {}
+
+
+def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
+    """Refuses a job that cannot go on from a checkpoint.
+
+    Raises:
+        UserError: fields, facts of the host or data files differ that decide bits, unless `other_bits`; or no step is
+            left.
+    """
+    manifest = found.manifest
+    problems = []
+    if manifest.step >= job.steps - 1:
+        hint = f"all {job.steps} steps are committed in the checkpoint"
+        problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
+    if not other_bits:
+        differences = bit_differences(manifest.job, manifest.facts, job, host_facts(Path.cwd()))
+        problems += _as_problems([*differences, *_changed_files(manifest, job)])
+    if problems:
+        raise UserError(problems)
+
+
+def _as_problems(differences: Iterable[BitDifference]) -> Iterator[Problem]:
+    for each in differences:
+        hint = "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same"
+        yield Problem(each.name, f"{each.before!r} as in the checkpoint", repr(each.now), hint)
+
+
+def _changed_files(manifest: Manifest, job: Job) -> list[BitDifference]:
+    before = {name: (size, sha256) for name, size, sha256 in manifest.data_files}
+    now = {name: (size, sha256) for name, size, sha256 in data_files(job)} if before else {}
+    return [
+        BitDifference(f"data file {name}", _words(before.get(name)), _words(now.get(name)))
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _words(found: tuple[int, str] | None) -> str:
+    return "no file" if found is None else f"{found[0]} bytes, SHA-256 {found[1][:12]}"
+
+
+def resume_command(run: Path, job: Job) -> str:
+    """Returns the command that goes on with a run from its newest checkpoint; empty if there is none to read."""
+    folder = RunFolder(run)
+    has_one = False
+    for place, name in _places_of(folder):
+        with contextlib.suppress(BambooError):
+            found = checkpoints_at(place)
+            has_one = has_one or any(found.manifest(each).run == name for each in found.names())
+    if not has_one:
+        return ""
+    secret = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]
+    return shlex.join(["bamboo", "run", "--resume", str(run), *secret])
